@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from base64 import b64decode
-from collections import Counter
+from collections import Counter, defaultdict
 from contextlib import suppress
 from typing import Any
 
@@ -20,10 +20,12 @@ from quire.control.engine import Engine
 from quire.control.memory.paged import PagedMemory
 from quire.control.memory.virtual import VirtualMemory
 from quire.control.outcomes import Output
-from quire.control.scene import CACHED, FIRST, OWNERS, PINNED, SHARED, scene
+from quire.control.scene import CACHED, FIRST, FREE, OWNERS, PINNED, SHARED, scene
 from quire.errors import InputError
 
-NAMES = ["paged-4", "window", "mixed", "large", "states", "virtual-4", "cross-4", "large-vision-4", "uncached"]
+NAMES = ["paged-4", "window", "mixed", "large", "states", "virtual-4", "cross-4", "large-vision-4", "vision-unlike",
+         "uncached"]  # fmt: skip
+WITHOUT_SWAPS = ["window", "mixed", "large"]  # in so short a run
 
 
 def _check(engine: Engine, told: dict[str, Any]) -> None:
@@ -48,6 +50,7 @@ def _check(engine: Engine, told: dict[str, Any]) -> None:
         assert group["used"] == len(named) == sum(cell > CACHED for cell in cells)
         assert group["cached"] == memory.pages.cached_pages[g] == cells.count(CACHED)
         assert group["shared"] == cells.count(SHARED)
+        assert group["saved"] == sum(count - 1 for (at, _), count in tables.items() if at == g)
         held += len(named) * group["page_bytes"]
         for at, cell in enumerate(cells):
             place = g, memory.groups[g].ids.start + at
@@ -58,6 +61,9 @@ def _check(engine: Engine, told: dict[str, Any]) -> None:
                 assert cell == PINNED
             elif tables[place]:
                 assert cell == FIRST + owner[place] % OWNERS
+    saved = sum(group["saved"] * group["page_bytes"] for group in told["groups"])
+    assert saved == told["sharing"]["saved"]
+    _check_host(engine, memory, told)
     usage = told["bytes"]
     taken = usage["used"] + usage["reserved"] + usage["internal"]
     assert held <= taken if isinstance(memory, VirtualMemory) else held == taken  # the former maps ahead of tokens, too
@@ -66,22 +72,44 @@ def _check(engine: Engine, told: dict[str, Any]) -> None:
     assert all(states[state] <= told[state] for state in ("waiting", "running", "swapped"))  # less those that ended
 
 
+def _check_host(engine: Engine, memory: PagedMemory, told: dict[str, Any]) -> None:
+    """Host pages are those of the tables of sequences that were swapped out."""
+    order = {seq.id: request.order for request in engine.requests.values() for seq in request.live}
+    for g, group in enumerate(told["groups"]):
+        host = group["host"]
+        named = defaultdict[int, list[int]](list)
+        for id, resident in memory.swap.residents.items():
+            for page in filter(None, resident.tables[g]):
+                named[page - memory.swap.shift[g]].append(order[id])
+        ids = memory.groups[g].host_ids
+        assert (host["pages"], host["used"], host["per"]) == (len(ids), len(named), 1)
+        assert host["shared"] == sum(len(owners) > 1 for owners in named.values())
+        cells = b64decode(host["cells"]) or bytes(len(ids))
+        for id, cell in zip(ids, cells, strict=True):
+            owners = named.get(id, [])
+            assert cell == (FREE if not owners else SHARED if len(owners) > 1 else FIRST + owners[0] % OWNERS)
+    assert sum(group["host"]["used"] for group in told["groups"]) == told["sharing"]["host_pages_used"]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_every_page_is_what_the_tables_say(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     step, seen = Engine.step, Counter[str]()
 
     def watched(engine: Engine) -> list[Output]:
         outputs = step(engine)
-        if engine.stats.steps % 7 == 0:
+        if engine.stats.steps % 7 == 0 or engine.scheduler.swapped:
             told = scene(engine)
             _check(engine, told)
-            seen.update(shared=any(group["shared"] for group in told["groups"]), looks=1)
+            shared = any(group["shared"] for group in told["groups"])
+            swapped = any(group["host"]["used"] for group in told["groups"])
+            seen.update(shared=shared, swapped=swapped, looks=1)
         return outputs
 
     monkeypatch.setattr(Engine, "step", watched)
     soaking.soak(60, name=name)
     assert seen["looks"] > 10
     assert seen["shared"] > 2
+    assert seen["swapped"] > 2 or name in WITHOUT_SWAPS
 
 
 def test_cells_stand_for_several_pages(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,20 +18,20 @@ import quire
 from quire.server import console as consoles
 from quire.server.console import EVERY, FILES, MOST_WATCHERS, OPEN, SHARE
 
-KEY = {"Authorization": "Bearer sk-quire-test-key"}
+KEY, ADMIN = ({"Authorization": f"Bearer sk-quire-{name}"} for name in ("test-key", "admin-key"))
 FOLDER = Path(quire.__file__).parent / "assets" / "console"
 Scene = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[Running]:
-    with echo_service.serving(keys=["sk-quire-test-key"]) as found:
+    with echo_service.serving(keys=["sk-quire-test-key"], admin_keys=["sk-quire-admin-key"]) as found:
         yield found
 
 
-def scenes(url: str, count: int) -> list[Scene]:
+def scenes(url: str, count: int, key: dict[str, str] = KEY) -> list[Scene]:
     """The first `count` events."""
-    with httpx.stream("GET", f"{url}/console/events", headers=KEY, timeout=10) as answer:
+    with httpx.stream("GET", f"{url}/console/events", headers=key, timeout=10) as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
         lines = (line[6:] for line in answer.iter_lines() if line.startswith("data: "))
         return [json.loads(next(lines)) for _ in range(count)]
@@ -51,7 +51,9 @@ def test_its_files_are_open_and_hold_no_data(running: Running) -> None:
 def test_what_it_is_told_needs_the_key(running: Running) -> None:
     for headers in ({}, {"Authorization": "Bearer sk-quire-test-kez"}):
         assert httpx.get(f"{running.url}/console/events", headers=headers).status_code == 401
-    assert scenes(running.url, 1)[0]["groups"]
+    for key in (KEY, ADMIN):  # a user's and an operator's
+        assert httpx.get(f"{running.url}/v1/models", headers=key).status_code == 200
+        assert scenes(running.url, 1, key)[0]["groups"]
 
 
 def test_the_page_asks_nothing_of_other_hosts_and_makes_no_html_of_text() -> None:

@@ -5,6 +5,7 @@ QUIRE_CONSOLE_PICTURES=DIR keeps pictures of it. Chromium is looked for as `chro
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -14,11 +15,15 @@ import sys
 import threading
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+import quire
 
 CHROMIUM = shutil.which("chromium")
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(300), pytest.mark.filterwarnings("default")]
@@ -29,15 +34,46 @@ FLAGS = (
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    command = [sys.executable, "-m", "quire", "serve", "--port", "0", "--kv-tokens", "4096", "--swap-gib", "0.01"]
+@contextmanager
+def serving(*options: str) -> Iterator[str]:
+    """A server of the bundled model, or of what `options` name, whose memory is small: its address."""
+    command = [
+        sys.executable,
+        "-m",
+        "quire",
+        "serve",
+        *options,
+        "--port",
+        "0",
+        "--kv-tokens",
+        "4096",
+        "--swap-gib",
+        "0.01",
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         line = next(line for line in server.stdout if " at http://" in line)
         threading.Thread(target=server.stdout.read, daemon=True).start()
         yield re.findall(r"http://\S+", line)[0]
         server.terminate()
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with serving() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def unlike(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The bundled model, of whose layers two attend to all and four to the last 64 tokens: two groups of pages."""
+    folder = tmp_path_factory.mktemp("models") / "unlike"
+    shutil.copytree(Path(quire.__file__).parent / "assets" / "tiny", folder)
+    config = json.loads((folder / "config.json").read_text())
+    types = ["full_attention", "sliding_attention", "sliding_attention"] * 2
+    (folder / "config.json").write_text(json.dumps({**config, "layer_types": types, "sliding_window": 64}))
+    with serving(str(folder), "--page-sizes", "own", "--preemption", "swap") as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +87,8 @@ def chromium() -> Iterator[Any]:
         browser.close()
 
 
-@pytest.fixture
-def page(chromium: Any, url: str) -> Iterator[Any]:
+@contextmanager
+def console(chromium: Any, url: str) -> Iterator[Any]:
     """The console, live. What it logs or throws, and whoever it asks elsewhere, fails the test."""
     opened, faults, asked = chromium.new_page(viewport={"width": 1360, "height": 900}), list[str](), set[str]()
     opened.on("console", lambda message: faults.append(message.text))
@@ -66,6 +102,12 @@ def page(chromium: Any, url: str) -> Iterator[Any]:
     assert not faults
 
 
+@pytest.fixture
+def page(chromium: Any, url: str) -> Iterator[Any]:
+    with console(chromium, url) as opened:
+        yield opened
+
+
 def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
     kind = {"Content-Type": "application/json"}
     request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), kind)
@@ -73,23 +115,17 @@ def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
         return dict(json.loads(answer.read()))
 
 
+SHARED = "Once upon a time there was a fox who lived in a forest with many other animals and liked to run. " * 2
+LONG = {"ignore_eos": True, "temperature": 0.8}
+
+
 def crowd(url: str, count: int, tokens: int) -> list[threading.Thread]:
     """Requests at once, every fourth with four samples; prompts share pages."""
-    shared = "Once upon a time there was a fox who lived in a forest with many other animals and liked to run. " * 2
-    same = {"max_tokens": tokens, "ignore_eos": True, "temperature": 0.8}
-    bodies = [{"prompt": f"{shared}{i}", "n": 1 if i % 4 else 4, **same} for i in range(count)]
+    bodies = [{"prompt": f"{SHARED}{i}", "max_tokens": tokens, "n": 1 if i % 4 else 4, **LONG} for i in range(count)]
     threads = [threading.Thread(target=post, args=(url, body)) for body in bodies]
     for thread in threads:
         thread.start()
     return threads
-
-
-def metrics(url: str) -> dict[str, float]:
-    with urllib.request.urlopen(f"{url}/metrics") as answer:
-        text = answer.read().decode()
-    found = re.findall(r'quire_kv_bytes\{category="(\w+)".*?\} (\S+)', text)
-    preempted = re.findall(r"\nquire_preemptions\w*\{.*?\} (\S+)", text)
-    return {**{f"kv {name}": float(value) for name, value in found}, "preempted": sum(map(float, preempted))}
 
 
 def picture(page: Any, name: str) -> None:
@@ -232,7 +268,7 @@ def test_beams_are_a_tree(page: Any, coloured: bool) -> None:
     page.route("**/v1/chat/completions", keep)
     say(page, "Tell me a story about a fox.")
     page.wait_for_selector("#send:not([disabled])")
-    page.wait_for_function("document.querySelectorAll('#log .tree .tree').length > 0")
+    page.wait_for_function("() => document.querySelectorAll('#log .tree .tree').length > 0")
     assert len(texts) == 4
     assert leaves(page) == [texts[at] for at in range(4)]
     root = page.locator("#log .tree > li > .text").first.inner_text()
@@ -262,24 +298,131 @@ def test_texts_part_at_words_however_they_came(page: Any, said: list[list[str]],
     assert page.locator("#log .text").all_text_contents() == tree
 
 
-def test_counts_are_those_of_the_metrics(page: Any, url: str) -> None:
-    """At moments between bursts that preempt."""
-    before = metrics(url)["preempted"]
-    for moment in range(MOMENTS):
-        for thread in crowd(url, 80, 100 + moment):
+@contextmanager
+def load(url: str, clients: int) -> Iterator[None]:
+    """So many clients that ask one thing after another, every fourth for four samples; prompts share pages."""
+    over = threading.Event()
+
+    def ask(client: int) -> None:
+        for turn in itertools.count():
+            if over.is_set():
+                return
+            prompt = f"{SHARED}{client} {turn}"
+            post(url, {"prompt": prompt, "max_tokens": 120, "n": 1 if client % 4 else 4, **LONG})
+
+    threads = [threading.Thread(target=ask, args=(client,)) for client in range(clients)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        for thread in threads:
             thread.join()
-        deadline = time.monotonic() + 10
-        while True:
-            counted = metrics(url)
-            data = page.locator("#groups canvas").first.evaluate("canvas => ({...canvas.dataset})")
-            told = {name: int(value) for name, value in data.items()}
-            held = sum(counted[f"kv {name}"] for name in ("used", "reserved", "internal"))
-            total = sum(size for name, size in counted.items() if name.startswith("kv "))
-            size = total / told["pages"]
-            if (told["used"] * size, told["cached"] * size) == (held, counted["kv cached"]):
+
+
+def scrape(url: str) -> dict[str, float]:
+    """The numbers of /metrics, by name and by what distinguishes those of one name."""
+    with urllib.request.urlopen(f"{url}/metrics") as answer:
+        text = answer.read().decode()
+    found = re.findall(r"^quire_(\w+)\{(.*?)\} (\S+)$", text, re.MULTILINE)
+    labels = [
+        (name, re.findall(r'(?:category|layer_type|way)="([^"]+)"', given), value) for name, given, value in found
+    ]
+    return {" ".join([name, *given]): float(value) for name, given, value in labels}
+
+
+WATCH = """() => {
+    window.moments = [];
+    new MutationObserver(() => {
+        const canvases = [...document.querySelectorAll("#groups canvas")].map((canvas) => ({...canvas.dataset}));
+        window.moments.push({...document.body.dataset, canvases});
+    }).observe(document.body, {attributeFilter: ["data-scenes"]});
+}"""
+Moment = tuple[dict[str, Any], dict[str, float]]
+
+
+def moments(page: Any, url: str) -> Iterator[Moment]:
+    """What the page drew and what /metrics said of one and the same moment between two steps."""
+    page.evaluate(WATCH)
+    drawn, said = dict[tuple[float, float], Any](), dict[tuple[float, float], dict[str, float]]()
+    deadline = time.monotonic() + 240
+    while time.monotonic() < deadline:
+        for one in page.evaluate("window.moments.splice(0)"):
+            drawn[float(one["steps"]), float(one["seconds"])] = one
+        counted = scrape(url)
+        said[counted["engine_steps_total"], counted["engine_step_seconds_total"]] = counted
+        for both in drawn.keys() & said.keys():
+            yield drawn.pop(both), said.pop(both)
+
+
+def check_moment(drawn: dict[str, Any], counted: dict[str, float]) -> Counter[str]:
+    """Every cell of every group is counted by /metrics. What was seen, in pages."""
+    maps = [{name: int(value) for name, value in one.items() if name != "kind"} for one in drawn["canvases"]]
+    kinds = [one["kind"] for one in drawn["canvases"]]
+    devices, hosts, seen = maps[::2], maps[1::2], Counter[str]()
+    assert kinds == ["full", "full", "window-64", "window-64"]
+    for kind, one in zip(kinds[::2], devices):
+        size, named = one["bytes"], one["shared"] + one["owned"] + one["pinned"]
+        assert named == one["used"]
+        assert named * size == counted[f"kv_layer_bytes used {kind}"] + counted[f"kv_layer_bytes internal {kind}"]
+        assert one["cached"] * size == counted[f"kv_layer_bytes cached {kind}"]
+        assert one["pages"] == named + one["cached"] + one["free"]
+        assert one["shared"] <= one["saved"]
+        assert bool(one["shared"]) == bool(one["saved"])
+        seen.update({name: one[name] for name in ("owned", "shared", "cached", "free")})
+    assert sum(one["free"] * one["bytes"] for one in devices) == counted["kv_bytes free"]
+    assert sum(one["saved"] * one["bytes"] for one in devices) == counted["kv_sharing_saved_bytes"]
+    assert sum(one["pages"] for one in hosts) == counted["host_pages"]
+    assert sum(one["shared"] + one["owned"] for one in hosts) == counted["host_pages_used"]
+    seen["swapped"] = sum(one["shared"] + one["owned"] for one in hosts)
+    return seen
+
+
+def test_counts_are_those_of_the_metrics(chromium: Any, unlike: str) -> None:
+    """At moments of a load that preempts, of layers of two kinds."""
+    before, checked, seen = scrape(unlike)["preemptions_total swap"], 0, Counter[str]()
+    with console(chromium, unlike) as page, load(unlike, 40):
+        for drawn, counted in moments(page, unlike):
+            found = check_moment(drawn, counted)
+            checked += found["owned"] > 0
+            if found["swapped"] and not seen["swapped"]:
+                picture(page, "console_swapped.png")
+            seen.update(name for name, pages in found.items() if pages)
+            if checked >= MOMENTS and min(seen[name] for name in ("shared", "cached", "free", "swapped")) > 2:
                 break
-            assert time.monotonic() < deadline, (moment, told, counted)
-    assert metrics(url)["preempted"] > before
+    print(f"{checked} moments, of which with such pages: {dict(seen)}")
+    assert checked >= MOMENTS
+    assert min(seen[name] for name in ("shared", "cached", "free", "swapped")) > 2
+    assert scrape(unlike)["preemptions_total swap"] > before
+
+
+PAINTED = """name => {
+    const canvas = document.querySelector("#groups canvas"), {width, height} = canvas;
+    const copy = new OffscreenCanvas(width, height).getContext("2d", {willReadFrequently: true});
+    copy.fillStyle = getComputedStyle(document.documentElement).getPropertyValue(name);
+    copy.fillRect(0, 0, 1, 1);
+    const wanted = copy.getImageData(0, 0, 1, 1).data.join();
+    copy.clearRect(0, 0, 1, 1);
+    copy.drawImage(canvas, 0, 0);
+    const {data} = copy.getImageData(0, 0, width, height);
+    let found = 0;
+    for (let at = 0; at < data.length; at += 4) found += data.slice(at, at + 4).join() === wanted;
+    return found;
+}"""
+
+
+def test_four_samples_are_seen_to_share(page: Any, url: str) -> None:
+    page.wait_for_selector("#more:text('none')")
+    assert page.evaluate(PAINTED, "--shared") == 0
+    body = {"prompt": SHARED, "n": 4, "max_tokens": 600, **LONG}
+    asking = threading.Thread(target=post, args=(url, body))
+    asking.start()
+    page.wait_for_function("() => Number(document.querySelector('#groups canvas').dataset.shared) > 0")
+    assert page.evaluate(PAINTED, "--shared") > 0
+    asking.join()
+    page.wait_for_selector("#more:text('none')")
+    assert page.evaluate(PAINTED, "--shared") == 0
 
 
 def test_a_crowd_leaves_frames_enough(page: Any, url: str) -> None:

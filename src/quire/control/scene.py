@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from base64 import b64encode
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from quire.control.engine import Engine
@@ -13,7 +13,8 @@ from quire.vocabulary.specs import Group
 
 FREE, CACHED, SHARED, PINNED, FIRST = range(5)
 """What a page is, in a scene: free, or of another group; found by prefixes, used by nobody; named by several tables; a
-registered prefix's; and from FIRST on one request's: FIRST + its order % OWNERS."""
+registered prefix's; and from FIRST on one request's: FIRST + its order % OWNERS. Host pages, where swapped
+sequences are, are free, shared, or one request's."""
 OWNERS = 256 - FIRST
 MOST_CELLS = 1 << 14  # of a group; where it has more pages, a cell stands for several, and shows the greatest number
 MOST_REQUESTS = 128  # that are told one by one
@@ -46,36 +47,63 @@ def _groups(memory: Any, colours: Mapping[int, int]) -> list[dict[str, Any]]:
         pinned[g].append(page)
     found = []
     for g, group in enumerate(memory.groups):
-        cells = _cells(memory, g, group, colours, pinned[g])
+        cells, saved = _cells(memory, g, group, colours, pinned[g])
         counts = [cells.count(kind) for kind in range(FIRST)]
-        per = -(-len(cells) // MOST_CELLS) or 1
-        shown = cells if per == 1 else bytes(map(max, zip(*(_padded(cells[i::per], cells, per) for i in range(per)))))
+        common = memory.geometry.large_bytes > 0 or sum(other.ids == group.ids for other in memory.groups) > 1
         found.append({
             "kind": group.kind, "window": group.window, "layers": len(group.layers), "page_bytes": group.page_bytes,
             "page_tokens": group.run_tokens, "pages": len(cells), "used": len(cells) - counts[FREE] - counts[CACHED],
-            "shared": counts[SHARED], "pinned": counts[PINNED], "cached": counts[CACHED], "per": per,
-            "cells": b64encode(shown).decode(),
+            "shared": counts[SHARED], "saved": saved, "pinned": counts[PINNED], "cached": counts[CACHED],
+            "common": common, **_shown(cells), "host": _host(memory, g, group, colours),
         })  # fmt: skip
     return found
+
+
+def _host(memory: Any, g: int, group: Group, colours: Mapping[int, int]) -> dict[str, Any]:
+    """The host pages of a group: whose sequences were swapped out. None in use: no cells are told."""
+    cells = bytearray(len(group.host_ids))
+    swap = getattr(memory, "swap", None)
+    away = swap.residents if swap is not None else {}
+    if away:
+        start = group.host_ids.start + swap.shift[g]
+        for id, resident in away.items():
+            _mark(cells, start, filter(None, resident.tables[g]), colours.get(id, FIRST))
+    used = len(cells) - cells.count(FREE)
+    told = _shown(cells) if used else {"per": 1, "cells": ""}
+    return {"pages": len(cells), "used": used, "shared": cells.count(SHARED), **told}
+
+
+def _shown(cells: bytearray) -> dict[str, Any]:
+    """How many pages a cell stands for, and the cells in base64."""
+    per = -(-len(cells) // MOST_CELLS) or 1
+    shown = cells if per == 1 else bytes(map(max, zip(*(_padded(cells[i::per], cells, per) for i in range(per)))))
+    return {"per": per, "cells": b64encode(shown).decode()}
 
 
 def _padded(part: bytearray, cells: bytearray, per: int) -> bytes:
     return bytes(part).ljust(-(-len(cells) // per), b"\0")
 
 
-def _cells(memory: Any, g: int, group: Group, colours: Mapping[int, int], pinned: list[int]) -> bytearray:
-    """What each page of a group is."""
-    start = group.ids.start
+def _cells(memory: Any, g: int, group: Group, colours: Mapping[int, int], pinned: list[int]) -> tuple[bytearray, int]:
+    """What each page of a group is; and how many pages more sequences would need if none shared one."""
+    start, named = group.ids.start, 0
     cells = bytearray(len(group.ids))
+    for id, resident in memory.residents.items():
+        pages = resident.tables[g][resident.first[g] :]
+        named += len(pages)
+        _mark(cells, start, pages, colours.get(id, FIRST))
+    saved = named - len(cells) + cells.count(FREE)
+    for page in pinned:
+        cells[page - start] = SHARED if cells[page - start] else PINNED
     for page in memory.pages.cached_of(g):
         cells[page - start] = CACHED
-    for id, resident in memory.residents.items():
-        colour = colours.get(id, FIRST)
-        for page in resident.tables[g][resident.first[g] :]:
-            cells[page - start] = SHARED if cells[page - start] else colour
-    for page in pinned:
-        cells[page - start] = SHARED if cells[page - start] > CACHED else PINNED
-    return cells
+    return cells, saved
+
+
+def _mark(cells: bytearray, start: int, pages: Iterable[int], colour: int) -> None:
+    """Pages of a table, whose ids begin at `start`."""
+    for page in pages:
+        cells[page - start] = SHARED if cells[page - start] else colour
 
 
 def _told(request: Request, memory: Any, colours: Mapping[int, int]) -> dict[str, Any]:

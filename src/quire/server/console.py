@@ -23,7 +23,7 @@ from quire.server.errors import Failure
 if TYPE_CHECKING:
     from quire.async_llm import AsyncLLM
 
-PAGE, SCRIPTS = "/console", ("console.js", "chat.js", "common.js", "engine.js", "tree.js")
+PAGE, SCRIPTS = "/console", ("console.js", "chat.js", "common.js", "draw.js", "engine.js", "tree.js")
 FILES = {"console.css": "text/css", **dict.fromkeys(SCRIPTS, "text/javascript")}
 OPEN = ("/", PAGE, f"{PAGE}/", *(f"{PAGE}/{name}" for name in FILES))
 MOST_WATCHERS = 32

@@ -1,7 +1,8 @@
 // The console: a conversation with the model, and the engine's memory as it changes.
 import { begin, send, stop } from "./chat.js";
 import { $, useKey } from "./common.js";
-import { paint, watch } from "./engine.js";
+import { paint } from "./draw.js";
+import { watch } from "./engine.js";
 
 $("ask").addEventListener("submit", (event) => { event.preventDefault(); send(); });
 $("message").addEventListener("keydown", (event) => {

@@ -1,72 +1,14 @@
 // The engine: what it does, and its memory as it changes.
 import { $, ask, events, make } from "./common.js";
+import { HISTORY, drawLine, drawMap, palette } from "./draw.js";
 
-const FREE = 0, CACHED = 1, SHARED = 2, PINNED = 3, FIRST = 4, HISTORY = 240;
 const series = { "tokens/s": [], running: [], waiting: [], "memory in use, %": [] };
 let before = null, scene = null, painted = true;
 
-function colour(cell) {
-  const style = getComputedStyle(document.documentElement);
-  const names = ["--free", "--cached", "--shared", "--pinned"];
-  if (cell < FIRST) return style.getPropertyValue(names[cell]).trim();
-  const dark = matchMedia("(prefers-color-scheme: dark)").matches;
-  return `hsl(${((cell - FIRST) * 137.5) % 360} 62% ${dark ? 62 : 42}%)`;
-}
-
-let palette = [];
-export function paint() {
-  palette = Array.from({ length: 256 }, (_, cell) => colour(cell));
-  $("legend").replaceChildren(...[["free", FREE], ["found by prefixes", CACHED], ["shared", SHARED],
-    ["registered prefix", PINNED], ["one request's, a colour each", FIRST]].flatMap(([name, cell]) => {
-    const swatch = make("span", undefined, { class: "swatch" });
-    swatch.style.background = palette[cell];
-    return [swatch, name];
-  }));
-}
-
-function fit(canvas, height) {
-  const width = Math.max(canvas.clientWidth, 50), scale = devicePixelRatio || 1;
-  if (canvas.width !== Math.round(width * scale) || canvas.height !== Math.round(height * scale)) {
-    canvas.width = Math.round(width * scale);
-    canvas.height = Math.round(height * scale);
-    canvas.style.height = `${height}px`;
-  }
-  const context = canvas.getContext("2d");
-  context.setTransform(scale, 0, 0, scale, 0, 0);
-  context.clearRect(0, 0, width, height);
-  return [context, width];
-}
-
-function drawMap(canvas, cells) {
-  const width = Math.max(canvas.clientWidth, 50);
-  const side = Math.max(2, Math.min(12, Math.floor(Math.sqrt((width * 220) / Math.max(cells.length, 1)))));
-  const across = Math.max(1, Math.floor(width / side)), height = Math.ceil(cells.length / across) * side;
-  const [context] = fit(canvas, Math.max(height, side));
-  const gap = side > 4 ? 1 : 0, places = new Map();
-  for (let i = 0; i < cells.length; i++) {
-    if (!places.has(cells[i])) places.set(cells[i], []);
-    places.get(cells[i]).push(i);
-  }
-  for (const [cell, all] of places) {
-    context.fillStyle = palette[cell];
-    for (const i of all) context.fillRect((i % across) * side, Math.floor(i / across) * side, side - gap, side - gap);
-  }
-}
-
-function drawLine(canvas, values) {
-  const height = 48, [context, width] = fit(canvas, height), most = Math.max(...values, 1e-9);
-  context.strokeStyle = getComputedStyle(document.documentElement).getPropertyValue("--strong");
-  context.lineWidth = 1.5;
-  context.beginPath();
-  values.forEach((value, i) => {
-    const x = width * (1 - (values.length - 1 - i) / HISTORY), y = height - 2 - (height - 6) * (value / most);
-    if (i) context.lineTo(x, y); else context.moveTo(x, y);
-  });
-  context.stroke();
-}
-
-function cellsOf(group) {
-  return Uint8Array.from(atob(group.cells), (character) => character.charCodeAt(0));
+// A group's pages, or its host pages: those of nobody are told as none.
+function cellsOf({ cells, pages, per }) {
+  if (!cells) return new Uint8Array(Math.ceil(pages / per));
+  return Uint8Array.from(atob(cells), (character) => character.charCodeAt(0));
 }
 
 const figures = new Map();
@@ -112,6 +54,27 @@ function numbers(now) {
   }
 }
 
+// What is on a canvas is its label too, and says how many cells of each kind there are.
+function map(name, kind, of, told) {
+  const { canvas, caption } = figure($("groups"), name);
+  caption.textContent = told + (of.per > 1 ? `; a cell is ${of.per} pages` : "");
+  canvas.setAttribute("aria-label", caption.textContent);
+  Object.assign(canvas.dataset, { kind, pages: of.pages, used: of.used, ...drawMap(canvas, cellsOf(of)) });
+  return canvas;
+}
+
+function drawGroup(group, i) {
+  const { host } = group, kind = group.window ? `window-${group.window}` : group.kind;
+  const free = group.pages - group.used - group.cached, shared = `${group.shared} shared, which saves ${group.saved}`;
+  const canvas = map(`group ${i}`, kind, group, `${kind}, ${group.layers} layers: ${group.pages} pages of ` +
+    `${group.page_tokens} tokens, ${group.used} used (${shared}), ${group.cached} cached, ` +
+    `${free} ${group.common ? "free or another group's" : "free"}`);
+  Object.assign(canvas.dataset, { saved: group.saved, bytes: group.page_bytes });
+  if (host.pages) {
+    map(`host ${i}`, kind, host, `${kind}, swapped out: ${host.used} of ${host.pages} host pages (${host.shared} shared)`);
+  }
+}
+
 function draw() {
   painted = true;
   const now = scene;
@@ -122,15 +85,7 @@ function draw() {
     canvas.setAttribute("aria-label", caption.textContent);
     drawLine(canvas, values);
   }
-  now.groups.forEach((group, i) => {
-    const { canvas, caption } = figure($("groups"), `group ${i}`);
-    const kind = group.window ? `window of ${group.window}` : group.kind;
-    caption.textContent = `${kind}, ${group.layers} layers: ${group.pages} pages of ${group.page_tokens} tokens, ` +
-      `${group.used} used (${group.shared} shared), ${group.cached} cached` + (group.per > 1 ? `; a cell is ${group.per} pages` : "");
-    canvas.setAttribute("aria-label", caption.textContent);
-    Object.assign(canvas.dataset, { pages: group.pages, used: group.used, shared: group.shared, cached: group.cached });
-    drawMap(canvas, cellsOf(group));
-  });
+  now.groups.forEach(drawGroup);
   $("requests").replaceChildren(...now.requests.map((one) => {
     const row = make("tr"), name = make("td"), swatch = make("span", undefined, { class: "swatch" });
     swatch.style.background = palette[one.colour];
@@ -141,7 +96,8 @@ function draw() {
   const rest = now.requests_in_all - now.requests.length;
   $("more").textContent = rest > 0 ? `and ${rest} more` : now.requests_in_all ? "" : "none";
   before = now;
-  document.body.dataset.scenes = String(Number(document.body.dataset.scenes || 0) + 1);
+  const scenes = Number(document.body.dataset.scenes || 0) + 1;
+  Object.assign(document.body.dataset, { scenes, steps: now.steps, seconds: now.step_seconds });
 }
 
 export async function watch() {

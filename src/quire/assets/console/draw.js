@@ -1,0 +1,69 @@
+// What the console draws: maps of pages, and lines.
+import { $, make } from "./common.js";
+
+const FREE = 0, CACHED = 1, SHARED = 2, PINNED = 3, FIRST = 4;
+export const HISTORY = 240; // values of a line
+export let palette = [];
+
+function colour(cell) {
+  const style = getComputedStyle(document.documentElement);
+  const names = ["--free", "--cached", "--shared", "--pinned"];
+  if (cell < FIRST) return style.getPropertyValue(names[cell]).trim();
+  const dark = matchMedia("(prefers-color-scheme: dark)").matches;
+  return `hsl(${((cell - FIRST) * 137.5) % 360} 62% ${dark ? 62 : 42}%)`;
+}
+
+export function paint() {
+  palette = Array.from({ length: 256 }, (_, cell) => colour(cell));
+  $("legend").replaceChildren(...[["free", FREE], ["found by prefixes", CACHED], ["shared", SHARED],
+    ["registered prefix", PINNED], ["one request's, a colour each", FIRST]].flatMap(([name, cell]) => {
+    const swatch = make("span", undefined, { class: "swatch" });
+    swatch.style.background = palette[cell];
+    return [swatch, name];
+  }));
+}
+
+function fit(canvas, height) {
+  const width = Math.max(canvas.clientWidth, 50), scale = devicePixelRatio || 1;
+  if (canvas.width !== Math.round(width * scale) || canvas.height !== Math.round(height * scale)) {
+    canvas.width = Math.round(width * scale);
+    canvas.height = Math.round(height * scale);
+    canvas.style.height = `${height}px`;
+  }
+  const context = canvas.getContext("2d");
+  context.setTransform(scale, 0, 0, scale, 0, 0);
+  context.clearRect(0, 0, width, height);
+  return [context, width];
+}
+
+// A square for each of `cells`. Returns how many there are of each kind.
+export function drawMap(canvas, cells) {
+  const width = Math.max(canvas.clientWidth, 50);
+  const side = Math.max(2, Math.min(12, Math.floor(Math.sqrt((width * 220) / Math.max(cells.length, 1)))));
+  const across = Math.max(1, Math.floor(width / side)), height = Math.ceil(cells.length / across) * side;
+  const [context] = fit(canvas, Math.max(height, side));
+  const gap = side > 4 ? 1 : 0, places = new Map();
+  for (let i = 0; i < cells.length; i++) {
+    if (!places.has(cells[i])) places.set(cells[i], []);
+    places.get(cells[i]).push(i);
+  }
+  for (const [cell, all] of places) {
+    context.fillStyle = palette[cell];
+    for (const i of all) context.fillRect((i % across) * side, Math.floor(i / across) * side, side - gap, side - gap);
+  }
+  const count = (cell) => (places.get(cell) || []).length, found = { free: count(FREE), cached: count(CACHED),
+    shared: count(SHARED), pinned: count(PINNED) };
+  return { ...found, owned: cells.length - Object.values(found).reduce((a, b) => a + b, 0) };
+}
+
+export function drawLine(canvas, values) {
+  const height = 48, [context, width] = fit(canvas, height), most = Math.max(...values, 1e-9);
+  context.strokeStyle = getComputedStyle(document.documentElement).getPropertyValue("--strong");
+  context.lineWidth = 1.5;
+  context.beginPath();
+  values.forEach((value, i) => {
+    const x = width * (1 - (values.length - 1 - i) / HISTORY), y = height - 2 - (height - 6) * (value / most);
+    if (i) context.lineTo(x, y); else context.moveTo(x, y);
+  });
+  context.stroke();
+}
