@@ -10,6 +10,7 @@ from memories import MEMORIES, Build
 
 from quire.control.edge import Limits
 from quire.control.engine import Engine
+from quire.control.recent import LAST, Recent, Step
 from quire.control.scheduler import Scheduler
 from quire.sim.echo import EchoRunner
 from quire.vocabulary.method import Advance, Branch, Choice, Context
@@ -37,6 +38,37 @@ def test_seconds_that_do_not_overlap_are_added_as_they_are(depth: int) -> None:
         engine.step()
         assert engine.stats.step_seconds == sum(n / 8 for n in range(1, runner.collected + 1))
     assert runner.collected == engine.stats.steps == 9
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_the_last_steps_are_noted_from_when_somebody_watches(depth: int) -> None:
+    """What each did adds up to what the engine counted since; steps that were planned before aren't noted."""
+    memory = MEMORIES["paged-4"](Build(tokens=96, chunk=64, max_seqs=8, host=24))
+    runner = Timed(depth)
+    runner.bind(memory.geometry)
+    scheduler = Scheduler(memory, budget=16, max_seqs=8, max_len=48, preemption="auto")
+    engine = Engine(scheduler, runner, Limits(512, 48, 16), clock=time.monotonic)
+    for name in "abcdef":
+        engine.add(name, [ord(name)] * 9, SamplingParams(max_tokens=30, ignore_eos=True))
+    for _ in range(2):
+        engine.step()
+    begun, computed = engine.stats.steps, engine.stats.computed_tokens
+    under_way = sum(len(row.tokens) for plan, _ in engine.flight for row in plan.rows)
+    before, engine.recent = dict(scheduler.preempted), Recent(scheduler.preempted)
+    engine.add("g", [7] * 12, SamplingParams(max_tokens=2))
+    steps = list[Step]()
+    while engine.unfinished:
+        engine.step()
+        steps += [step for step in engine.recent.steps if not steps or step.number > steps[-1].number]
+        assert len(engine.recent.steps) <= LAST
+    assert [step.number for step in steps] == list(range(begun + 1, engine.stats.steps + 1))
+    assert [step.ms for step in steps] == [125.0 * step.number for step in steps]
+    told = sum(step.tokens + step.rows for step in steps)
+    assert told == engine.stats.computed_tokens - computed - under_way
+    assert max(step.tokens for step in steps) > 8
+    assert sum(step.swapped for step in steps) == scheduler.preempted["swap"] - before["swap"]
+    assert sum(step.recomputed for step in steps) == scheduler.preempted["recompute"] - before["recompute"]
+    assert scheduler.preemptions > sum(before.values())
 
 
 class Second:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 from typing import Any
 
@@ -12,7 +13,7 @@ from echo_service import Echo
 
 from quire.errors import EngineDead, InputError, Overloaded
 from quire.link.host import Host, Left
-from quire.link.messages import Abort, Add, Answer, Asked, Died, FromEngine, FromFront, Stepped, Stop
+from quire.link.messages import Abort, Add, Answer, Asked, Died, FromEngine, FromFront, Look, Stepped, Stop
 from quire.vocabulary.media import Medium, Pixels
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.plan import StepPlan, StepResult
@@ -244,3 +245,21 @@ def test_a_number_in_use_keeps_its_own_pictures() -> None:
     assert told.host.pictures.bytes == 12
     told.turns()
     assert told.host.pictures.bytes == 0
+
+
+def test_steps_are_noted_while_somebody_looks_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = Told()
+    ask = Add(1, (Asked(1, "a", [1, 2, 3]),), LONG)
+    told.turns((0, ask), most=3)
+    assert told.engine.recent is None
+    told.turns((0, Look(2)), most=4)
+    told.turns((0, Look(3)), most=1)
+    texts = {message.key: message.value for _, message in told.messages if isinstance(message, Answer)}
+    assert json.loads(str(texts[2]))["last"] == []
+    noted = json.loads(str(texts[3]))["last"]
+    assert len(noted) == 3
+    assert noted[-1][:3] == [noted[0][0] + 2, 0, 2]  # no tokens of prompts, a row for each of two branches
+    monkeypatch.setattr("quire.link.host.UNWATCHED", -1.0)
+    monkeypatch.setattr("quire.link.host.FACTS_EVERY", -1.0)
+    told.turns(most=1)
+    assert told.engine.recent is None

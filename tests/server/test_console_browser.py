@@ -397,6 +397,16 @@ def test_counts_are_those_of_the_metrics(chromium: Any, unlike: str) -> None:
     assert scrape(unlike)["preemptions_total swap"] > before
 
 
+def test_the_last_steps_are_told(page: Any, url: str) -> None:
+    page.wait_for_selector("#more:text('none')")
+    post(url, {"prompt": list(range(100, 140)), "max_tokens": 4, **LONG})
+    page.wait_for_function("() => document.querySelector('#steps tr:nth-child(4)')?.cells[1].textContent === '40'")
+    cells = [row.split("\t") for row in page.inner_text("#steps").splitlines()]
+    assert [row[1:5] for row in cells[:4]] == [["0", "1", "0", "0"]] * 3 + [["40", "0", "0", "0"]]
+    assert [int(row[0]) - int(cells[3][0]) for row in cells[:4]] == [3, 2, 1, 0]
+    assert all(float(row[5]) > 0 for row in cells[:4])
+
+
 PAINTED = """name => {
     const canvas = document.querySelector("#groups canvas"), {width, height} = canvas;
     const copy = new OffscreenCanvas(width, height).getContext("2d", {willReadFrequently: true});

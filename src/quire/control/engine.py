@@ -17,6 +17,7 @@ from quire.control.decoding import context_of
 from quire.control.edge import Limits, check_media, check_pixels, check_salt
 from quire.control.matching import masks_of
 from quire.control.outcomes import Outcomes, Output, Stats
+from quire.control.recent import Recent
 from quire.control.recovery import Restarts, recover
 from quire.control.request import Request, Sequence
 from quire.control.rest import PREFIX, Rest
@@ -69,6 +70,7 @@ class Engine:
         scheduler.late = self.depth > 1 and isinstance(runner, Holding)
         self.outbox: list[Output] = []  # outputs that no step brought: aborts
         self.stats = Stats()
+        self.recent: Recent | None = None  # the last steps, while somebody watches
         self.outcomes = Outcomes(self.stats)
         self.added = 0
         self.ended = 0  # requests, those ended by a stop string aside
@@ -344,6 +346,8 @@ class Engine:
         self.stats.step_seconds += result.seconds
         self.stats.idle_seconds += result.idle
         self.stats.computed_tokens += sum(len(row.tokens) for row in plan.rows)
+        if self.recent is not None:
+            self.recent.collected(self.stats.steps - len(self.flight), result.seconds)
         events = self.scheduler.update(plan, result)
         if self.held and len(self.flight) == 1:
             self._release()
@@ -377,6 +381,8 @@ class Engine:
     def _planned(self, plan: StepPlan) -> None:
         self.stats.steps += 1
         self.stats.rows += len(plan.rows)
+        if self.recent is not None:
+            self.recent.planned(self.stats.steps, plan)
         for birth in plan.births:
             # Whoever was swapped in without a row, a step being in flight, may have left again, its slot be another's.
             resident = self.scheduler.by_slot.get(birth.slot)

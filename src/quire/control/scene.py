@@ -22,8 +22,8 @@ MOST_NAME = 80  # characters
 
 
 def scene(engine: Engine) -> dict[str, Any]:
-    """All of it, as JSON takes it: counts since the start, queues, bytes by category, pages by group, requests. For the
-    engine's thread, between two steps."""
+    """All of it, as JSON takes it: counts since the start, the last steps where these are noted, queues, bytes by
+    category, pages by group, requests. For the engine's thread, between two steps."""
     scheduler, stats = engine.scheduler, engine.stats
     memory: Any = scheduler.memory
     account = memory.account()
@@ -33,6 +33,7 @@ def scene(engine: Engine) -> dict[str, Any]:
     return {
         "steps": stats.steps, "rows": stats.rows, "computed": stats.computed_tokens,
         "prompts": stats.prompt_tokens, "generated": stats.generated_tokens, "step_seconds": stats.step_seconds,
+        "last": [*map(list, engine.recent.steps)] if engine.recent is not None else [],
         "finished": dict(stats.finished), "preempted": dict(scheduler.preempted),
         "waiting": len(scheduler.waiting), "running": len(scheduler.running), "swapped": len(scheduler.swapped),
         "bytes": account.usage._asdict(), "sharing": account.sharing._asdict(),

@@ -18,6 +18,7 @@ from typing import Any
 
 from quire.control.engine import Engine
 from quire.control.outcomes import Output
+from quire.control.recent import Recent
 from quire.control.request import Request
 from quire.control.scene import scene
 from quire.errors import EngineDead, InputError
@@ -48,6 +49,7 @@ from quire.vocabulary.columns import MOST_ROWS
 log = logging.getLogger("quire")
 
 FACTS_EVERY = 0.25  # seconds between two looks at the memory's usage while busy
+UNWATCHED = 10.0  # seconds without a look, and steps aren't noted any more
 CHECK_EVERY = 0.5  # seconds between two looks at a runner that can end by itself
 FIRST = 0  # the number of the first front
 
@@ -95,6 +97,7 @@ class Host:
         self._owned: dict[str, Owned] = {}  # by the request's id
         self._numbered: dict[tuple[int, int], Owned] = {}  # by front and number
         self._looked, self._dirty = time.monotonic(), True
+        self._seen = 0.0  # when somebody looked last
         self._computed = 0
         self.pictures, self.caring = HeldPixels(), Caring(engine)
         self._late: list[tuple[int, Stop]] = []  # stops that must wait for a step
@@ -235,6 +238,8 @@ class Host:
         if now - self._looked <= FACTS_EVERY:
             return None
         self._looked = now
+        if now - self._seen > UNWATCHED:
+            self.engine.recent = None
         return facts_of(self.engine, self._seconds())
 
     def _tell_facts(self) -> None:
@@ -326,7 +331,9 @@ class Host:
         self._tell(front, Answer(message.key, value=(dict(held), ready)))
 
     def _look(self, front: int, message: Look) -> None:
-        began = time.perf_counter()
+        began, self._seen = time.perf_counter(), time.monotonic()
+        if self.engine.recent is None:
+            self.engine.recent = Recent(self.engine.scheduler.preempted)
         found = scene(self.engine)
         took = time.perf_counter() - began
         self._tell(front, Answer(message.key, value=json.dumps({"took": took, **found}, separators=(",", ":"))))

@@ -75,6 +75,19 @@ function drawGroup(group, i) {
   }
 }
 
+// The last steps, the latest first: as the engine notes them while somebody watches.
+const SHOWN = 12;
+let steps = [];
+function drawSteps(last) {
+  const seen = steps.length ? steps[0][0] : 0, known = last.length && last[last.length - 1][0] < seen ? [] : steps;
+  steps = [...last.filter(([step]) => known !== steps || step > seen).reverse(), ...known].slice(0, SHOWN);
+  $("steps").replaceChildren(...steps.map((step) => {
+    const row = make("tr");
+    row.append(...step.map((value, i) => make("td", i < 5 ? String(value) : value.toFixed(1))));
+    return row;
+  }));
+}
+
 function draw() {
   painted = true;
   const now = scene;
@@ -86,6 +99,7 @@ function draw() {
     drawLine(canvas, values);
   }
   now.groups.forEach(drawGroup);
+  drawSteps(now.last);
   $("requests").replaceChildren(...now.requests.map((one) => {
     const row = make("tr"), name = make("td"), swatch = make("span", undefined, { class: "swatch" });
     swatch.style.background = palette[one.colour];
