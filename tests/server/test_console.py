@@ -84,6 +84,18 @@ def test_bytes_are_those_of_the_metrics(running: Running) -> None:
         assert scene["generated"] >= 3
 
 
+def test_latencies_are_those_of_the_metrics(running: Running) -> None:
+    before = scenes(running.url, 2)[1]["latencies"]
+    body = {"prompt": list(range(30)), "max_tokens": 5, "ignore_eos": True}
+    assert httpx.post(f"{running.url}/v1/completions", json=body, headers=KEY).status_code == 200
+    after = scenes(running.url, 2)[1]["latencies"]
+    assert [after[kind][0] - before[kind][0] for kind in ("first", "between")] == [1, 4]
+    text = httpx.get(f"{running.url}/metrics", headers=KEY).text
+    for kind, name in (("first", "time_to_first_token_seconds"), ("between", "inter_token_latency_seconds")):
+        counted = [float(re.search(rf"quire_{name}_{what}{{.*?}} (\S+)", text)[1]) for what in ("count", "sum")]  # type: ignore[index]
+        assert after[kind] == counted
+
+
 def test_requests_are_seen_as_they_run(running: Running) -> None:
     body = {"prompt": list(range(20)), "max_tokens": 400, "ignore_eos": True, "n": 2, "stream": True}
     with httpx.stream("POST", f"{running.url}/v1/completions", json=body, headers=KEY, timeout=20) as answer:
@@ -124,9 +136,12 @@ def test_watchers_are_bounded_and_nobody_looks_for_nobody(running: Running, monk
     while console.watchers and time.monotonic() < deadline:
         time.sleep(0.05)
     time.sleep(3 * EVERY)
-    number = console.number
+    number, steps = console.number, json.loads(console.latest)["steps"]
     time.sleep(3 * EVERY)
     assert console.number == number
+    body = {"prompt": [1, 2, 3], "max_tokens": 2}
+    assert httpx.post(f"{running.url}/v1/completions", json=body, headers=KEY).status_code == 200
+    assert scenes(running.url, 1)[0]["steps"] > steps  # who comes then is told nothing of before
     assert MOST_WATCHERS > 1
 
 

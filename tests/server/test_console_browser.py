@@ -435,7 +435,27 @@ def test_four_samples_are_seen_to_share(page: Any, url: str) -> None:
     assert page.evaluate(PAINTED, "--shared") == 0
 
 
+def test_latencies_are_charts(page: Any, url: str) -> None:
+    page.wait_for_selector("#more:text('none')")
+    captions = page.locator("#charts figcaption")
+    names = ["ms to the first token", "ms between tokens"]
+    assert [text.split(":")[0] for text in captions.all_text_contents()][1:3] == names
+    crowd(url, 1, 200)[0].join()
+    page.wait_for_function(
+        """() => [...document.querySelectorAll("#charts figcaption")].slice(1, 3)
+            .every((caption) => Number(caption.textContent.split(": ")[1]) > 0)"""
+    )
+
+
 def test_a_crowd_leaves_frames_enough(page: Any, url: str) -> None:
+    page.click("summary")
+    for name, value in (("#n", "4"), ("#max_tokens", "40")):
+        page.fill(name, value)
+    page.select_option("#how", "beams")
+    page.check("#logprobs")
+    page.click("summary")
+    say(page, "Tell me a story about a fox.")
+    page.wait_for_selector("#send:not([disabled])")
     threads = crowd(url, CROWD, 120)
     time.sleep(1)
     rate = page.evaluate(

@@ -22,10 +22,12 @@ from quire.server.errors import Failure
 
 if TYPE_CHECKING:
     from quire.async_llm import AsyncLLM
+    from quire.server.metrics import Metrics
 
 PAGE, SCRIPTS = "/console", ("console.js", "chat.js", "common.js", "draw.js", "engine.js", "tree.js")
 FILES = {"console.css": "text/css", **dict.fromkeys(SCRIPTS, "text/javascript")}
 OPEN = ("/", PAGE, f"{PAGE}/", *(f"{PAGE}/{name}" for name in FILES))
+LATENCIES = {"first": "time_to_first_token_seconds", "between": "inter_token_latency_seconds"}  # as Metrics has them
 MOST_WATCHERS = 32
 EVERY, SHARE = 0.1, 0.01  # seconds between two looks, at least; of the engine's time that looks may take
 LONGEST = 600.0  # seconds that a client is told; it asks again then
@@ -40,10 +42,10 @@ HEADERS = {
 
 
 class Console:
-    """The page's files, and those who watch `llm`."""
+    """The page's files, and those who watch `llm`; `metrics` are what this front counted."""
 
-    def __init__(self, llm: AsyncLLM) -> None:
-        self.llm, self.watchers = llm, 0
+    def __init__(self, llm: AsyncLLM, metrics: Metrics) -> None:
+        self.llm, self.metrics, self.watchers = llm, metrics, 0
         self.latest, self.number = "", 0
         self._news = asyncio.Condition()
         self._looking: asyncio.Task[None] | None = None
@@ -73,10 +75,10 @@ class Console:
     async def _told(self, request: Request) -> AsyncIterator[str]:
         """One client's events: the latest scene each time, whatever it missed."""
         self.watchers += 1
+        seen, end = 0, asyncio.get_running_loop().time() + LONGEST
         try:
             if self._looking is None or self._looking.done():
-                self._looking = asyncio.create_task(self._look())
-            seen, end = 0, asyncio.get_running_loop().time() + LONGEST
+                self._looking, seen = asyncio.create_task(self._look()), self.number  # what is there is of long ago
             while asyncio.get_running_loop().time() < end:
                 async with self._news:
                     await self._news.wait_for(lambda seen=seen: self.number != seen)  # type: ignore[misc]
@@ -91,7 +93,7 @@ class Console:
         """Ask the engine, as long as anybody watches."""
         while self.watchers:
             try:
-                latest = await self.llm.look()
+                latest = self._with_latencies(await self.llm.look())
             except EngineDead:
                 latest = ""
             async with self._news:
@@ -100,3 +102,9 @@ class Console:
             if not latest:
                 return
             await asyncio.sleep(max(EVERY, json.loads(latest)["took"] / SHARE))
+
+    def _with_latencies(self, scene: str) -> str:
+        """A scene, and how many latencies of each kind this front has counted, and their sum in seconds."""
+        counted = {kind: self.metrics.histograms[name] for kind, name in LATENCIES.items()}
+        told = {kind: [sum(of.counts), of.total] for kind, of in counted.items()}
+        return f'{scene[:-1]}, "latencies": {json.dumps(told)}}}'

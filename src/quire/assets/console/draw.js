@@ -56,14 +56,18 @@ export function drawMap(canvas, cells) {
   return { ...found, owned: cells.length - Object.values(found).reduce((a, b) => a + b, 0) };
 }
 
+// A line through `values`, the last of them on the right; where one is null there is none, and one alone is a dot.
 export function drawLine(canvas, values) {
   const height = 48, [context, width] = fit(canvas, height), most = Math.max(...values, 1e-9);
   context.strokeStyle = getComputedStyle(document.documentElement).getPropertyValue("--strong");
   context.lineWidth = 1.5;
+  context.lineCap = "round";
   context.beginPath();
   values.forEach((value, i) => {
+    if (value === null) return;
     const x = width * (1 - (values.length - 1 - i) / HISTORY), y = height - 2 - (height - 6) * (value / most);
-    if (i) context.lineTo(x, y); else context.moveTo(x, y);
+    if ((values[i - 1] ?? null) === null) context.moveTo(x, y);
+    context.lineTo(x, y);
   });
   context.stroke();
 }

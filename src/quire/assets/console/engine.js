@@ -2,7 +2,9 @@
 import { $, ask, events, make } from "./common.js";
 import { HISTORY, drawLine, drawMap, palette } from "./draw.js";
 
-const series = { "tokens/s": [], running: [], waiting: [], "memory in use, %": [] };
+const series = {
+  "tokens/s": [], "ms to the first token": [], "ms between tokens": [], running: [], waiting: [], "memory in use, %": [],
+};
 let before = null, scene = null, painted = true;
 
 // A group's pages, or its host pages: those of nobody are told as none.
@@ -22,8 +24,14 @@ function figure(place, name) {
   return figures.get(name);
 }
 
-const shortly = (value) => value >= 1e6 ? `${(value / 1e6).toFixed(1)}M` : value >= 1e4 ? `${(value / 1e3).toFixed(1)}k`
+const shortly = (value) => value === null ? "-" : value >= 1e6 ? `${(value / 1e6).toFixed(1)}M` : value >= 1e4 ? `${(value / 1e3).toFixed(1)}k`
   : Number.isInteger(value) ? String(value) : value.toFixed(1);
+
+// The mean of the latencies since the scene before, in ms; null: there were none.
+function latency(now, kind) {
+  const [count, seconds] = now.latencies[kind], [counted, summed] = before ? before.latencies[kind] : [count, seconds];
+  return count > counted ? (seconds - summed) / (count - counted) * 1000 : null;
+}
 
 function numbers(now) {
   const rates = { "tokens/s": 0, "ms a step": 0, "rows a step": 0 };
@@ -43,13 +51,14 @@ function numbers(now) {
     "found of prompts, %": 100 * now.sharing.hits / Math.max(now.sharing.queries, 1), steps: now.steps,
     "saved by sharing, %": 100 * now.sharing.saved / Math.max(now.sharing.tables, 1),
   };
+  const lines = { ...shown, "ms to the first token": latency(now, "first"), "ms between tokens": latency(now, "between") };
   $("numbers").replaceChildren(...Object.entries(shown).map(([name, value]) => {
     const box = make("div");
     box.append(make("dt", name), make("dd", shortly(value)));
     return box;
   }));
   for (const name of Object.keys(series)) {
-    series[name].push(shown[name]);
+    series[name].push(lines[name]);
     if (series[name].length > HISTORY) series[name].shift();
   }
 }
@@ -94,7 +103,7 @@ function draw() {
   numbers(now);
   for (const [name, values] of Object.entries(series)) {
     const { canvas, caption } = figure($("charts"), name);
-    caption.textContent = `${name}: ${shortly(values[values.length - 1])}`;
+    caption.textContent = `${name}: ${shortly(values.findLast((value) => value !== null) ?? null)}`;
     canvas.setAttribute("aria-label", caption.textContent);
     drawLine(canvas, values);
   }
