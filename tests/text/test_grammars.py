@@ -263,6 +263,12 @@ def test_sizes_are_bounded() -> None:
         form(regex="a", json_object=True)
 
 
+@pytest.mark.parametrize("asked", [{"regex": "\ud800"}, {"grammar": "\ud800"}, {"choice": ["\ud800"]}])
+def test_half_a_surrogate_pair_is_no_text(grammars: Grammars, asked: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match="half of a surrogate pair"):
+        grammars.get(form(**asked))
+
+
 def test_references_that_fan_out_are_looked_through_once(grammars: Grammars) -> None:
     """2**60 ways through the same 60 definitions, none of them endless; and a chain that is."""
     defs = {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(60)}

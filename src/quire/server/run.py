@@ -267,7 +267,8 @@ def use_template(prompts: Prompts, template: ChatTemplate) -> None:
     """Have conversations written by `template`; the special tokens stay the model's."""
     if prompts.tokenizer is None:
         raise StartupError("--chat-template needs a tokenizer, and this model has none", "Give one: --tokenizer")
-    prompts.close()
+    if prompts.chat_template is not None:
+        prompts.chat_template.close()
     prompts.chat_template = template.with_special(prompts.tokenizer.special)
 
 

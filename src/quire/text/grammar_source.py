@@ -22,6 +22,13 @@ TEXT = r"TAG_TEXT: /(.|\n)*/"
 
 def source_of(asked: Structured, tokenizer: Tokenizer) -> str:
     """A grammar as LLMatcher takes it. InputError for what is no JSON, or none of the shape that its kind has."""
+    try:
+        return _made(asked, tokenizer)
+    except UnicodeEncodeError as error:
+        raise InputError(f"{asked.kind} is no text: it has half of a surrogate pair", NAME) from error
+
+
+def _made(asked: Structured, tokenizer: Tokenizer) -> str:
     from llguidance import LLMatcher
 
     match asked.kind:

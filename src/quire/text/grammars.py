@@ -1,8 +1,9 @@
 """Grammars of structured outputs, made by llguidance for one tokenizer and held by digest; and places in them.
 
 llguidance is loaded with the first grammar. It compiles lazily and counts what it does: `limits` bound a grammar's
-size, what a token may cost and the states that its lexer may have. What is left to chance is tried once, and not on the
-engine's thread: some tokens are walked before a grammar is given to anybody.
+size, what a token may cost and the states that its lexer may have. Making one isn't bounded so, and a process that is
+makes each first (grammar_trials.py). What is left to chance is tried once, and not on the engine's thread: some tokens
+are walked before a grammar is given to anybody.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from quire.errors import InputError
 from quire.text.grammar_places import Place, Shared, short
 from quire.text.grammar_source import place_of, source_of
 from quire.text.grammar_tokens import Vocabulary
+from quire.text.grammar_trials import TooComplex, Trials
 from quire.vocabulary.structured import ANY, NAME, Structured
 
 if TYPE_CHECKING:
@@ -46,46 +48,68 @@ LIMITS = {
 
 class Grammars:
     """Makes grammars over the vocabulary of `tokenizer`, padded to the model's `vocab_size`, that end with one of
-    `eos_ids`. For any thread."""
+    `eos_ids`. `trusted` are forms that were tried elsewhere. For any thread."""
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int]) -> None:
-        self.tokenizer, self.vocab_size, self.eos_ids = tokenizer, vocab_size, tuple(eos_ids)
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int], *, trusted: bool = False) -> None:
+        self.tokenizer, self.vocab_size, self.eos_ids, self.trusted = tokenizer, vocab_size, tuple(eos_ids), trusted
         self._held: OrderedDict[bytes, Shared] = OrderedDict()
-        self._lock = threading.Lock()
+        self._lock, self._making = threading.Lock(), threading.Lock()
         self._masker: Masker | None = None
+        self._trials = Trials()
 
     def get(self, asked: Structured) -> CompiledGrammar:
         """The grammar of a form of output: a held one, or a new one. InputError names what is wrong with it, and
-        where."""
+        where; Overloaded if that can't be found out now."""
         masker = self._made_masker()
-        if asked.kind == ANY:
-            return CompiledGrammar(masker, None, asked)
+        if (held := self.held(asked)) is not None:
+            return held
         key = _key(asked)
         with self._lock:
             found = self._held.get(key)
         made = self._made(asked, masker) if found is None else found.sound()
         with self._lock:
             self._held[key] = made
-            self._held.move_to_end(key)
             while len(self._held) > HELD:
                 self._held.popitem(last=False)
         return CompiledGrammar(masker, made, asked)
 
+    def held(self, asked: Structured) -> CompiledGrammar | None:
+        """The grammar, if it costs nothing to get it."""
+        masker = self._masker
+        if masker is None or asked.kind == ANY:
+            return None if masker is None else CompiledGrammar(masker, None, asked)
+        key = _key(asked)
+        with self._lock:
+            found = self._held.get(key)
+            if found is None or found.spoiled:
+                return None
+            self._held.move_to_end(key)
+        return CompiledGrammar(masker, found, asked)
+
     def holds(self, asked: Structured) -> bool:
         """It costs nothing to get it."""
-        if asked.kind == ANY:
-            return self._masker is not None
-        found = self._held.get(_key(asked))
-        return found is not None and not found.spoiled
+        return self.held(asked) is not None
+
+    def close(self) -> None:
+        """End the process that tries grammars; none can be made any more."""
+        self._trials.close()
 
     def _made(self, asked: Structured, masker: Masker) -> Shared:
-        made = Shared(masker, source_of(asked, self.tokenizer))
+        source = source_of(asked, self.tokenizer)
+        if not self.trusted:
+            try:
+                why = self._trials.why_not(source, masker.about)
+            except TooComplex as error:
+                raise InputError(f"{asked.kind}: it is too complex: {error}", NAME) from error
+            if why:
+                raise InputError(f"{asked.kind}: {short(why)}{place_of(asked, why)}", NAME)
+        made = Shared(masker, source)
         if why := made.first.get_error() or masker.tried(made.first):
             raise InputError(f"{asked.kind}: {short(why)}{place_of(asked, why)}", NAME)
         return made
 
     def _made_masker(self) -> Masker:
-        with self._lock:
+        with self._making:
             if self._masker is None:
                 self._masker = Masker(self.tokenizer, self.vocab_size, self.eos_ids)
             return self._masker
@@ -114,6 +138,8 @@ class Masker:
         except (ValueError, RuntimeError) as error:
             raise InputError(f"{hint}: {short(str(error))}", NAME) from error
         self.vocab_size, self.eos_ids, self.end = vocab_size, frozenset(eos_ids), min(eos_ids)
+        special = {id: words.tokens[id].hex() for id in words.special_token_ids}
+        self.about = {"size": vocab_size, "ends": [*eos_ids], "special": special, "limits": LIMITS}  # for trials
         self.words = -(-vocab_size // 32)
         self.size = 4 * self.words  # bytes of a mask
         self._matcher, self._limits = LLMatcher, LLParserLimits(**LIMITS)

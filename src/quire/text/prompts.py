@@ -319,9 +319,11 @@ class Prompts:
         return prompt.ids
 
     def close(self) -> None:
-        """End the chat template's process."""
+        """End the processes of the chat template and of grammars."""
         if self.chat_template is not None:
             self.chat_template.close()
+        if self.text is not None and self.text.grammars is not None:
+            self.text.grammars.close()
 
     def checked(
         self,

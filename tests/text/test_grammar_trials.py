@@ -1,0 +1,221 @@
+"""The process that tries grammars: what takes too much is refused, whatever ends the process is another's, and nothing
+is left behind."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import echo_service
+import pytest
+
+from quire.errors import EngineDead, InputError, Overloaded
+from quire.text import grammar_trials
+from quire.text.grammar_trial import SECONDS
+from quire.text.grammars import Grammars
+from quire.vocabulary.structured import MAX_SOURCE, StructuredOutputsParams
+
+TESTS = Path(__file__).parent.parent
+BOMB = {"allOf": [{"type": "integer", "multipleOf": number} for number in (5, 7, 11, 13, 17, 19)]}
+GREEDY = {"type": "integer", "multipleOf": 1_000_003}  # takes 300 MiB in time
+
+
+@pytest.fixture
+def grammars() -> Iterator[Grammars]:
+    made = Grammars(echo_service.tokenizer(), echo_service.VOCAB, (0,))
+    yield made
+    made.close()
+
+
+def get(grammars: Grammars, **asked: Any) -> Any:
+    return grammars.get(StructuredOutputsParams(**asked).structured())
+
+
+def process(grammars: Grammars) -> subprocess.Popen[bytes]:
+    found = grammars._trials._process
+    assert found is not None, "it is started with the first grammar"
+    return found
+
+
+def gone(pid: int) -> bool:
+    """Within some seconds."""
+    end = time.monotonic() + 10
+    while time.monotonic() < end:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return True
+        if state == "Z":  # ended, and nobody asked how
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *changes: tuple[str, str]) -> None:
+    """Have another program try: this one, changed."""
+    text = grammar_trials.PROGRAM.read_text()
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    (tmp_path / "trial.py").write_text(text)
+    monkeypatch.setattr(grammar_trials, "PROGRAM", tmp_path / "trial.py")
+
+
+@pytest.mark.parametrize("asked", [
+    {"json": BOMB}, {"json": {"properties": {"a": BOMB}}}, {"grammar": f"start: %json {json.dumps(BOMB)}"},
+    {"grammar": "start: X\nX: " + " & ".join(f"/(.{{{number}}})*/" for number in (5, 7, 11, 13, 17, 19))},
+])  # fmt: skip
+def test_what_takes_too_long_is_refused_and_others_are_not(grammars: Grammars, asked: dict[str, Any]) -> None:
+    get(grammars, regex="a")
+    began, first = time.process_time(), process(grammars)
+    [kind] = asked
+    with pytest.raises(InputError, match=f"{kind}: it is too complex: making its grammar takes more than 0.5 s of a"):
+        get(grammars, **asked)
+    assert time.process_time() - began < SECONDS, "this process has made it too"
+    assert gone(first.pid)
+    get(grammars, regex="b")
+    assert process(grammars).pid != first.pid
+
+
+def test_large_ones_pass(grammars: Grammars) -> None:
+    """Of the sizes that are allowed at most."""
+    names = [f"key_number_{i}" for i in range(2000)]
+    about = {"type": "string", "description": "x" * 48}
+    schema = {"type": "object", "properties": dict.fromkeys(names, about), "required": names}
+    assert 0.9 * MAX_SOURCE < len(json.dumps(schema)) <= MAX_SOURCE
+    get(grammars, json=schema)
+    get(grammars, choice=[f"some text {i}" for i in range(1900)])
+    get(grammars, json={"type": "array", "items": {"type": "object"}, "minItems": 1000, "maxItems": 2000})
+
+
+def test_tokens_that_are_named_are_the_models(grammars: Grammars) -> None:
+    """A grammar may name tokens by number, and special ones by name: the process knows of them."""
+    get(grammars, grammar=f'start: "a" <[{echo_service.VOCAB - 1}]>')
+    with pytest.raises(InputError, match="Token range end too large"):
+        get(grammars, grammar=f'start: "a" <[{echo_service.VOCAB}]>')
+    assert process(grammars).poll() is None
+
+
+def test_what_takes_too_much_memory_is_refused(
+    grammars: Grammars, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program(tmp_path, monkeypatch, ("SECONDS = 0.5", "SECONDS = 60.0"), ("MEMORY = 1 << 30", "MEMORY = 32 << 20"))
+    with pytest.raises(InputError, match="takes more than 1024 MiB of memory, or fails"):
+        get(grammars, json=GREEDY)
+    get(grammars, regex="a")
+
+
+def test_one_that_was_killed_is_another_one(grammars: Grammars) -> None:
+    """By the system, say: no request is refused for it."""
+    for number in (signal.SIGKILL, signal.SIGSEGV):
+        get(grammars, regex=f"a{number}")
+        first = process(grammars)
+        first.send_signal(number)
+        get(grammars, regex=f"b{number}")
+        assert process(grammars).pid != first.pid
+
+
+def test_one_that_ends_at_each_grammar_is_tried_twice(
+    grammars: Grammars, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "log"
+    log.touch()
+    line = "        why = LLMatcher("
+    crash = f"        open({str(log)!r}, 'a').write('x') if b'boom' in grammar else 0\n"
+    crash += "        os.kill(os.getpid(), signal.SIGSEGV) if b'boom' in grammar else 0\n"
+    program(tmp_path, monkeypatch, (line, crash + line), ("    _limit()\n    _write", "    _write"))
+    with pytest.raises(InputError, match="or fails"):
+        get(grammars, regex="boom")
+    assert log.read_text() == "xx"
+    get(grammars, regex="a")
+
+
+def test_one_that_does_not_answer_is_left(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    get(grammars, regex="a")
+    monkeypatch.setattr(grammar_trials, "WAIT_SECONDS", 0.2)
+    first = process(grammars)
+    first.send_signal(signal.SIGSTOP)
+    with pytest.raises(Overloaded, match=r"could not be tried within 0\.2 s"):
+        get(grammars, regex="b")
+    assert gone(first.pid)
+    monkeypatch.undo()
+    get(grammars, regex="b")
+
+
+@pytest.mark.parametrize("change", [("import json", "raise SystemExit(3)"), ('    _write("")', "    _write('x' * 9)")])
+def test_one_that_does_not_come_up(
+    change: tuple[str, str], grammars: Grammars, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program(tmp_path, monkeypatch, change)
+    with pytest.raises(Overloaded, match=r"the process that tries grammars .* at its start"):
+        get(grammars, regex="a")
+    monkeypatch.undo()
+    get(grammars, regex="a")
+
+
+def test_without_processes_nothing_is_made(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*args: Any, **kwargs: Any) -> None:
+        raise OSError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(subprocess, "Popen", none)
+    with pytest.raises(Overloaded, match="no process can be started to try grammars: Resource temporarily"):
+        get(grammars, regex="a")
+    monkeypatch.undo()
+    monkeypatch.setattr(socket, "socketpair", none)
+    with pytest.raises(Overloaded, match="no socket can be had for the process that tries grammars: Resource"):
+        get(grammars, regex="a")
+
+
+def test_it_has_no_descriptor_of_ours(grammars: Grammars) -> None:
+    with socket.socket() as ours:
+        ours.set_inheritable(True)
+        get(grammars, regex="a")
+        assert sorted(os.listdir(f"/proc/{process(grammars).pid}/fd")) == ["0", "1", "2"]
+
+
+def test_nothing_is_left() -> None:
+    """After `close`, without it, and when the program is killed."""
+    made = Grammars(echo_service.tokenizer(), echo_service.VOCAB, (0,))
+    get(made, regex="a")
+    first = process(made).pid
+    made.close()
+    made.close()
+    assert gone(first)
+    with pytest.raises(EngineDead, match="closed"):
+        get(made, regex="b")
+    get(made, regex="a")  # is held
+    other = Grammars(echo_service.tokenizer(), echo_service.VOCAB, (0,))
+    get(other, regex="a")
+    second = process(other).pid
+    del other
+    gc.collect()
+    assert gone(second)
+    code = f"""
+import os, signal, sys
+sys.path.insert(0, {str(TESTS)!r})
+import echo_service
+from quire.text.grammars import Grammars
+from quire.vocabulary.structured import Structured
+grammars = Grammars(echo_service.tokenizer(), echo_service.VOCAB, (0,))
+grammars.get(Structured("regex", "a"))
+print(grammars._trials._process.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    assert gone(int(done.stdout))
+
+
+def test_trusted_forms_are_not_tried() -> None:
+    made = Grammars(echo_service.tokenizer(), echo_service.VOCAB, (0,), trusted=True)
+    get(made, regex="a")
+    assert made._trials._process is None
