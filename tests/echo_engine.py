@@ -22,7 +22,7 @@ def build(hello: Hello) -> tuple[Engine, Ready]:
     echo = echo_service.Echo(**RECIPE["echo"])
     model = echo_service.built(echo, text=RECIPE["text"], kv_tokens=RECIPE["kv_tokens"], **RECIPE["settings"])
     if model.tokenizer is not None:
-        model.engine.grammar_of = Grammars(model.tokenizer, echo_service.VOCAB, (0,)).get
+        model.engine.grammars = Grammars(model.tokenizer, echo_service.VOCAB, (0,), trusted=True)
     return model.engine, described(model.engine, model.plan.lines(), model.notices)
 
 

@@ -225,15 +225,16 @@ def serving(
     root_path: str = "",
     serve: dict[str, Any] | None = None,
     bounds: dict[str, float] | None = None,
+    apart: bool = APART,
     **options: Any,
 ) -> Iterator[Running]:
     """Serve `model` (an EchoBuilt or an EngineConfig) from a thread. `options` are create_app's, `serve` are fields of
-    ServeOptions, and `bounds` those of connections."""
+    ServeOptions, and `bounds` those of connections; `apart` as `linked` has it."""
     from quire.server.app import create_app
     from quire.server.run import ServeOptions, bind
     from quire.server.web import WebServer
 
-    llm = linked(model or built(), stall_after)
+    llm = linked(model or built(), stall_after, apart)
     app = create_app(llm, ["echo", "parrot"], root_path=root_path, **options)
     listener = bind("127.0.0.1", 0)
     ready = threading.Event()

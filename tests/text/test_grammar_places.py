@@ -114,7 +114,9 @@ def test_a_grammar_that_takes_long_to_make_is_not_made_while_outputs_wait() -> N
     grammar.shared.seconds = 1.0
     spoil(grammar, by_masks=False)
     assert "the grammar can't go on" in go(place, "b")
+    assert "the grammar can't go on" in go(grammar.matcher(), '["x"]' * 2), "one that begins waits neither"
     assert go(made.get(COUNTED).matcher(), '["x"]') == ""
+    assert go(grammar.matcher(), '["x"]') == "", "it is made meanwhile"
 
 
 def test_a_token_that_a_grammar_bars_spoils_nothing() -> None:

@@ -30,7 +30,7 @@ from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.pictures import Tiling
 from quire.vocabulary.plan import StepPlan
 from quire.vocabulary.seeds import branch_seed
-from quire.vocabulary.structured import Grammar, Structured
+from quire.vocabulary.structured import Maker
 
 
 class Accepted(NamedTuple):
@@ -81,7 +81,7 @@ class Engine:
         self.seen: Counter[bytes] = Counter()  # pictures, and how many requests have them
         self.shown: dict[bytes, Pixels] = {}  # those that the runner keeps
         self.rest = Rest(self)
-        self.grammar_of: Callable[[Structured], Grammar] | None = None  # where fronts send forms of outputs to it
+        self.grammars: Maker | None = None  # where fronts send forms of outputs to it
 
     # In
 

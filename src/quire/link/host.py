@@ -13,7 +13,6 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from quire.control.engine import Engine
@@ -118,16 +117,6 @@ class Host:
             self._sent.append((front, message))
             self._wake.notify()
             return True
-
-    def compiled(self, message: Add) -> Add:
-        """What a front in another process sent, with the grammar that it asks for: made here, on the thread that reads,
-        not on the engine's. InputError if it can't be."""
-        if message.params.structured is None:
-            return message
-        if self.engine.grammar_of is None:
-            raise InputError("structured output isn't offered here", "structured_outputs")
-        grammar = self.engine.grammar_of(message.params.structured)
-        return message._replace(params=replace(message.params, grammar=grammar))
 
     def close(self) -> None:
         """End `run`, after the step under way."""

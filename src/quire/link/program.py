@@ -39,7 +39,8 @@ from quire.link.frames import (
 )
 from quire.link.hello import Hello, read_hello, write_pulse, write_ready
 from quire.link.host import Host, Left
-from quire.link.messages import Add, Answer, Died, FromEngine, Ready, Stepped, described
+from quire.link.lane import Lane
+from quire.link.messages import Answer, Died, FromEngine, Ready, Stepped, described
 from quire.link.pulse import SILENT
 from quire.link.stacks import stacks
 from quire.vocabulary.columns import WireError
@@ -84,6 +85,7 @@ class Side:
 
     def serve(self, host: Host) -> None:
         """Hand what the front sends to `host`, until the front is gone."""
+        lane = Lane(self.front, host, self.tell)
         try:
             while True:
                 frame = self.next(SILENT)
@@ -92,7 +94,7 @@ class Side:
                 elif frame.kind == PING:
                     self._ping(host)
                 else:
-                    self._take(host, frame)
+                    self._take(lane, frame)
         except (EOFError, ConnectionError):
             pass
         except Exception as error:
@@ -100,12 +102,12 @@ class Side:
             log.error("front %d is left: %s", self.front, error, exc_info=None if known else error)
         finally:
             self.channel.close(0)
+            lane.close()
             host.send(self.front, Left())
 
-    def _take(self, host: Host, frame: Frame) -> None:
+    def _take(self, lane: Lane, frame: Frame) -> None:
         try:
-            message = read_front(frame)
-            host.send(self.front, host.compiled(message) if isinstance(message, Add) else message)
+            lane.take(read_front(frame))
         except InputError as error:  # of parameters that no honest front sends
             self.tell(Answer(add_key(frame), error))
 
@@ -242,18 +244,22 @@ def build_model(hello: Hello) -> tuple[Engine, Ready]:
     source = read_source(config)
     reserve(config, source)
     engine, plan, notices = build_engine(config, source, hello.named, hello.progress)
-    engine.grammar_of = LateGrammars(config, source, engine).get
+    engine.grammars = LateGrammars(config, source, engine)
     return engine, described(engine, plan.lines(), notices)
 
 
 class LateGrammars:
-    """Makes grammars in the engine's process: fronts send the forms of outputs, which they have checked. The tokenizer
-    is read with the first."""
+    """Makes grammars in the engine's process: fronts send the forms of outputs, which they have checked and tried. The
+    tokenizer is read with the first."""
 
     def __init__(self, config: EngineConfig, source: Source, engine: Engine) -> None:
         self._config, self._source, self._engine = config, source, engine
         self._lock = threading.Lock()
         self._grammars: Grammars | None = None
+
+    def held(self, asked: Structured) -> Grammar | None:
+        """The grammar, if it costs nothing to get it."""
+        return None if self._grammars is None else self._grammars.held(asked)
 
     def get(self, asked: Structured) -> Grammar:
         """Its grammar."""
@@ -269,7 +275,7 @@ class LateGrammars:
         tokenizer = read_tokenizer(self._config, self._source)
         if tokenizer is None:
             raise InputError("structured output needs a tokenizer to make a grammar of it", "structured_outputs")
-        return Grammars(tokenizer, self._engine.limits.vocab_size, tuple(self._engine.scheduler.eos_ids))
+        return Grammars(tokenizer, self._engine.limits.vocab_size, tuple(self._engine.scheduler.eos_ids), trusted=True)
 
 
 def import_torch() -> None:

@@ -35,14 +35,14 @@ class Shared:
         self._next: Shared | None = None
         self._lock = threading.Lock()
 
-    def sound(self) -> Shared:
-        """This one, or the same grammar made anew."""
-        if not self.spoiled:
+    def sound(self, patient: bool = True) -> Shared:
+        """This one, or the same grammar made anew; without patience only where that is done or takes little."""
+        if not self.spoiled or (not patient and self._next is None and self.seconds > AGAIN_SECONDS):
             return self
         with self._lock:
             if self._next is None:
                 self._next = Shared(self.masker, self.text)
-            return self._next.sound()
+            return self._next.sound(patient)
 
 
 class Place:

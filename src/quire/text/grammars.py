@@ -212,8 +212,9 @@ class CompiledGrammar:
         self.masker, self.asked, self.shared = masker, asked, shared
 
     def matcher(self) -> Place:
-        """At its beginning, before its marker if it has one."""
-        return Place(self.masker, None if self.shared is None else self.shared.sound(), self.asked)
+        """At its beginning, before its marker if it has one. On the engine's thread, which waits for no grammar."""
+        shared = None if self.shared is None else self.shared.sound(patient=False)
+        return Place(self.masker, shared, self.asked)
 
     def masks(self, matchers: Sequence[Any]) -> list[bytes]:
         """See Grammar. Of those that are at one place that is remembered one is computed. Where one spoils the lexer,

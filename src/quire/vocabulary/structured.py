@@ -215,3 +215,15 @@ class Grammar(Protocol):
         """What may follow for each, of this or another grammar of the same vocabulary: a bit a token, 32 to a
         little-endian word, lowest bit first."""
         ...
+
+
+class Maker(Protocol):
+    """Makes grammars of forms of outputs; for any thread."""
+
+    def held(self, asked: Structured) -> Grammar | None:
+        """The grammar, if it costs nothing to get it."""
+        ...
+
+    def get(self, asked: Structured) -> Grammar:
+        """The grammar. InputError if it can't be had; it may take long to make."""
+        ...

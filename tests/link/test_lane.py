@@ -1,0 +1,292 @@
+"""The lane of forms in the engine's process: a grammar that takes its time holds up what is about its own request, in
+order, and nothing else. Makers wait here until they are let."""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import echo_service
+import pytest
+
+from quire.errors import EngineDead, InputError
+from quire.link import lane as lanes
+from quire.link.frames import PING, PONG, Frames, write_front
+from quire.link.host import Host, Left
+from quire.link.lane import Lane
+from quire.link.messages import (
+    Abort,
+    Add,
+    Answer,
+    Asked,
+    FromEngine,
+    FromFront,
+    Look,
+    Prefixes,
+    Register,
+    Release,
+    Stepped,
+    Stop,
+)
+from quire.link.program import Side
+from quire.text.grammars import CompiledGrammar, Grammars
+from quire.vocabulary.params import SamplingParams
+from quire.vocabulary.structured import Structured
+
+FORM = Structured("regex", "[a-z]{20}")
+PLAIN = SamplingParams(max_tokens=30, ignore_eos=True, seed=1)
+MADE = Grammars(echo_service.tokenizer(), echo_service.VOCAB, (0,), trusted=True)
+
+
+class Maker:
+    """Makes grammars once it is let; those that it has made are held, unless it is `forgetful`."""
+
+    def __init__(self, forgetful: bool = False) -> None:
+        self.forgetful, self.let, self.begun = forgetful, threading.Semaphore(0), threading.Semaphore(0)
+        self.made: set[str] = set()
+        self.failure: BaseException | None = None
+
+    def held(self, asked: Structured) -> CompiledGrammar | None:
+        return MADE.get(asked) if asked.source in self.made else None
+
+    def get(self, asked: Structured) -> CompiledGrammar:
+        self.begun.release()
+        assert self.let.acquire(timeout=20)
+        if self.failure is not None:
+            raise self.failure
+        if not self.forgetful:
+            self.made.add(asked.source)
+        return MADE.get(asked)
+
+
+class Front:
+    """A front of a host whose turns are taken by hand, and the lane between them."""
+
+    def __init__(self, forgetful: bool = False) -> None:
+        self.told: list[FromEngine] = []
+        self.sent: list[FromFront | Left] = []  # what the host got
+        self.engine = echo_service.built().engine
+        self.engine.grammars = self.maker = Maker(forgetful)
+        self.host = Host(self.engine, lambda front, message: self.told.append(message))
+        send = self.host.send
+
+        def record(front: int, message: FromFront | Left) -> bool:
+            self.sent.append(message)
+            return send(front, message)
+
+        self.host.send = record  # type: ignore[method-assign]
+        self.lane = Lane(0, self.host, self.told.append)
+
+    def turns(self, until: Callable[[], bool] | None = None) -> None:
+        """As many as there is work for; or until something is so, for which others work meanwhile."""
+        end = time.monotonic() + 20
+        while time.monotonic() < end:
+            if self.host._sent or self.engine.unfinished:
+                self.host._turn()
+            elif until is None or until():
+                return
+            else:
+                time.sleep(0.002)
+        raise AssertionError("it is never so")
+
+    def quiet(self) -> bool:
+        """Nothing waits on the lane."""
+        with self.lane._changed:
+            return not self.lane._waiting
+
+    def outputs(self, number: int) -> list[Any]:
+        steps = [message for message in self.told if isinstance(message, Stepped)]
+        return [output for step in steps for own, output in step.outputs if own == number]
+
+    def answers(self) -> dict[int, Exception | None]:
+        return {message.key: message.error for message in self.told if isinstance(message, Answer)}
+
+    def check_empty(self) -> None:
+        self.engine.scheduler.memory.check()
+        assert (len(self.host._owned), len(self.host._numbered), len(self.engine.requests)) == (0, 0, 0)
+        assert not self.lane._numbers
+
+
+@pytest.fixture
+def front() -> Iterator[Front]:
+    made = Front()
+    yield made
+    made.lane.close()
+    made.maker.let.release(1000)
+
+
+def add(number: int, form: Structured | None = FORM) -> Add:
+    params = PLAIN if form is None else SamplingParams(max_tokens=30, seed=1, structured=form)
+    return Add(number, (Asked(number, f"r{number}", [1, 2, 3]),), params)
+
+
+def test_others_go_on_and_those_of_a_held_grammar_too(front: Front) -> None:
+    front.lane.take(add(1))
+    assert front.maker.begun.acquire(timeout=20)
+    front.lane.take(add(2, None))
+    front.lane.take(Look(9))
+    front.turns()
+    assert front.outputs(2)[-1].done
+    assert front.answers() == {2: None, 9: None}
+    front.maker.let.release()
+    front.turns(front.quiet)
+    assert front.outputs(1)[-1].finish_reason == "stop"
+    front.lane.take(add(3))
+    assert front.quiet(), "its grammar is held"
+    front.turns()
+    assert front.outputs(3)[-1].done
+    front.check_empty()
+
+
+@pytest.mark.parametrize(
+    ("message", "now"), [(Abort((1,)), None), (Abort(None), Abort(None)), (Abort((7, 1, 2)), Abort((7, 2)))]
+)
+def test_an_abort_waits_for_its_request(front: Front, message: Abort, now: Abort | None) -> None:
+    """Also one of all; others that it names end at once."""
+    other = Add(4, (Asked(4, "r4", [1]),), SamplingParams(max_tokens=200, ignore_eos=True))
+    front.lane.take(other)
+    front.lane.take(add(1))
+    front.lane.take(message)
+    front.lane.take(Stop(1, 0, "so"))
+    assert front.sent == [other, *([now] if now is not None else [])]
+    front.turns()
+    front.maker.let.release()
+    front.turns(front.quiet)
+    assert front.outputs(4)[-1].finish_reason == ("abort" if message.numbers is None else "length")
+    assert front.outputs(1)[-1].finish_reason == "abort"
+    front.check_empty()
+
+
+def test_prefixes_keep_their_order(front: Front) -> None:
+    front.lane.take(add(1))
+    late: list[FromFront] = [Register(2, 2, "p", [1, 2]), Release(3, "p"), Register(4, 4, "p", [1, 2]), Prefixes(5)]
+    for message in late:
+        front.lane.take(message)
+    assert front.sent == []
+    front.maker.let.release()
+    front.turns(front.quiet)
+    assert [type(message) for message in front.sent] == [Add, *map(type, late)]
+    assert list(front.answers()) == [1, 2, 3, 4, 5]
+    front.lane.take(Prefixes(6))
+    assert front.sent[-1] == Prefixes(6), "nothing waits"
+
+
+@pytest.mark.parametrize("made_late", [False, True])
+def test_a_front_that_left_asks_for_nothing_any_more(front: Front, made_late: bool) -> None:
+    front.lane.take(add(1))
+    front.lane.take(add(2, Structured("regex", "b")))
+    assert front.maker.begun.acquire(timeout=20)
+    if not made_late:
+        front.maker.let.release(2)
+        front.turns(front.quiet)
+    front.lane.close()
+    front.host.send(0, Left())
+    front.maker.let.release(2)
+    assert front.lane._thread is not None
+    front.lane._thread.join(20)
+    assert not front.lane._thread.is_alive()
+    assert isinstance(front.sent[-1], Left)
+    assert len(front.sent) == (1 if made_late else 3)
+
+
+@pytest.mark.parametrize(("failure", "kind"), [(InputError("no", "x"), InputError), (RuntimeError("no"), EngineDead),
+                                               (SystemExit("no"), EngineDead)])  # fmt: skip
+def test_a_grammar_that_fails_fails_its_own_request(front: Front, failure: BaseException, kind: type) -> None:
+    front.maker.failure = failure
+    front.lane.take(add(1))
+    front.lane.take(Abort((1,)))
+    front.maker.let.release()
+    front.turns(front.quiet)
+    assert type(front.answers()[1]) is kind
+    front.maker.failure = None
+    front.lane.take(add(2))
+    front.maker.let.release()
+    front.turns(front.quiet)
+    assert front.answers()[2] is None
+    front.check_empty()
+
+
+def test_without_a_maker_there_are_no_forms(front: Front) -> None:
+    front.engine.grammars = None
+    with pytest.raises(InputError, match="isn't offered"):
+        front.lane.take(add(1))
+
+
+def test_the_reader_waits_where_very_many_wait(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes, "MOST_WAITING", 3)
+    front.maker.forgetful = True
+
+    def read() -> None:
+        for number in range(8):
+            front.lane.take(add(number))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for left in range(8, 3, -1):
+        end = time.monotonic() + 20
+        while len(front.lane._waiting) < 3 and time.monotonic() < end:
+            time.sleep(0.002)
+        assert len(front.lane._waiting) == 3
+        assert reader.is_alive() == (left > 3)
+        front.maker.let.release()
+        front.turns(lambda number=8 - left: number in front.answers())  # type: ignore[misc]
+    reader.join(20)
+    front.maker.let.release(3)
+    front.turns(front.quiet)
+    assert list(front.answers()) == list(range(8))
+    front.check_empty()
+
+
+def test_random_messages_leave_nothing() -> None:
+    """Each request is answered once, and ends."""
+    for seed in range(15):
+        rng, front = random.Random(seed), Front(forgetful=True)
+        live, stopped = list[int](), set[int]()
+        for _ in range(40):
+            what = rng.random()
+            if what < 0.4:
+                live.append(len(live))
+                front.lane.take(add(live[-1], FORM if rng.random() < 0.5 else None))
+            elif what < 0.7 and live:
+                numbers = None if rng.random() < 0.1 else tuple(rng.sample(live, min(len(live), rng.randrange(1, 4))))
+                front.lane.take(Abort(numbers))
+            elif what < 0.8 and live:
+                stopped.add(number := rng.choice(live))
+                front.lane.take(Stop(number, 0, "so"))
+            elif front.host._sent or front.engine.unfinished:
+                front.host._turn()
+            if rng.random() < 0.5:
+                front.maker.let.release()
+        front.maker.let.release(100)
+        front.turns(front.quiet)
+        front.check_empty()
+        assert sorted(front.answers()) == live
+        assert not any(front.answers().values())
+        for number in {*live} - stopped:  # of those that a stop ended nothing more is told
+            assert front.outputs(number)[-1].done
+        front.lane.close()
+
+
+def test_pings_are_answered_while_a_grammar_is_made() -> None:
+    front = Front()
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        side = Side(0, theirs)
+        reader = threading.Thread(target=side.serve, args=(front.host,))
+        reader.start()
+        writing, reading = Frames(), Frames()
+        ours.sendall(writing.write(*write_front(add(1))))
+        assert front.maker.begun.acquire(timeout=20)
+        ours.sendall(writing.write(PING, b""))
+        ours.settimeout(20)
+        [pong] = reading.feed(ours.recv(1 << 16))
+        assert pong.kind == PONG
+        assert front.sent == []
+        ours.shutdown(socket.SHUT_WR)
+        reader.join(20)
+    assert [type(message) for message in front.sent] == [Left]
+    front.maker.let.release()
