@@ -135,13 +135,8 @@ def plan_memory(
     kv = _kv_size(config, spec, itemsize, share, config.max_num_seqs * wanted_len)
     fixed = config.kv_tokens is not None or config.kv_gib is not None
     if kv.tokens < 2 or (fixed and kv.bytes > room):
-        raise StartupError(
-            f"out of memory: {_size(weights)} of weights, {_size(activations)} of activations and "
-            f"{_size(max(kv.bytes, config.page_size * kv.token_bytes))} of KV cache don't fit into "
-            f"{_size(max(usable, 0))} on {where}" + (f", each of {config.ranks} ranks" if config.ranks > 1 else ""),
-            "Use a smaller --kv-gib, --max-num-batched-tokens or model"
-            + (", or a larger --gpu-memory-utilization" if device != "cpu" else ""),
-        )
+        least = max(kv.bytes, config.page_size * kv.token_bytes)
+        raise _no_room(config, device, (weights, activations, least), usable, where)
     max_len, clipped = longest(config, spec, Size(kv.tokens, wanted_len, itemsize, kv.bytes)), ""
     if max_len < wanted_len:
         if config.max_model_len is not None:
@@ -156,6 +151,26 @@ def plan_memory(
         spec.state_bytes, config.state_tokens if state_run(config, spec) == config.state_tokens else 0,
         saved, config.ranks, config.pp,
     )  # fmt: skip
+
+
+def check_again(config: EngineConfig, plan: MemoryPlan, seen: tuple[int, int, str]) -> None:
+    """StartupError where what was planned at start doesn't fit into what is free by now; `seen` is as for plan_memory.
+    What --gpu-memory-utilization leaves counts too: how much is free differs a little from start to start."""
+    _, free, where = seen
+    parts = plan.weights, plan.activations, plan.kv_bytes
+    if sum(parts) > free:
+        raise _no_room(config, plan.device, parts, free, where)
+
+
+def _no_room(config: EngineConfig, device: str, parts: tuple[int, int, int], usable: int, where: str) -> StartupError:
+    """`parts` of memory, of weights, activations and KV, are more than `usable`."""
+    weights, activations, kv = map(_size, parts)
+    return StartupError(
+        f"out of memory: {weights} of weights, {activations} of activations and {kv} of KV cache don't fit into "
+        f"{_size(max(usable, 0))} on {where}" + (f", each of {config.ranks} ranks" if config.ranks > 1 else ""),
+        "Use a smaller --kv-gib, --max-num-batched-tokens or model"
+        + (", or a larger --gpu-memory-utilization" if device != "cpu" else ""),
+    )
 
 
 class KVSize(NamedTuple):

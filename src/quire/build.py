@@ -15,7 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from quire.budget import GIB, MemoryPlan, page_lines, plan_memory
+from quire.budget import GIB, MemoryPlan, check_again, page_lines, plan_memory
 from quire.config import EngineConfig
 from quire.control.assembly import assemble
 from quire.control.costs import DEFAULT, Costs
@@ -205,7 +205,8 @@ def _assembled(
 
         said = replace(config, dtype=dtype, device=device, attention=ranks.attention)
         folder = str(source.folder or "")
-        engine.restarts = Restarts(partial(starting.anew, said, folder, ends, plan.max_len, make_memory))
+        fits = partial(check_again, config, plan)
+        engine.restarts = Restarts(partial(starting.anew, said, folder, ends, plan.max_len, make_memory, fits))
     if member is not None:
         member.pool.turns.add(engine)
     return engine, plan, (*_computing(config, runner, ranks, device), *source.notes,

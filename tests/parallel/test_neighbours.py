@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from quire.budget import plan_memory
+from quire.budget import MemoryPlan, check_again, plan_memory
 from quire.config import EngineConfig
 from quire.data.models import read_spec
 from quire.data.models.configs import named_config
 from quire.errors import StartupError
+from quire.parallel import remote, starting
 from quire.parallel.devices import room_of
+from quire.parallel.frames import Hello
 from quire.parallel.neighbours import neighbours
+from quire.vocabulary.layout import Layout
 
 GIB = 2**30
 SAID = f"""GPU-aa11, 31, 1024, /usr/bin/small
@@ -46,12 +53,55 @@ def test_without_nvidia_smi_nobody_is_known(tmp_path: Path, monkeypatch: pytest.
     assert neighbours("aa11") == ""
 
 
+def gpus(free: int) -> list[dict[str, Any]]:
+    """What two ranks tell of theirs, of which the second has so many GiB free."""
+    return [
+        {"name": "H", "index": 0, "free": 79 * GIB, "total": 80 * GIB},
+        {"name": "H", "index": 1, "free": free * GIB, "total": 80 * GIB, "others": neighbours("bb22")},
+    ]
+
+
+def planned(free: int) -> MemoryPlan:
+    """Llama-3-8B on these."""
+    seen = room_of(gpus(free), 0.9)
+    return plan_memory(EngineConfig(tp=2), read_spec(named_config("llama3-8b")), "m", "bfloat16", 2, "cuda", seen=seen)
+
+
+TOO_FULL = (
+    r"14\.\d+ GiB of weights.* don't fit into {} on GPU 1, of which 8\.00 of 80\.00 GiB are free "
+    r"\(used: 70\.00 GiB by process 32 \(python"
+)
+
+
 @pytest.mark.usefixtures("smi")
 def test_a_gpu_that_is_too_full_is_named_with_who_uses_it() -> None:
-    free = {"name": "H", "index": 0, "free": 79 * GIB, "total": 80 * GIB}
-    full = {"name": "H", "index": 1, "free": 8 * GIB, "total": 80 * GIB, "others": neighbours("bb22")}
-    seen = room_of([free, full], 0.9)
-    told = r"14\.\d+ GiB of weights.* don't fit into 0\.0 MiB on GPU 1, of which 8\.00 of 80\.00 GiB are free " \
-        r"\(used: 70\.00 GiB by process 32 \(python"  # fmt: skip
-    with pytest.raises(StartupError, match=told):
-        plan_memory(EngineConfig(tp=2), read_spec(named_config("llama3-8b")), "m", "bfloat16", 2, "cuda", seen=seen)
+    with pytest.raises(StartupError, match=TOO_FULL.format(r"0\.0 MiB")):
+        planned(8)
+
+
+@pytest.mark.usefixtures("smi")
+def test_a_gpu_that_has_filled_up_is_named_as_ranks_are_started_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before they load anything; what of memory the plan leaves may be others' by then."""
+    ended: list[bool] = []
+
+    class Full:
+        layout, seconds, meeting = Layout(2), 60.0, SimpleNamespace(descriptors=())
+
+        def __init__(self, free: int) -> None:
+            self.free = free
+
+        def meet(self, hellos: list[Hello]) -> list[dict[str, Any]]:
+            return gpus(self.free)
+
+        def hello(self, hellos: list[Hello]) -> None:
+            raise StartupError("they would load")
+
+        def abandon(self) -> None:
+            ended.append(True)
+
+    config, plan = EngineConfig(tp=2, device="cuda", max_num_batched_tokens=2048), planned(78)
+    for free, told in ((8, TOO_FULL.format(r"8\.00 GiB")), (76, "they would load")):
+        monkeypatch.setattr(remote, "RemoteRunner", lambda *_, free=free: Full(free))
+        with pytest.raises(StartupError, match=told):
+            starting.anew(config, "", (), plan.max_len, Mock(), partial(check_again, config, plan))
+    assert ended == [True, True]

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from echo_ranks import FaultyEcho, processes, threaded
+from memories import MEMORIES, Build
 from wired import drain, open_engine
 
 from quire.errors import EngineDead, StartupError
 from quire.parallel.remote import RemoteRunner
+from quire.vocabulary.media import Pixels
 
 TESTS = Path(__file__).parents[1]
 KILLED = r"rank 1 was ended by signal 9 \(SIGKILL\)"
@@ -103,6 +107,32 @@ def test_a_rank_that_hangs_is_given_up_after_the_limit() -> None:
     with pytest.raises(EngineDead, match=r"rank 1 has not answered for 1 s in step 1 \(--rank-timeout\)"):
         drain(open_engine(runner))
     runner.close()
+
+
+def test_a_rank_that_is_stopped_while_there_is_no_room_in_the_ring_is_given_up() -> None:
+    """In seconds: pictures fill it."""
+    runner = processes(2)
+    used(runner)
+    runner.sides[1].child.process.send_signal(signal.SIGSTOP)
+    picture = Pixels(b"k" * 32, (1, 1, 1 << 18, 3), bytes(3 << 18), (1, 1))
+    with pytest.raises(EngineDead, match=r"rank 1 was stopped \(SIGSTOP\) between steps, and is given up"):
+        deque(map(runner.see, [picture] * 9))
+    assert not ranks_left()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "told"),
+    [(60.0, r"rank 0 was stopped \(SIGSTOP\) at start"), (0.01, r"rank \d has not taken what it was sent for 0\.05 s")],
+)
+def test_without_room_in_the_ring_nothing_starts(seconds: float, told: str) -> None:
+    runner = processes(2)
+    runner.seconds = seconds
+    for side in runner.sides:
+        side.child.process.send_signal(signal.SIGSTOP)
+    runner._ring.write(bytes(4 * runner._ring.most), 0.0)
+    with pytest.raises(StartupError, match=told):
+        runner.bind(MEMORIES["paged-4"](Build(256, 64)).geometry)
+    assert not ranks_left()
 
 
 def test_a_rank_that_can_not_wake_up_ends_all() -> None:

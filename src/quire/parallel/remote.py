@@ -12,8 +12,9 @@ import select
 import time
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from math import inf
 from typing import Any, NoReturn
 
 from quire.errors import EngineDead, RanksLost, StartupError
@@ -129,7 +130,7 @@ class RemoteRunner:
     def bind(self, geometry: Geometry) -> None:
         """Allocate the tensors of a memory, on each rank: `geometry` is one rank's."""
         self._virtual = geometry.layout is Addresses.CONTIGUOUS
-        self._order(BIND, write_bind(geometry))
+        self._order(BIND, write_bind(geometry), "at start")
         self._all(DONE, STARTS * self.seconds, "at start")
 
     def warm_up(self, tokens: int, max_len: int) -> None:
@@ -140,7 +141,7 @@ class RemoteRunner:
                 if (mine := graphs.get(kind)) != (first := told[0].get(kind)):
                     said = f"rank {rank} captures graphs of {kind} of {mine} rows, rank 0 of {first}"
                     self._die(said[:400], "at start")
-        self._order(WARM, WARMED.pack(tokens, max_len))
+        self._order(WARM, WARMED.pack(tokens, max_len), "at start")
         self._all(DONE, STARTS * self.seconds, "at start")
 
     def sleep(self, level: int) -> None:
@@ -241,19 +242,33 @@ class RemoteRunner:
 
     # Orders and answers
 
-    def _order(self, kind: int, body: bytes) -> None:
+    def _order(self, kind: int, body: bytes, when: str = "between steps") -> None:
+        """RanksLost, or at start StartupError, if a rank fails while there is no room in the ring, or makes none."""
         if self._dead:
             raise RanksLost(self._dead)
+        seconds = self.seconds * (STARTS if when == "at start" else 1)
         try:
-            self._ring.write(self._orders.write(kind, body), self.seconds, self._waiting)
+            self._ring.write(self._orders.write(kind, body), seconds, self._waiting(when))
         except RingFull as full:
             why = self._why(full.reader)
-            self._die(f"rank {full.reader} has not taken what it was sent for {self.seconds:g} s{why}")
+            self._die(f"rank {full.reader} has not taken what it was sent for {seconds:g} s{why}", when)
 
-    def _waiting(self) -> None:
-        """While there is no room in the ring: ranks must be able to say what they have to say."""
-        self._listen(0)
-        self._look("between steps")
+    def _waiting(self, when: str) -> Callable[[], None]:
+        """What is done while there is no room in the ring: ranks must be able to say what they have to say, and one
+        that is stopped never makes room."""
+        waited, due, before = 0.0, SILENT, time.monotonic()
+
+        def look() -> None:
+            nonlocal waited, due, before
+            now = time.monotonic()
+            waited, before = waited + min(now - before, SLICE), now
+            self._listen(0)
+            self._look(when)
+            if waited >= due:
+                due = waited + SLICE
+                self._silent(self.sides, waited, inf, when)
+
+        return look
 
     def _all(self, kind: int, seconds: float, when: str) -> list[Frame]:
         """The next frame of each rank, which must be of that kind. RanksLost, or at start StartupError, if one fails

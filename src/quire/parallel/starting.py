@@ -60,15 +60,17 @@ def anew(
     eos_ids: tuple[int, ...],
     max_len: int,
     make_memory: Callable[[], KVMemory],
+    fits: Callable[[tuple[int, int, str]], None],
 ) -> tuple[RemoteRunner, KVMemory]:
-    """Other ranks like those that have ended, bound to a memory like theirs; `config` is as for `build`. StartupError
-    or RanksLost if they can't be."""
+    """Other ranks like those that have ended, bound to a memory like theirs; `config` is as for `build`, and `fits`
+    raises StartupError where their GPUs, as `meet` finds them, lack the room by now. StartupError or RanksLost if they
+    can't be."""
     assert config.max_num_batched_tokens is not None, "a sized config"
     start = started_by(config, config.device)
     ranks = remote.RemoteRunner(Layout(config.tp, config.pp), config.rank_timeout, **start)
     try:
         if config.device != "cpu":
-            meet(ranks, config)
+            fits(meet(ranks, config))
         build(ranks, config, folder, eos_ids, max_len, progress=False)
         memory = make_memory()
         ranks.bind(memory.geometry)
