@@ -44,7 +44,7 @@ VARIES = (
     (r"[\d.]+ GiB free of [\d.]+ GiB", "X GiB free of X GiB"),
     (r"left over +[\d.]+ GiB", "left over X GiB"),
     (r"activations +[\d.]+ [MG]iB", "activations X"),  # by the kernels that there are
-    (r"^ *(CPU kernels|stock torch computes).*\n", ""),  # what the machine is
+    (r"^ *(\d+ ranks?, each: )?(CPU kernels|stock torch computes).*\n", ""),  # what the machine is
 )
 
 
