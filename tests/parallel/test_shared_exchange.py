@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import select
 import threading
 import time
 from collections.abc import Callable
@@ -19,13 +20,15 @@ from quire.parallel.shared import SharedExchange
 from quire.vocabulary.layout import Layout, Part
 
 
-def on_ranks(ranks: int, work: Callable[[SharedExchange], Any]) -> list[Any]:
+def on_ranks(
+    ranks: int, work: Callable[[SharedExchange], Any], kind: type[SharedExchange] = SharedExchange
+) -> list[Any]:
     """What `work` returns, or the PeerLost that it raises, on each of some ranks."""
     meeting, found = Meeting(Layout(ranks)), [None] * ranks
 
     def run(part: Part) -> None:
         try:
-            found[part.rank] = work(SharedExchange(part, meeting.descriptors, 5.0))
+            found[part.rank] = work(kind(part, meeting.descriptors, 5.0))
         except PeerLost as error:
             found[part.rank] = error  # type: ignore[call-overload]
 
@@ -91,20 +94,43 @@ def test_large_ones_go_in_pieces_and_nothing_is_written_over_before_it_is_read(
         assert all(map(torch.equal, first, other))
 
 
-def test_a_slot_that_is_used_again_one_step_early_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One slot in place of two: a rank that is late reads what was written over, or waits for what was counted."""
-    monkeypatch.setattr(shared, "MARGIN", -4.5)
-    monkeypatch.setattr(SharedExchange, "_next", lambda self: 0)
+class Late(SharedExchange):
+    """Rank 1 reads what it has met first only when rank 0 has written what it tells next, which rank 0 does once rank 1
+    may read. `early`: the slot is used again for that, one meeting early."""
 
-    def work(exchange: SharedExchange) -> bool:
-        right = True
-        for step in range(300):
-            if exchange.part.rank and step % 10 == 0:
-                time.sleep(0.0005)
-            right &= bool((exchange.add(torch.full((2000,), float(step))) == 3 * step).all())
-        return right
+    may_read, early, met = threading.Event(), False, 0
 
-    assert not all(found is True for found in on_ranks(3, work))
+    def _next(self) -> int:
+        self.met += 1
+        return self._turn if self.early and self.met == 2 else super()._next()
+
+    def _meet(self, piece: torch.Tensor) -> torch.Tensor:
+        if self.part.rank == 0 and self.met == 1:
+            assert self.may_read.wait(30)
+        found = super()._meet(piece)
+        if self.part.rank == 1 and self.met == 1:
+            self.may_read.set()
+            came = select.poll()
+            for event in self._mine:
+                came.register(event, select.POLLIN)
+            assert came.poll(30_000), "rank 0 has told nothing more"
+        return found
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["in turn", "a slot used again one meeting early"])
+def test_what_is_read_late_is_not_written_over(early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Late, "may_read", threading.Event())
+    monkeypatch.setattr(Late, "early", early)
+
+    def work(exchange: SharedExchange) -> list[str]:
+        told = []
+        for number in range(1, 5):
+            x = exchange.add(torch.full((9,), 10.0**number + exchange.part.rank))
+            if not (x == 2 * 10.0**number + 1).all():
+                told.append(f"sum {number} on rank {exchange.part.rank} is {x[0]:g}, not {2 * 10.0**number + 1:g}")
+        return told
+
+    assert on_ranks(2, work, Late) == [[], ["sum 1 on rank 1 is 111, not 21"] if early else []]
 
 
 def test_a_peer_that_says_nothing_is_named_as_the_one_behind(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@ how many bytes a rank sends for them."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
@@ -225,18 +226,39 @@ def what_is_kept_is_found_by_each_rank(draws: SplitDraws) -> None:
     draws._border = None  # type: ignore[assignment, method-assign]
 
 
-@pytest.mark.parametrize("plant", [padding_is_drawn, each_rank_has_its_own_peak, what_is_kept_is_found_by_each_rank])
-def test_planted_faults_are_seen(plant: Callable[[SplitDraws], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    before = SplitDraws.__init__
+def told(rows: Rows) -> list[str]:
+    """What each rank draws else than the undivided sampler, of the first row where it does."""
+    found, expected = [], rows.undivided()[0]
+    for (tokens, _), exchange in rows.split(3):
+        for row, (token, wanted) in enumerate(zip(tokens, expected)):
+            if token != wanted:
+                found.append(f"row {row} on rank {exchange.part.rank}: token {token} of 700, not {wanted}")
+                break
+    return found
+
+
+PLANTED: dict[str, tuple[Callable[[SplitDraws], None], str]] = {
+    "a padded vocabulary row drawn": (padding_is_drawn, "token 7.. of 700, not"),
+    "a peak of each rank's own": (each_rank_has_its_own_peak, "token .* of 700, not"),
+    "a border of each rank's own": (what_is_kept_is_found_by_each_rank, "token .* of 700, not"),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_planted_faults_are_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, (plant, text) = SplitDraws.__init__, PLANTED[name]
 
     def planted(draws: SplitDraws, *args: Any) -> None:
         before(draws, *args)
         plant(draws)
 
     rows = alike(50, 700, 2.0, 1, 0, 0, 0.9)
-    assert all(answer == rows.undivided() for answer, _ in rows.split(3))
+    assert told(rows) == []
     monkeypatch.setattr(SplitDraws, "__init__", planted)
-    assert any(answer != rows.undivided() for answer, _ in rows.split(3))
+    found = told(rows)
+    assert len(found) == 3
+    for rank, one in enumerate(found):
+        assert re.fullmatch(rf"row \d+ on rank {rank}: {text} \d+", one)
 
 
 # The sampler

@@ -1,4 +1,5 @@
-"""Ranks as processes that share memory and interpret the kernels of `reduce`: `reduce_ranks.py RANKS`.
+"""Ranks as processes that share memory and interpret the kernels of `reduce`: `reduce_ranks.py RANKS`; with
+PLANTED behind, `early` alone, which must fail.
 
 A program of its own: what the interpreter runs of one process can't wait for what it runs in another thread of it. The
 processes are forked, so they have the memory at one address. Each prints nothing unless something differs."""
@@ -8,10 +9,13 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,7 +46,7 @@ class Rank:
         self.error = torch.zeros(1, dtype=torch.int64)
         table = torch.tensor(addresses, dtype=torch.int64)
         self.peers = reduce.Peers(table, self.counters, self.error, rank, ranks, polls, tuple(addresses), MORE)
-        self.case = 0
+        self.case = self.call = 0
 
     def every(self, *shape: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
         """What each rank has; zeros of both signs are among it, also at one place of all ranks."""
@@ -101,8 +105,8 @@ def cases(rank: Rank) -> None:
     assert rank.counters[7] == 2, f"one that is seldom needed has counted {rank.counters[7]}"
 
 
-def early(rank: Rank) -> None:
-    """Ranks that come late, and that read late what they have waited for: regions aren't written over before."""
+def tardy(rank: Rank) -> None:
+    """Ranks that come late in turn, and that read late what they have waited for, in one phase and in two."""
 
     def late(builder: InterpreterBuilder) -> None:
         if turn % rank.peers.ranks == rank.peers.rank:
@@ -112,6 +116,39 @@ def early(rank: Rank) -> None:
     for turn in range(8):
         rank.add(1, 32, 1 + turn // 2 % 2)
         rank.gather(4, dtype=torch.int32)
+
+
+def early(rank: Rank, planted: str = "") -> None:
+    """One reads what has come only when another has sent what is for the call that follows: that isn't written over
+    it. `planted`: "sums" or "gathers", whose regions are used again one call early."""
+    for number, kind in enumerate(("sums", "gathers")):
+        late(rank, ctypes.c_int64.from_address(rank.peers.addresses[0] + reduce.BYTES + 8 * number))
+        for call in range(2):
+            rank.call = call
+            rank.add(1, 32, 1) if kind == "sums" else rank.gather(4, dtype=torch.int32)
+            rank.counters += kind == planted  # it goes by whether they are even
+        rank.call = 2
+
+
+def late(rank: Rank, sent: ctypes.c_int64) -> None:
+    """In call 0 the first rank reads nothing of its exchange memory until `sent` says that the second has sent all of
+    its call 1."""
+    load, mine = InterpreterBuilder.create_masked_load, rank.peers.addresses[rank.peers.rank]
+
+    def told() -> None:
+        if rank.peers.rank == 1 and rank.call == 1:
+            sent.value = 1
+
+    def loaded(builder: InterpreterBuilder, pointers: Any, *more: Any) -> Any:
+        if reduce.FLAGS <= int(pointers.data.flat[0]) - mine < reduce.BYTES:
+            told()
+            end = time.monotonic() + 60
+            while rank.peers.rank == 0 and rank.call == 0 and not sent.value and time.monotonic() < end:
+                time.sleep(0.001)
+        return load(builder, pointers, *more)
+
+    InterpreterBuilder.create_masked_load = loaded
+    InterpreterBuilder.create_barrier = lambda builder: told()
 
 
 def by_carriers(rank: Rank) -> None:
@@ -172,11 +209,19 @@ def forked(ranks: int, work: Callable[[Rank], None]) -> int:
                 os._exit(1)
             os._exit(0)
         children.append(child)
-    return sum(os.waitpid(child, 0)[1] != 0 for child in children)
+    failed = 0
+    for _ in range(ranks):
+        ended, status = os.wait()
+        children.remove(ended)
+        failed += status != 0
+        for child in children if status else ():  # they would wait for it
+            os.kill(child, signal.SIGKILL)
+    return failed
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     reduce.PROGRAMS = 8  # the interpreter runs one after another
-    failed = [work.__name__ for work in (cases, early, by_carriers, silent) if forked(int(sys.argv[1]), work)]
+    works = [partial(early, planted=sys.argv[2])] if sys.argv[2:] else [cases, tardy, early, by_carriers, silent]
+    failed = [getattr(work, "__name__", "planted") for work in works if forked(int(sys.argv[1]), work)]
     sys.exit(", ".join(failed) or 0)

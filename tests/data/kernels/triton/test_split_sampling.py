@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -66,6 +67,46 @@ def own_of(logits: Tensor, cut: Cut) -> Tensor:
     own = torch.full((len(logits), cut.room), 1e4, dtype=logits.dtype, device=logits.device)
     own[:, : len(cut.own)] = logits[:, cut.own.start : cut.own.stop]
     return own
+
+
+class Padded(SplitFused):
+    """One that takes padding for tokens."""
+
+    def __init__(self, vocab_size: int, device: torch.device, exchange: Any) -> None:
+        super().__init__(vocab_size, device, exchange)
+        self.own = self.own._replace(count=self.cut.room)
+
+
+@pytest.mark.parametrize("tail", ["greedy", "random"])
+def test_a_padded_vocabulary_row_that_is_drawn_is_named(tail: str) -> None:
+    """Whatever ranks tell becomes a token of the vocabulary: its last one here."""
+    rows, vocab, ranks = 20, 150, 2
+    logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(vocab)).to(DEVICE)
+    slots, last = torch.arange(rows, device=DEVICE), torch.zeros(rows, dtype=torch.int64, device=DEVICE)
+
+    def drawn(fused: FusedSampling, given: Tensor) -> Tensor:
+        tails = fused.tails(last, rows)
+        fused.fill(np.tile((0.8, 0.0, 0.0, 1.0), (rows, 1)), np.full(rows, 0.5))
+        return tails[tail](given, slots)[0].cpu()
+
+    def told(kind: type[SplitFused]) -> list[str]:
+        def work(rank: Rank) -> Tensor:
+            return drawn(kind(vocab, DEVICE, rank), own_of(logits, vocabulary(rank.part, vocab)))
+
+        found = Together(ranks).run(work)
+        return [
+            f"row {row} on rank {rank}: token {int(tokens[row])}, not {wanted}"
+            for rank, tokens in enumerate(found)
+            for row, wanted in enumerate(want.tolist())
+            if tokens[row] != wanted
+        ]
+
+    want = drawn(FusedSampling(vocab, DEVICE), logits)
+    assert (want < vocab - 1).all()
+    assert told(SplitFused) == []
+    assert told(Padded) == [
+        f"row {row} on rank {rank}: token {vocab - 1}, not {want[row]}" for rank in range(ranks) for row in range(rows)
+    ]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
