@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from quire.errors import InputError
-from quire.text.grammar_source import endless
+from quire.text.grammar_endless import endless
 from quire.text.grammars import HELD, Grammars, Place
 from quire.vocabulary.structured import MAX_SOURCE, Structured, StructuredOutputsParams, closed
 

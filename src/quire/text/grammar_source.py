@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from quire.errors import InputError
+from quire.text.grammar_endless import endless
 from quire.vocabulary.structured import NAME, OPTIONS, Structured
 
 if TYPE_CHECKING:
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
 SPACES = r"( |\r?\n[ \t]{0,20})"  # between parts of a JSON text: a model may indent, but not for ever
 MAX_DEPTH = 64  # of a schema, as far as it is looked into here
 MAX_TAGS = 128
-MAX_LOOKS = 20_000  # parts of a schema that are looked at for endless references
 MAX_PROPERTIES = 2048  # named ones, in all of a schema
 TEXT = r"TAG_TEXT: /(.|\n)*/"
 
@@ -107,58 +107,6 @@ def tags(given: Any, tokenizer: Tokenizer) -> str:
 
 
 # Where
-
-
-def endless(schema: Any) -> str | None:
-    """Where a schema needs itself again: through references, what is required, and items that must be there. None:
-    something of finite length fulfils it, as far as MAX_DEPTH levels and MAX_LOOKS parts tell."""
-    finite: set[str] = set()  # references that end
-    looks = 0
-
-    def visit(at: Any, place: str, refs: tuple[str, ...]) -> str | None:
-        nonlocal looks
-        looks += 1
-        if not isinstance(at, dict) or len(refs) > MAX_DEPTH or looks > MAX_LOOKS or place.count("/") > 4 * MAX_DEPTH:
-            return None
-        kinds = at.get("type")
-        plain = [kinds] if isinstance(kinds, str) else kinds if isinstance(kinds, list) else []
-        if any(kind not in ("object", "array") for kind in plain) or "enum" in at or "const" in at:
-            return None
-        ref = at.get("$ref")
-        if isinstance(ref, str) and ref.startswith("#") and ref not in finite:
-            if ref in refs:
-                return f"{place}/$ref"
-            if found := visit(_target(schema, ref), place, (*refs, ref)):
-                return found
-            finite.add(ref)
-        for name in ("anyOf", "oneOf"):
-            if isinstance(options := at.get(name), list) and options:
-                tried = [visit(one, f"{place}/{name}/{i}", refs) for i, one in enumerate(options)]
-                if all(tried):
-                    return tried[0]
-        return next(filter(None, (visit(one, where, refs) for where, one in _needed(at, place))), None)
-
-    return visit(schema, "#", ("#",) if isinstance(schema, dict) else ())
-
-
-def _needed(at: dict[str, Any], place: str) -> Iterator[tuple[str, Any]]:
-    """The parts of a schema that whatever fulfils it has: where, and what."""
-    if isinstance(parts := at.get("allOf"), list):
-        yield from ((f"{place}/allOf/{i}", one) for i, one in enumerate(parts))
-    required, properties = at.get("required"), at.get("properties")
-    if isinstance(required, list) and isinstance(properties, dict):
-        names = (name for name in required if isinstance(name, str) and name in properties)
-        yield from ((f"{place}/properties/{name}", properties[name]) for name in names)
-    if isinstance(at.get("minItems"), int) and at["minItems"] > 0 and isinstance(at.get("items"), dict):
-        yield f"{place}/items", at["items"]
-
-
-def _target(schema: Any, ref: str) -> Any:
-    """What a local reference points at; None if there is nothing."""
-    for part in ref.lstrip("#").split("/")[1:]:
-        name = part.replace("~1", "/").replace("~0", "~")
-        schema = schema.get(name) if isinstance(schema, dict) else None
-    return schema
 
 
 def place_of(asked: Structured, why: str) -> str:
