@@ -280,6 +280,8 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"name": "a"}]}, "tools[0].input_schema"),
     ({"tools": [{**TOOL, "name": "a b"}]}, "tools[0].name must have"),
     ({"tools": [{**TOOL, "input_schema": {"type": "array"}}]}, "tools[0].input_schema.type"),
+    ({"tools": [{**TOOL, "input_schema": {"properties": {"x": {"not": {}}}}}], "tool_choice": {"type": "any"}},
+     "at tools[0].input_schema#/properties/x/not"),
     ({"tools": [TOOL] * 129}, "tools may have at most 128 entries, got 129"),
     ({"tool_choice": {"type": "any"}}, "tool_choice needs tools"),
     ({"tools": [TOOL], "tool_choice": "any"}, "tool_choice must be"),

@@ -33,11 +33,12 @@ SCHEMA = {
 TALK = [{"role": "user", "content": "a quire"}]
 BOMB = {"allOf": [{"type": "integer", "multipleOf": number} for number in (5, 7, 11, 13, 17, 19)]}
 LATE = 10  # seconds; making a grammar of that takes 13 of a processor
-TAG = {
+TAG: dict[str, Any] = {
     "type": "structural_tag",
     "structures": [{"begin": "<f=a>", "schema": {"enum": [1]}, "end": "</f>"}],
     "triggers": ["<f="],
 }
+UNENFORCED = {"begin": "<f=b>", "schema": {"properties": {"x": {"not": {}}}}, "end": "</f>"}
 
 
 def ask(http: httpx.Client, **body: Any) -> httpx.Response:
@@ -140,13 +141,28 @@ def test_length_cuts(http: httpx.Client) -> None:
             ".schema must",
         ),
         ({"response_format": TAG | {"triggers": ["<g="]}}, "response_format", "structures[0].begin"),
+        (
+            {"response_format": TAG | {"structures": [*TAG["structures"], UNENFORCED]}},
+            "response_format",
+            'structural_tag: Unimplemented keys: ["not"], at structures[1].schema#/properties/x/not',
+        ),
+        (
+            {"guided_json": {"properties": {"a": {"enum": [{"not": 1}]}, "b": {"not": {}}}}},
+            "guided_json",
+            "at #/properties/b/not",
+        ),
+        (
+            {"guided_json": {"type": "array", "minItems": 1, "prefixItems": [{"$ref": "#"}]}},
+            "guided_json",
+            "refers to itself for ever, at #/prefixItems/0/$ref",
+        ),
         ({"guided_regex": "a", "use_beam_search": True}, "structured_outputs", "beam search"),
         ({"guided_json": {"properties": {f"k{i}": {} for i in range(3000)}}}, "guided_json", "3000 properties"),
         ({"guided_json": BOMB}, "guided_json", "making its grammar takes more than 0.5 s of a processor"),
     ],
 )
-def test_refusals_name_the_place(http: httpx.Client, way: dict[str, Any], param: str, said: str) -> None:
-    began = time.monotonic()
+def test_refusals_name_the_place(http: httpx.Client, echo: Running, way: dict[str, Any], param: str, said: str) -> None:
+    began, before = time.monotonic(), echo.metric("quire_prompt_tokens_total")
     answer = ask(http, prompt="a", **way)
     assert answer.status_code == 400, answer.text
     assert time.monotonic() - began < LATE
@@ -154,6 +170,7 @@ def test_refusals_name_the_place(http: httpx.Client, way: dict[str, Any], param:
     assert said in error["message"]
     assert error["param"] == param
     assert len(answer.content) < 1500
+    assert echo.metric("quire_prompt_tokens_total") == before, "nothing was queued"
 
 
 def test_not_enforced_keywords_can_be_let_pass(http: httpx.Client) -> None:

@@ -225,7 +225,8 @@ BAD = {
     ),
     "a schema that can't be": (
         {"tool_choice": "required", "tools": [{"type": "function", "function": {"name": "a", "parameters": {
-            "properties": {"x": {"$ref": "http://example.com/x"}}}}}]}, "tool_choice", "",
+            "properties": {"x": {"$ref": "http://example.com/x"}}}}}]},
+        "tools", "at tools[0].function.parameters#/properties/x/$ref",
     ),
     "a result without a call": ({"messages": [*TALK, {"role": "tool", "content": "x"}]}, "messages", "messages[1]"),
     "a result of another call": (
@@ -259,11 +260,44 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_what_is_wrong_is_named(echo: Running, name: str) -> None:
     body, param, says = BAD[name]
+    before = echo.metric("quire_prompt_tokens_total")
     with httpx.Client(base_url=echo.url, timeout=20) as http:
         error = refusal(http, "/v1/chat/completions", {"messages": TALK, "max_tokens": 1, **body})
     assert error["param"] == param, error
     assert says in error["message"]
     assert echo.idle()
+    assert echo.metric("quire_prompt_tokens_total") == before, "nothing was queued"
+
+
+BOMB = {"allOf": [{"type": "integer", "multipleOf": number} for number in (5, 7, 11, 13, 17, 19)]}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "says", "param"),
+    [
+        ({"properties": {"x": {"not": {}}}}, 'Unimplemented keys: ["not"], at {}#/properties/x/not', "tools"),
+        ({"properties": {"x": {"$ref": "#/$defs/X"}}, "$defs": {"X": {"items": {"not": {}}}}},
+         "at {}#/$defs/X/items/not", "tools"),
+        ({"properties": {"x": {"$ref": "#/$defs/X"}}}, "does not exist, at {}#/properties/x/$ref", "tools"),
+        ({"type": "object", "required": ["x"], "properties": {"x": {"$ref": "#"}}},
+         "{} refers to itself for ever, at {}#/properties/x/$ref", "tools"),
+        ({"properties": {"x": BOMB}}, "making its grammar takes more than 0.5 s of a processor", "tool_choice"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "a"}}])
+def test_what_is_wrong_with_parameters_is_named_there(
+    said: Any, choice: Any, parameters: Any, says: str, param: str
+) -> None:
+    _, _, running = said
+    tool = {"type": "function", "function": {"name": "a", "parameters": parameters}}
+    before = running.metric("quire_prompt_tokens_total")
+    with httpx.Client(base_url=running.url, timeout=20) as http:
+        body = {"messages": TALK, "tools": [*TOOLS, tool], "tool_choice": choice}
+        error = refusal(http, "/v1/chat/completions", body)
+    assert says.format(*["tools[2].function.parameters"] * 2) in error["message"]
+    assert "arguments" not in error["message"]
+    assert error["param"] == param
+    assert running.metric("quire_prompt_tokens_total") == before, "nothing was queued"
 
 
 def test_completions_have_no_tools(echo: Running) -> None:

@@ -36,7 +36,7 @@ from quire.server.sampling import Terms, chat_params, check_known, completion_pa
 from quire.server.size import Held, Shown, bounded
 from quire.server.stream import Call, EventStream, Json, WholeAnswer, respond, whole
 from quire.server.structured import field_of
-from quire.server.tools import Toolbox, toolbox
+from quire.server.tools import Toolbox, name_tools, toolbox
 from quire.text.calls.formats import format_of
 from quire.text.prompts import Cut, Prompt
 from quire.text.sight import pictured
@@ -158,6 +158,8 @@ class Service:
         except InputError as error:
             if error.param == NAME:  # what the engine calls it
                 error.param = field_of(body)
+                if isinstance(body, ChatRequest) and error.param == "tool_choice":
+                    name_tools(error, body)
             raise
         if self.log_requests:
             log_request(call.id, prompts, params, http.scope)

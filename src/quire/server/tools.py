@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import uuid
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,11 +14,14 @@ from quire.server.protocol import ChatRequest
 from quire.server.structured import asked_for
 from quire.text.calls.events import CallReader
 from quire.text.calls.formats import FORMATS, SPECIAL, JsonCalls
+from quire.text.grammar_endless import endless
 from quire.text.tools import MAX_CALLS, Tool, read_tools
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.structured import MAX_SOURCE, Structured, closed, compact
 
 ANYTHING = {"type": "object"}
+CALL = re.compile(r"#?/items/anyOf/(\d+)/properties/arguments")  # in the schema of a list of calls
+AT = re.compile(r", at #(?=/|$)")
 ID_LETTERS = 9  # of a call's id, where templates want exactly so many
 
 
@@ -58,6 +62,9 @@ class Toolbox(NamedTuple):
 
     def _structured(self) -> Structured:
         """The form of an output that must call: the named tool's arguments, or a list of calls."""
+        for at, tool in enumerate(self.tools):
+            if self.choice == "required" or tool.name == self.named:
+                _check_ends(f"tools[{at}].function.parameters", tool)
         if self.choice == "named":
             tool = next(tool for tool in self.tools if tool.name == self.named)
             schema: dict[str, Any] = closed(tool.parameters or ANYTHING)
@@ -71,6 +78,11 @@ class Toolbox(NamedTuple):
         return compact(Structured("json", source))  # white space would be tokens that say nothing
 
 
+def _check_ends(at: str, tool: Tool) -> None:
+    if (place := endless(tool.parameters or ANYTHING)) is not None:
+        raise InputError(f"{at} refers to itself for ever, at {at}{place}", "tools")
+
+
 def _call_schema(tool: Tool, place: str) -> dict[str, Any]:
     properties = {
         "name": {"const": tool.name},
@@ -78,6 +90,19 @@ def _call_schema(tool: Tool, place: str) -> dict[str, Any]:
     }
     required = list(properties)
     return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+
+
+def name_tools(error: InputError, request: ChatRequest) -> None:
+    """Have an error about the form of calls say where it is in the request's tools, if it says where it is."""
+    if request.tool_choice == "required":
+        text = CALL.sub(lambda found: f"tools[{found[1]}].function.parameters#", str(error))
+    else:
+        assert isinstance(request.tool_choice, Mapping), "else there is no form"
+        name = request.tool_choice["function"]["name"]
+        at = next(i for i, tool in enumerate(request.tools or ()) if tool["function"]["name"] == name)
+        text = AT.sub(f", at tools[{at}].function.parameters#", str(error))
+    if text != str(error):
+        error.args, error.param = (text,), "tools"
 
 
 def moved(schema: Any, place: str) -> Any:

@@ -12,6 +12,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from quire.text.grammar_beginnings import Known, Room
+from quire.text.grammar_complaints import short
 from quire.vocabulary.structured import Structured
 
 if TYPE_CHECKING:
@@ -182,8 +183,3 @@ class Place:
         other.inner = None if self.inner is None else self.inner.deep_copy()
         other._recent, other._taken = self._recent.copy(), self._taken.copy()
         return other
-
-
-def short(why: str) -> str:
-    """What llguidance says, on one line."""
-    return " ".join(why.replace("<non-verbose/>", "").split())[:240]

@@ -1,4 +1,4 @@
-"""From what a request asks for to llguidance's form of a grammar; and where in a JSON schema a complaint is about."""
+"""From what a request asks for to llguidance's form of a grammar."""
 
 from __future__ import annotations
 
@@ -95,8 +95,11 @@ def tags(given: Any, tokenizer: Tokenizer) -> str:
         if trigger is None:
             raise InputError(f"structural_tag: structures[{i}].begin starts with none of the triggers", NAME)
         schema = one.get("schema", {"type": "object"})
-        if not isinstance(schema, dict) or endless(schema) is not None:
-            raise InputError(f"structural_tag: structures[{i}].schema is no schema that can be fulfilled", NAME)
+        if not isinstance(schema, dict):
+            raise InputError(f"structural_tag: structures[{i}].schema must be an object", NAME)
+        if (place := endless(schema)) is not None:
+            where = f"structures[{i}].schema"
+            raise InputError(f"structural_tag: {where} refers to itself for ever, at {where}{place}", NAME)
         body = [begin[len(trigger) :], f"%json {json.dumps(with_spaces(schema))}", end]
         parts = " ".join(part if part.startswith("%json") else _literal(part) for part in body if part)
         if tokenizer.find(trigger) in tokenizer.special_ids:
@@ -109,18 +112,6 @@ def tags(given: Any, tokenizer: Tokenizer) -> str:
 # Where
 
 
-def place_of(asked: Structured, why: str) -> str:
-    """ ", at #/..." where a complaint about a schema names a keyword of it, or the value of one; else nothing."""
-    if asked.kind != "json":
-        return ""
-    for place, key, value in _keywords(json.loads(asked.source), "#", 0):
-        said = value.lstrip("#") if isinstance(value, str) else ""
-        named = key in ("$ref", "format", "type", "pattern") and said and said in why
-        if named or f'"{key}"' in why:
-            return f", at {place[:200]}"
-    return ""
-
-
 def _places(at: Any, place: str, depth: int) -> Iterator[str]:
     """Where objects and lists are in a schema."""
     pairs = at.items() if isinstance(at, dict) else enumerate(at) if isinstance(at, list) else ()
@@ -129,14 +120,3 @@ def _places(at: Any, place: str, depth: int) -> Iterator[str]:
         yield where
         if depth < MAX_DEPTH:
             yield from _places(value, where, depth + 1)
-
-
-def _keywords(at: Any, place: str, depth: int) -> Iterator[tuple[str, str, Any]]:
-    """What objects in a schema hold: the place, the name and the value of each."""
-    pairs = at.items() if isinstance(at, dict) else enumerate(at) if isinstance(at, list) else ()
-    for key, value in pairs:
-        where = f"{place}/{key}"
-        if isinstance(at, dict) and place.rsplit("/", 1)[-1] not in ("properties", "$defs", "definitions"):
-            yield where, key, value
-        if depth < MAX_DEPTH:
-            yield from _keywords(value, where, depth + 1)

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from quire.errors import InputError
-from quire.text.grammar_places import Place, Shared, short
-from quire.text.grammar_source import place_of, source_of
+from quire.text.grammar_complaints import complaint, short
+from quire.text.grammar_places import Place, Shared
+from quire.text.grammar_source import source_of
 from quire.text.grammar_tokens import Vocabulary
 from quire.text.grammar_trials import TooComplex, Trials
 from quire.vocabulary.structured import ANY, NAME, Structured
@@ -102,10 +103,10 @@ class Grammars:
             except TooComplex as error:
                 raise InputError(f"{asked.kind}: it is too complex: {error}", NAME) from error
             if why:
-                raise InputError(f"{asked.kind}: {short(why)}{place_of(asked, why)}", NAME)
+                raise InputError(complaint(asked, source, why), NAME)
         made = Shared(masker, source)
         if why := made.first.get_error() or masker.tried(made.first):
-            raise InputError(f"{asked.kind}: {short(why)}{place_of(asked, why)}", NAME)
+            raise InputError(complaint(asked, source, why), NAME)
         return made
 
     def _made_masker(self) -> Masker:
