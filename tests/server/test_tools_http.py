@@ -247,6 +247,11 @@ BAD = {
             {"function": {"name": "f", "arguments": '{"a":' + "[" * 50_000 + "]" * 50_000 + "}"}}]}]},
         "messages", "messages[1].tool_calls[0].function.arguments",
     ),
+    **{f"arguments with {number}": (
+        {"messages": [*TALK, {"role": "assistant", "tool_calls": [
+            {"function": {"name": "f", "arguments": f'{{"a": [{number}]}}'}}]}]},
+        "messages", f"messages[1].tool_calls[0].function.arguments has the number {float(number)}",
+    ) for number in ("NaN", "Infinity", "-Infinity", "1e999")},
     "a call without a name": (
         {"messages": [*TALK, {"role": "assistant", "tool_calls": [{"function": {}}]}]}, "messages", "function.name",
     ),
@@ -298,6 +303,20 @@ def test_what_is_wrong_with_parameters_is_named_there(
     assert "arguments" not in error["message"]
     assert error["param"] == param
     assert running.metric("quire_prompt_tokens_total") == before, "nothing was queued"
+
+
+@pytest.mark.parametrize("number", ["NaN", "1e999", "-Infinity"])
+def test_numbers_that_are_none_reach_no_template(echo: Running, number: str) -> None:
+    """A body may have them too, as Python reads it."""
+    call = f'{{"role": "assistant", "tool_calls": [{{"function": {{"name": "f", "arguments": {{"a": {number}}}}}}}]}}'
+    tool = f'{{"type": "function", "function": {{"name": "f", "parameters": {{"maximum": {number}}}}}}}'
+    for fields, place in ((f'"messages": [{json.dumps(TALK[0])}, {call}]', "messages[1].tool_calls[0].function.arg"),
+                          (f'"messages": {json.dumps(TALK)}, "tools": [{tool}]', "tools[0] has")):  # fmt: skip
+        headers = {"Content-Type": "application/json"}
+        answer = httpx.post(f"{echo.url}/v1/chat/completions", content=f"{{{fields}}}", headers=headers, timeout=20)
+        assert answer.status_code == 400, answer.text
+        assert place in answer.json()["error"]["message"]
+        assert "the number" in answer.json()["error"]["message"]
 
 
 def test_completions_have_no_tools(echo: Running) -> None:

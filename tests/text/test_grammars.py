@@ -269,6 +269,16 @@ def test_half_a_surrogate_pair_is_no_text(grammars: Grammars, asked: dict[str, A
         grammars.get(form(**asked))
 
 
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
+def test_numbers_that_json_does_not_have(grammars: Grammars, number: str) -> None:
+    with pytest.raises(InputError, match="json is no JSON: it has the number"):
+        grammars.get(form(json=f'{{"maximum": {number}}}'))
+    with pytest.raises(InputError, match="json is no JSON"):
+        form(json={"maximum": float(number)})
+    with pytest.raises(InputError, match="it has the number"):
+        form(json=f'{{"maximum": {number}}}', disable_any_whitespace=True)
+
+
 def test_references_that_fan_out_are_looked_through_once(grammars: Grammars) -> None:
     """2**60 ways through the same 60 definitions, none of them endless; and a chain that is."""
     defs = {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(60)}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.errors import InputError
 from quire.text.grammar_endless import endless
-from quire.vocabulary.structured import NAME, OPTIONS, Structured
+from quire.vocabulary.structured import NAME, OPTIONS, Structured, read_json
 
 if TYPE_CHECKING:
     from quire.text.tokenizer import Tokenizer
@@ -39,27 +39,20 @@ def _made(asked: Structured, tokenizer: Tokenizer) -> str:
         case "regex":
             return str(LLMatcher.grammar_from_regex(asked.source))
         case "choice":
-            return str(LLMatcher.grammar_from_lark("start: " + " | ".join(map(_literal, json.loads(asked.source)))))
+            return str(LLMatcher.grammar_from_lark("start: " + " | ".join(map(_literal, read_json(asked)))))
         case "grammar":
             return str(LLMatcher.grammar_from_lark(asked.source))
         case "structural_tag":
-            return str(LLMatcher.grammar_from_lark(tags(_json(asked), tokenizer)))
+            return str(LLMatcher.grammar_from_lark(tags(read_json(asked), tokenizer)))
 
 
 def _literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _json(asked: Structured) -> Any:
-    try:
-        return json.loads(asked.source)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{asked.kind} is no JSON: {str(error)[:120]}", NAME) from error
-
-
 def schema_of(asked: Structured) -> Any:
     """The schema of a `json`. InputError if it is none, or if nothing of finite length fulfils it."""
-    schema = _json(asked)
+    schema = read_json(asked)
     if not isinstance(schema, dict | bool):
         raise InputError(f"json must be a schema, an object or true, got {type(schema).__name__}", NAME)
     if (count := sum(place.rsplit("/", 2)[-2] == "properties" for place in _places(schema, "#", 0))) > MAX_PROPERTIES:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -100,6 +101,8 @@ class Plain:
             return {key: self.copy(item, at, depth + 1) for key, item in value.items()}
         if isinstance(value, list | tuple):
             return [self.copy(item, at, depth + 1) for item in value]
+        if type(value) is float and not math.isfinite(value):  # Python reads NaN, and 1e999
+            raise InputError(f"{at} has the number {value}, which JSON doesn't have", self._param)
         if value is None or type(value) in (str, bool, int, float):
             return value
         raise InputError(f"{at} has a {type(value).__name__}, which JSON doesn't have", self._param)

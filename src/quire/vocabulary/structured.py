@@ -5,6 +5,7 @@ grammar that was made of it. Who makes grammars is the text plane's (quire.text.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, get_args
@@ -154,10 +155,7 @@ def _with_option(asked: Structured, name: str, value: bool) -> Structured:
     """The same schema, with an option of llguidance's for it."""
     if asked.kind != "json":
         raise InputError(f"{asked.kind} isn't a JSON schema: it has no such option", NAME)
-    try:
-        schema = json.loads(asked.source)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"json is no JSON: {str(error)[:120]}", NAME) from error
+    schema = read_json(asked)
     if not isinstance(schema, dict):
         return asked
     options = schema.get(OPTIONS)
@@ -165,9 +163,23 @@ def _with_option(asked: Structured, name: str, value: bool) -> Structured:
     return replace(asked, source=json.dumps({**schema, OPTIONS: options}, ensure_ascii=False))
 
 
+def read_json(asked: Structured) -> Any:
+    """What a source that is JSON says. InputError if it isn't, or has a number that isn't one, as NaN and 1e999."""
+    try:
+        return json.loads(asked.source, parse_float=_finite, parse_constant=_finite)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{asked.kind} is no JSON: {str(error)[:120]}", NAME) from error
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"it has the number {text[:40]}")
+    return number
+
+
 def _dumped(kind: str, value: Any, name: str) -> str:
     try:
-        return json.dumps(value, ensure_ascii=False)
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise InputError(f"{name}: {kind} is no JSON: {str(error)[:120]}", name) from error
 
