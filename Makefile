@@ -41,7 +41,7 @@ lint: $(VENV)/.tested $(VENV)/.kernels
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-soak: $(VENV)/.tested $(VENV)/.kernels $(VENV)/.clients
+soak: $(VENV)/.tested $(VENV)/.kernels $(VENV)/.clients $(VENV)/.browser
 	HYPOTHESIS_PROFILE=soak OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m soak -n 2 --timeout 7200
 
 test-gpu:
@@ -89,6 +89,15 @@ $(VENV)/.clients:
 	@$(PYTHON) -m venv $(VENV)/clients
 	@$(VENV)/clients/bin/python -m pip --disable-pip-version-check install --quiet instructor langchain-openai anthropic openai-agents
 	@if command -v npm >/dev/null 2>&1; then npm install --silent --no-audit --no-fund --prefix $(VENV)/clients openai; fi
+	@touch $@
+
+# What the console's tests drive: Playwright with axe, and Debian's Chromium.
+$(VENV)/.browser: $(VENV)/.tested
+	@echo "installing what drives a browser"
+	@$(PIP) -c constraints.txt playwright axe-playwright-python
+	@command -v chromium >/dev/null 2>&1 \
+		|| { echo "installing chromium"; apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; } \
+		|| { echo "the console's tests need chromium, which apt-get couldn't install"; exit 2; }
 	@touch $@
 
 # Installing builds them; this says so, and builds again what changed since.

@@ -1,6 +1,7 @@
-"""The console in a real Chromium: where Playwright and Chromium are there, in `make soak` alone.
+"""The console in a real Chromium, in `make soak` alone, which installs Playwright, axe and Debian's `chromium`. Without
+them these tests fail: `make .venv/.browser`.
 
-QUIRE_CONSOLE_PICTURES=DIR keeps pictures of it. Chromium is looked for as `chromium`; Playwright's own isn't needed.
+QUIRE_CONSOLE_PICTURES=DIR keeps pictures of it, and QUIRE_CONSOLE_FRAMES=FILE the frames a second beside a crowd.
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ from typing import Any
 import pytest
 
 import quire
+from quire.bench.machine import machine
 
 CHROMIUM = shutil.which("chromium")
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(300), pytest.mark.filterwarnings("default")]
-MOMENTS, CROWD, FRAMES = 20, 200, 30
+FRAMES_FILE = os.environ.get("QUIRE_CONSOLE_FRAMES")
+MOMENTS, CROWD, FRAMES, SECONDS = 20, 200, 30, 4
 FLAGS = (
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync",
@@ -78,10 +81,10 @@ def unlike(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Any]:
-    playwright = pytest.importorskip("playwright.sync_api")
-    if CHROMIUM is None:
-        pytest.skip("there is no chromium")
-    with playwright.sync_playwright() as started:
+    from playwright.sync_api import sync_playwright
+
+    assert CHROMIUM is not None, "there is no chromium: make .venv/.browser installs it, with apt-get"
+    with sync_playwright() as started:
         browser = started.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
         yield browser
         browser.close()
@@ -447,7 +450,7 @@ def test_latencies_are_charts(page: Any, url: str) -> None:
     )
 
 
-def test_a_crowd_leaves_frames_enough(page: Any, url: str) -> None:
+def test_a_crowd_leaves_frames_enough(chromium: Any, page: Any, url: str) -> None:
     page.click("summary")
     for name, value in (("#n", "4"), ("#max_tokens", "40")):
         page.fill(name, value)
@@ -458,17 +461,21 @@ def test_a_crowd_leaves_frames_enough(page: Any, url: str) -> None:
     page.wait_for_selector("#send:not([disabled])")
     threads = crowd(url, CROWD, 120)
     time.sleep(1)
-    rate = page.evaluate(
-        """() => new Promise((resolve) => {
-            let frames = 0;
-            const began = performance.now();
-            const frame = () => {
-                frames++;
-                const seconds = (performance.now() - began) / 1000;
-                if (seconds < 4) requestAnimationFrame(frame); else resolve(frames / seconds);
+    frames = page.evaluate(
+        """seconds => new Promise((resolve) => {
+            const times = [performance.now()];
+            const frame = (now) => {
+                times.push(now);
+                if (now < times[0] + 1000 * seconds) return requestAnimationFrame(frame);
+                const gaps = times.slice(1).map((time, i) => time - times[i]).sort((a, b) => a - b);
+                resolve({
+                    a_second: gaps.length / ((now - times[0]) / 1000), median_ms: gaps[gaps.length >> 1],
+                    longest_ms: gaps[gaps.length - 1],
+                });
             };
             requestAnimationFrame(frame);
-        })"""
+        })""",
+        SECONDS,
     )
     picture(page, "console.png")
     page.emulate_media(color_scheme="dark")
@@ -476,16 +483,24 @@ def test_a_crowd_leaves_frames_enough(page: Any, url: str) -> None:
     picture(page, "console_dark.png")
     for thread in threads:
         thread.join()
-    print(f"{rate:.0f} frames a second")
-    assert rate >= FRAMES
+    print(frames)
+    told = {
+        "what": f"frames of the console in {SECONDS} s while {CROWD} requests of 120 tokens run on the same cores",
+        "command": "QUIRE_CONSOLE_FRAMES=FILE python -m pytest -m soak tests/server/test_console_browser.py -k crowd",
+        "browser": chromium.version, "load_average": os.getloadavg()[0], "machine": machine(), "frames": frames,
+    }  # fmt: skip
+    if FRAMES_FILE:
+        Path(FRAMES_FILE).write_text(json.dumps(told, indent=1) + "\n")
+    assert frames["a_second"] >= FRAMES
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_axe_finds_no_serious_fault(page: Any, scheme: str) -> None:
-    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
+    from axe_playwright_python.sync_playwright import Axe
+
     page.emulate_media(color_scheme=scheme)
     say(page, "What colour is the sky?")
     page.wait_for_selector("#send:not([disabled])")
-    found = axe.run(page).response["violations"]
+    found = Axe().run(page).response["violations"]
     serious = [(one["id"], one["nodes"][0]["html"]) for one in found if one["impact"] in ("serious", "critical")]
     assert not serious
