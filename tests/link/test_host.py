@@ -11,6 +11,7 @@ import echo_service
 import pytest
 from echo_service import Echo
 
+from quire.control.scene import scene
 from quire.errors import EngineDead, InputError, Overloaded
 from quire.link.host import Host, Left
 from quire.link.messages import Abort, Add, Answer, Asked, Died, FromEngine, FromFront, Look, Stepped, Stop
@@ -263,3 +264,27 @@ def test_steps_are_noted_while_somebody_looks_and_no_longer(monkeypatch: pytest.
     monkeypatch.setattr("quire.link.host.FACTS_EVERY", -1.0)
     told.turns(most=1)
     assert told.engine.recent is None
+
+
+def test_what_a_look_took_is_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pages, the text of them, and sending the one before."""
+    told, now = Told(), itertools.count()
+    slow = {"scene": 3.0, "dumps": 5.0, "tell": 7.0}
+    clock = [0.0]
+
+    def taking(what: str, function: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            clock[0] += slow[what]
+            return function(*args, **kwargs)
+
+        return run
+
+    monkeypatch.setattr("quire.link.host.scene", taking("scene", scene))
+    monkeypatch.setattr("quire.link.host.json.dumps", taking("dumps", json.dumps))
+    monkeypatch.setattr("quire.link.host.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr(told.host, "_tell", taking("tell", told.host._tell))
+    for _ in range(3):
+        told.host._look(0, Look(next(now)))
+    answers = [json.loads(str(message.value)) for _, message in told.messages if isinstance(message, Answer)]
+    assert [answer["took"] for answer in answers] == [8.0, 15.0, 15.0]
+    assert all(answer["groups"] for answer in answers)

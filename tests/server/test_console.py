@@ -118,6 +118,12 @@ def test_looks_take_a_hundredth_of_the_time_at_most(running: Running, monkeypatc
     began = time.monotonic()
     scenes(running.url, 4)
     assert time.monotonic() - began >= 2 * max(EVERY, slow / SHARE) * 0.9
+    # Each of two fronts looks half as often.
+    console = next(route.endpoint for route in running.app.routes if route.path == "/console/events").__self__
+    monkeypatch.setattr(console, "share", consoles.Console(running.llm, console.metrics, 2).share)
+    began = time.monotonic()
+    scenes(running.url, 4)
+    assert time.monotonic() - began >= 2 * slow / SHARE * 2 * 0.9
 
 
 def test_watchers_are_bounded_and_nobody_looks_for_nobody(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,7 +87,7 @@ def create_app(
     add_routes(app, service, store_responses)
     add_care(app, Care(llm, config), server_info, tokenizer_info)
     if console:
-        add_console(app, Console(llm, metrics))
+        add_console(app, Console(llm, metrics, service.peers.count))
     add_handlers(app, metrics)
     sight, share = llm.prompts.sight, service.peers.count
     pictures = sight.limits.body if sight is not None else 0

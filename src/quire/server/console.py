@@ -1,8 +1,9 @@
 """The console: a page that shows the engine at work, and what it is told of that, as server-sent events.
 
-The page's files hold no data, so they are open; whatever they ask for needs a key where one is set. All who watch share
-one look at the engine. A look waits a hundred times as long as the one before took, so watching costs the engine a
-hundredth at most; while nobody watches nothing is asked.
+The page's files hold no data, so they are open; whatever they ask for needs a key where one is set. All who watch
+through one front share its looks at the engine. A look waits a hundred times as long as the one before took,
+from its first page to its last byte, and with several fronts as many times longer: so watching takes a hundredth of the
+engine's time at the most. While nobody watches nothing is asked.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ FILES = {"console.css": "text/css", **dict.fromkeys(SCRIPTS, "text/javascript")}
 OPEN = ("/", PAGE, f"{PAGE}/", *(f"{PAGE}/{name}" for name in FILES))
 LATENCIES = {"first": "time_to_first_token_seconds", "between": "inter_token_latency_seconds"}  # as Metrics has them
 MOST_WATCHERS = 32
-EVERY, SHARE = 0.1, 0.01  # seconds between two looks, at least; of the engine's time that looks may take
+EVERY, SHARE = 0.1, 0.01  # seconds between two looks, at least; of the engine's time that all fronts' looks may take
 LONGEST = 600.0  # seconds that a client is told; it asks again then
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
@@ -42,10 +43,10 @@ HEADERS = {
 
 
 class Console:
-    """The page's files, and those who watch `llm`; `metrics` are what this front counted."""
+    """The page's files, and those who watch `llm` through this front, one of `fronts`, which counted `metrics`."""
 
-    def __init__(self, llm: AsyncLLM, metrics: Metrics) -> None:
-        self.llm, self.metrics, self.watchers = llm, metrics, 0
+    def __init__(self, llm: AsyncLLM, metrics: Metrics, fronts: int = 1) -> None:
+        self.llm, self.metrics, self.share, self.watchers = llm, metrics, SHARE / fronts, 0
         self.latest, self.number = "", 0
         self._news = asyncio.Condition()
         self._looking: asyncio.Task[None] | None = None
@@ -93,18 +94,24 @@ class Console:
         """Ask the engine, as long as anybody watches."""
         while self.watchers:
             try:
-                latest = self._with_latencies(await self.llm.look())
+                scene = await self.llm.look()
+                latest, took = self._with_latencies(scene), _took(scene)
             except EngineDead:
-                latest = ""
+                latest, took = "", 0.0
             async with self._news:
                 self.latest, self.number = latest, self.number + 1
                 self._news.notify_all()
             if not latest:
                 return
-            await asyncio.sleep(max(EVERY, json.loads(latest)["took"] / SHARE))
+            await asyncio.sleep(max(EVERY, took / self.share))
 
     def _with_latencies(self, scene: str) -> str:
         """A scene, and how many latencies of each kind this front has counted, and their sum in seconds."""
         counted = {kind: self.metrics.histograms[name] for kind, name in LATENCIES.items()}
         told = {kind: [sum(of.counts), of.total] for kind, of in counted.items()}
         return f'{scene[:-1]}, "latencies": {json.dumps(told)}}}'
+
+
+def _took(scene: str) -> float:
+    """What a scene begins with: reading all of it would take longer than a look."""
+    return float(scene[scene.index(":") + 1 : scene.index(",")])
