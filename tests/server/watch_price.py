@@ -1,0 +1,163 @@
+"""What watching costs a server: its processor time for a fixed number of tokens, with and without somebody who reads
+/console/events, in turn.
+
+    python tests/server/watch_price.py docs/measurements/cpu_watching.json
+
+The load is of the bundled model: requests of random prompts at once, not streamed, so that the engine is nearly all of
+it. Processor time is that of all the server's processes; readers are in another one. On a machine where others run
+seconds by the clock say little, and processor time a few per cent: every round has both, and medians are of rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import os
+import random
+import re
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from quire.bench.machine import machine
+from quire.link.host import UNWATCHED
+
+VOCAB = 3000  # of the bundled model's, without what is special
+CASES: dict[str, tuple[int, tuple[str, ...]]] = {
+    "256 pages": (1, ("--kv-tokens", "4096")),
+    "8,192 pages": (1, ("--kv-tokens", "131072")),
+    "8,192 pages, 2 fronts, 2 watchers": (2, ("--kv-tokens", "131072", "--fronts", "2")),
+}
+"""Watchers, and options of the server."""
+
+
+@contextmanager
+def serving(options: tuple[str, ...]) -> Iterator[tuple[psutil.Process, int]]:
+    """A server: its process, and its port."""
+    command = [sys.executable, "-m", "quire", "serve", "--port", "0", *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
+        assert server.stdout is not None
+        line = next(line for line in server.stdout if " at http://" in line)
+        threading.Thread(target=server.stdout.read, daemon=True).start()
+        yield psutil.Process(server.pid), int(re.findall(r"http://\S+?:(\d+)", line)[0])
+        server.terminate()
+
+
+def seconds(server: psutil.Process) -> float:
+    """Processor time of all its processes."""
+    times = [process.cpu_times() for process in (server, *server.children(recursive=True))]
+    return sum(one.user + one.system for one in times)
+
+
+def ask(port: int, tokens: int, count: int, seed: int) -> None:
+    """`count` requests at once, each for so many tokens."""
+
+    def post(body: bytes) -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
+        connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        said = json.loads(answer.read())
+        assert said["usage"]["completion_tokens"] == tokens, said
+
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(100, VOCAB) for _ in range(48)] for _ in range(count)]
+    bodies = [{"prompt": prompt, "max_tokens": tokens, "ignore_eos": True} for prompt in prompts]
+    threads = [threading.Thread(target=post, args=(json.dumps(body).encode(),)) for body in bodies]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+class Watcher:
+    """Somebody who reads the events, of whom `took` are what the looks took."""
+
+    def __init__(self, port: int) -> None:
+        self.took, self.bytes, self._over = list[float](), 0, False
+        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        self._connection.request("GET", "/console/events")
+        self._answer = self._connection.getresponse()
+        assert self._answer.status == 200
+        self._thread = threading.Thread(target=self._read)
+        self._thread.start()
+
+    def _read(self) -> None:
+        while not self._over:
+            line = self._answer.readline()
+            self.bytes += len(line)
+            if line.startswith(b"data: "):
+                self.took.append(float(re.findall(rb'"took":([\d.]+)', line)[0]))
+
+    def leave(self) -> None:
+        """After the next event."""
+        self._over = True
+        self._thread.join()
+        self._connection.close()
+
+
+def measured(case: str, given: argparse.Namespace) -> dict[str, Any]:
+    """Rounds of one case."""
+    watchers, options = CASES[case]
+    rounds: list[dict[str, Any]] = []
+    with serving(options) as (server, port):
+        ask(port, given.tokens, given.requests, 0)
+        for number in range(1, given.rounds + 1):
+            one: dict[str, Any] = {}
+            for what in ("watched", "alone") if number % 2 else ("alone", "watched"):
+                time.sleep(UNWATCHED + 1)
+                there = [Watcher(port) for _ in range(watchers if what == "watched" else 0)]
+                began, spent = time.monotonic(), seconds(server)
+                ask(port, given.tokens, given.requests, number)
+                spent, took = seconds(server) - spent, time.monotonic() - began
+                for watcher in there:
+                    watcher.leave()
+                one[what] = {"cpu_seconds": round(spent, 3), "tokens_a_second": round(given.total / took, 1)}
+                if there:
+                    looks = [seconds for watcher in there for seconds in watcher.took]
+                    one["events"], one["event_bytes"] = (
+                        len(looks),
+                        sum(watcher.bytes for watcher in there) // len(looks),
+                    )
+                    one["look_ms"] = round(1000 * statistics.fmean(looks), 3)
+            rounds.append(one)
+            print(case, json.dumps(one), flush=True)
+    ratios = [one["watched"]["cpu_seconds"] / one["alone"]["cpu_seconds"] for one in rounds]
+    medians = {what: statistics.median(one[what]["cpu_seconds"] for one in rounds) for what in ("alone", "watched")}
+    return {
+        "server": ["quire", "serve", *options], "watchers": watchers, "median_cpu_seconds": medians,
+        "median_ratio": round(statistics.median(ratios), 4), "ratios": [round(ratio, 4) for ratio in sorted(ratios)],
+        "median_ratio_of_tokens_a_second": round(statistics.median(
+            one["watched"]["tokens_a_second"] / one["alone"]["tokens_a_second"] for one in rounds), 4),
+        "rounds": rounds,
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out")
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=128, help="of each request")
+    parser.add_argument("--rounds", type=int, default=9)
+    given = parser.parse_args()
+    given.total = given.requests * given.tokens
+    told = {
+        "what": "processor time of a server, with and without somebody who watches, for the same number of tokens",
+        "command": "OMP_NUM_THREADS=1 python tests/server/watch_price.py FILE",
+        "settings": {"requests": given.requests, "tokens": given.tokens, "rounds": given.rounds},
+        "machine": machine(), "load_average": os.getloadavg(),
+        "cases": {case: measured(case, given) for case in CASES},
+    }  # fmt: skip
+    Path(given.out).write_text(json.dumps(told, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
