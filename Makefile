@@ -84,11 +84,13 @@ $(VENV)/.tested: $(VENV)/.torch pyproject.toml
 	@touch $@ $(VENV)/.installed
 
 # Clients that aren't ours have needs of their own: they live apart.
-$(VENV)/.clients:
+CLIENTS := instructor==1.17.0 langchain-openai==1.7.4 openai==3.3.0 anthropic==2.14.0 openai-agents==0.24.0
+JS_CLIENTS := openai@6.49.0
+$(VENV)/.clients: Makefile
 	@echo "installing clients to test with"
 	@$(PYTHON) -m venv $(VENV)/clients
-	@$(VENV)/clients/bin/python -m pip --disable-pip-version-check install --quiet instructor langchain-openai anthropic openai-agents
-	@if command -v npm >/dev/null 2>&1; then npm install --silent --no-audit --no-fund --prefix $(VENV)/clients openai; fi
+	@$(VENV)/clients/bin/python -m pip --disable-pip-version-check install --quiet $(CLIENTS)
+	@if command -v npm >/dev/null 2>&1; then npm install --silent --no-audit --no-fund --prefix $(VENV)/clients $(JS_CLIENTS); fi
 	@touch $@
 
 # What the console's tests drive: Playwright with axe, and Debian's Chromium.

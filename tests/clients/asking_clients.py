@@ -14,21 +14,37 @@ sys.path.append(str(Path(__file__).parents[2] / "examples"))
 
 RECIPE = {"title": "bread", "ingredients": [{"name": "flour", "grams": 500}], "minutes": 40}
 MODES = ("TOOLS", "TOOLS_STRICT", "FUNCTIONS", "PARALLEL_TOOLS", "JSON", "JSON_O1", "JSON_SCHEMA", "MD_JSON")
+RESPONSES = ("RESPONSES_TOOLS", "RESPONSES_TOOLS_WITH_INBUILT_TOOLS")
+ANTHROPIC = ("ANTHROPIC_TOOLS", "ANTHROPIC_REASONING_TOOLS", "ANTHROPIC_JSON", "ANTHROPIC_PARALLEL_TOOLS")
 METHODS = ("json_schema", "function_calling", "json_mode")
 
 
-def by_parallel_tools(url: str, model: str) -> Any:
-    import instructor
+def created(client: Any, model: str, many: bool = False) -> Any:
+    """The recipe by instructor; with `many` the only one of those that the model may call for."""
     from extraction import MESSAGES, Recipe
+
+    kind = Iterable[Recipe] if many else Recipe
+    made = client.create(model=model, messages=MESSAGES, response_model=kind, max_tokens=400, max_retries=0)
+    if not many:
+        return made
+    [recipe] = made
+    return recipe
+
+
+def by_openai(url: str, model: str, mode: str) -> Any:
+    import instructor
     from openai import OpenAI
 
     with OpenAI(base_url=url, api_key="unused") as plain:
-        client = instructor.from_openai(plain, mode=instructor.Mode.PARALLEL_TOOLS)
-        made = client.create(
-            model=model, messages=MESSAGES, response_model=Iterable[Recipe], max_tokens=400, max_retries=0
-        )
-        [recipe] = made
-    return recipe
+        return created(instructor.from_openai(plain, mode=instructor.Mode[mode]), model, "PARALLEL" in mode)
+
+
+def by_anthropic(url: str, model: str, mode: str) -> Any:
+    import instructor
+    from anthropic import Anthropic
+
+    with Anthropic(base_url=url.removesuffix("/v1"), api_key="unused") as plain:
+        return created(instructor.from_anthropic(plain, mode=instructor.Mode[mode]), model, "PARALLEL" in mode)
 
 
 def asked(url: str, model: str) -> dict[str, Callable[[], Any]]:
@@ -38,7 +54,10 @@ def asked(url: str, model: str) -> dict[str, Callable[[], Any]]:
     ways: dict[str, Callable[[], Any]] = {"openai": partial(extraction.by_openai, url)}
     for mode in MODES:
         ways[f"instructor {mode}"] = partial(extraction.by_instructor, url, mode)
-    ways["instructor PARALLEL_TOOLS"] = partial(by_parallel_tools, url, model)
+    for mode in ("PARALLEL_TOOLS", *RESPONSES):  # lists; no field for a seed
+        ways[f"instructor {mode}"] = partial(by_openai, url, model, mode)
+    for mode in ANTHROPIC:
+        ways[f"instructor {mode}"] = partial(by_anthropic, url, model, mode)
     for method in METHODS:
         ways[f"langchain {method}"] = partial(extraction.by_langchain, url, method)
     return ways

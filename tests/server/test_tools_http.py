@@ -195,6 +195,23 @@ def test_required_and_named_calls_are_valid(said: Any, seed: int, stream: bool) 
         jsonschema.validate(json.loads(arguments), WEATHER)
 
 
+def test_a_form_of_the_text_gives_way_to_a_call(said: Any) -> None:
+    """As in OpenAI's API: response_format speaks of text, of which there is none."""
+    client, say, running = said
+    say('{"a": 1}')
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": {"a": 1}}}}
+    asked: Any = {"model": "echo", "messages": TALK, "tools": TOOLS[:1], "response_format": form, "max_tokens": 100,
+                  "parallel_tool_calls": False}  # fmt: skip
+    for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
+        [done] = client.chat.completions.create(**asked, tool_choice=choice).choices
+        [made] = done.message.tool_calls
+        jsonschema.validate(json.loads(made.function.arguments), WEATHER)
+    [done] = client.chat.completions.create(**asked, tool_choice="none").choices
+    assert json.loads(done.message.content) == {"a": 1}
+    wrong = {"messages": TALK, "tools": TOOLS, "tool_choice": "required", "response_format": {"type": "xml"}}
+    assert httpx.post(f"{running.url}/v1/chat/completions", json=wrong).json()["error"]["param"] == "response_format"
+
+
 BAD = {
     "no list": ({"tools": {}}, "tools", "list"),
     "no name": ({"tools": [{"type": "function", "function": {}}]}, "tools", r"tools[0].function.name"),
@@ -220,8 +237,7 @@ BAD = {
     ),
     "an unknown choice": ({"tools": TOOLS, "tool_choice": "maybe"}, "tool_choice", "got 'maybe'"),
     "two forms": (
-        {"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}},
-        "tool_choice", "response_format",
+        {"tools": TOOLS, "tool_choice": "required", "guided_regex": "a"}, "tool_choice", "guided_regex",
     ),
     "a schema that can't be": (
         {"tool_choice": "required", "tools": [{"type": "function", "function": {"name": "a", "parameters": {

@@ -27,8 +27,10 @@ __all__ = ["GUIDED", "MAX_CHOICES", "asked_for", "field_of", "structured_of"]
 
 
 def field_of(request: Sampling) -> str:
-    """What the request calls the form that it asks for."""
-    return asked_for(request) or ("tool_choice" if request.tool_choice not in (None, "none", "auto") else NAME)
+    """What the request calls the form that it asks for: of a call that must be, if it is one."""
+    other = asked_for(request)
+    must_call = request.tool_choice not in (None, "none", "auto")
+    return "tool_choice" if must_call and other in ("", "response_format") else other or NAME
 
 
 def asked_for(request: Sampling) -> str:

@@ -48,12 +48,11 @@ class Toolbox(NamedTuple):
         return id[:ID_LETTERS] if self.format == "mistral" else f"call_{id[:24]}"
 
     def applied(self, params: SamplingParams, request: ChatRequest) -> SamplingParams:
-        """`params` of an output with calls. A format whose markers are special tokens needs them in the text."""
+        """`params` of an output with calls. Where it must be a call, response_format has no text to speak of. A format
+        whose markers are special tokens needs them in the text."""
         if self.choice in ("required", "named"):
-            if asked_for(request):
-                raise InputError(
-                    f"tool_choice and {asked_for(request)} both say what form the output has: give one", "tool_choice"
-                )
+            if (other := asked_for(request)) not in ("", "response_format"):
+                raise InputError(f"tool_choice and {other} both say what form the output has: give one", "tool_choice")
             return replace(params, structured=self._structured())
         special = self.choice == "auto" and issubclass(FORMATS[self.format], SPECIAL)
         if special and request.skip_special_tokens is None and params.structured is None:
