@@ -44,6 +44,7 @@ from quire.data.kernels.triton import (
     sampling,
     scaled,
     scan,
+    split_borders,
     split_sampling,
 )
 
@@ -212,6 +213,11 @@ def in_fp8() -> None:
                 scaled.gated(zeros(rows, depth), weight, "silu", scale, pdl=PDL)
 
 
+def of_two(x: Tensor) -> Tensor:
+    """As gathered from two ranks."""
+    return x.expand(2, *x.shape).contiguous()
+
+
 def samples() -> None:
     vocab, last = 128_256, ints(4)
     for rows in (1, 64):
@@ -224,12 +230,15 @@ def samples() -> None:
         own = split_sampling.Own(1, 64_128, 64_128)
         part = logits[:, :64_128]
         told = split_sampling.best(part, own, PDL)
-        found = split_sampling.merge(told.expand(2, -1, -1).contiguous(), vocab, slots, last, tokens, faults, PDL)
-        masses, totals = split_sampling.weigh(part, own, shapes, found, PDL)
-        drawn = split_sampling.draw(
-            part, own, shapes, chances[0], found, masses, totals.expand(2, -1).contiguous(), PDL
-        )
-        split_sampling.tell(drawn.expand(2, -1).contiguous(), vocab, slots, last, tokens, PDL)
+        found = split_sampling.merge(of_two(told), vocab, slots, last, tokens, faults, PDL)
+        for kept in (
+            split_sampling.weigh(part, own, shapes, found, PDL),
+            split_borders.kept(part, own, shapes, found, of_two, PDL),
+        ):
+            drawn = split_sampling.draw(
+                part, own, shapes, owners, chances[0], found, kept, of_two(kept.totals), PDL
+            )  # fmt: skip
+            split_sampling.tell(of_two(drawn), vocab, owners, slots, last, tokens, PDL)
     copy.copy_pages(zeros(8, 4096), ints(2), ints(2))
     copy.copy_rows(zeros(8, 4096), zeros(8, 4096), ints(2), ints(2), 8)
 

@@ -21,6 +21,7 @@ from quire.data.kernels.cpu.loading import library
 from quire.data.kernels.limits import MOST_GRAPH_ROWS
 from quire.data.kernels.reference import ReferenceBackend
 from quire.data.kernels.sdpa import SdpaBackend
+from quire.data.layers.cut import vocabulary
 from quire.data.runner.crossing import CrossPictures
 from quire.data.runner.drawn import Drawn
 from quire.data.runner.idle import Idle, Span
@@ -32,7 +33,7 @@ from quire.data.runner.pooling import Pooling, sampled
 from quire.data.runner.prompts import Prompts
 from quire.data.runner.sampler import Sampler
 from quire.data.runner.seen import SeenTokens
-from quire.data.runner.split_sampler import SplitSampler
+from quire.data.runner.split_sampler import FusedSplitSampler, SplitSampler
 from quire.data.runner.step import Step
 from quire.data.runner.store import Store
 from quire.errors import StartupError
@@ -153,10 +154,12 @@ class ModelRunner(Lifetime):
             self._prepare_graphs(min(geometry.slots - 1, MOST_GRAPH_ROWS))
 
     def _sampler(self, slots: int) -> Sampler:
-        exchange = self.exchange if self.divided else None
-        if exchange is not None and self.device.type == "cpu":
-            return SplitSampler(slots, self.spec.vocab_size, self.eos_ids, exchange)
-        return Sampler(slots, self.spec.vocab_size, self.device, self.eos_ids, exchange)
+        vocab = self.spec.vocab_size
+        if not self.divided:
+            return Sampler(slots, vocab, self.device, self.eos_ids)
+        if self.device.type == "cpu":
+            return SplitSampler(slots, vocab, self.eos_ids, self.exchange)
+        return FusedSplitSampler(slots, vocab, self.device, self.eos_ids, self.exchange)
 
     @property
     def divided(self) -> bool:
@@ -212,11 +215,14 @@ class ModelRunner(Lifetime):
         return {**self.sampler.tails(self.last, largest), "": self._keep(largest)}
 
     def _keep(self, largest: int) -> Callable[[Tensor, Tensor], Tensor]:
-        """What follows the logits of a graph that doesn't sample: they are kept, in one place for all graphs."""
-        kept = torch.empty((largest, self.spec.vocab_size), dtype=self.dtype, device=self.device)
+        """What follows the logits of a graph that doesn't sample: they are kept, in one place for all graphs. Where the
+        vocabulary is shared out they are a rank's own."""
+        vocab = self.spec.vocab_size
+        width = vocabulary(self.exchange.part, vocab).room if self.divided else vocab
+        kept = torch.empty((largest, width), dtype=self.dtype, device=self.device)
 
         def tail(logits: Tensor, slots: Tensor) -> Tensor:
-            return kept[: len(logits)].copy_(self.sampler.whole(logits))
+            return kept[: len(logits)].copy_(logits)
 
         return tail
 
@@ -324,8 +330,7 @@ class ModelRunner(Lifetime):
         if not len(batch.asked):
             return None, scores, pooled
         ends = hidden if step.asked is not None else hidden.index_select(0, batch.ends)
-        split = isinstance(self.sampler, SplitSampler)
-        logits = self.model.logits(ends, own=True) if split else self.model.logits(ends)
+        logits = self.model.logits(ends, own=True) if self.divided else self.model.logits(ends)
         return self._draw(rows.sampling, logits), scores, pooled
 
     def _planned(self, flat: Flat, narrow: bool) -> tuple[Batch, Step]:

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from quire.data.kernels.batch import to_device
 from quire.data.kernels.cpu.rows import take
-from quire.data.layers.exchange import Exchange
 from quire.data.runner.drawn import Asked, Drawn
 from quire.data.runner.draws import MAX_VOCAB, draw, noise, token_weights
 from quire.data.runner.fused import FusedSampling, Tail
@@ -25,7 +24,6 @@ from quire.data.runner.masks import Masks
 from quire.data.runner.native import NativeSampling
 from quire.data.runner.penalties import TokenStatistics
 from quire.data.runner.rules import Rules
-from quire.data.runner.split_fused import SplitFused
 from quire.vocabulary.params import MAX_LOGPROBS
 from quire.vocabulary.plan import Birth, Row, Sampled, Sampling, Top
 from quire.vocabulary.rows import Rows
@@ -39,20 +37,15 @@ class Sampler:
     """Samples for `slots` slots over a vocabulary of `vocab_size`; `eos_ids` are masked while min_tokens isn't reached.
 
     What a row draws is a function of its own logits, parameters, tokens, seed and position: of nothing else in the
-    batch, nor of the slot. The caller gives `birth` before the first row of a slot, in the order of the plan. With an
-    `exchange`, on a GPU, tails are given a rank's own logits (see SplitFused), and `sample` those of all.
+    batch, nor of the slot. The caller gives `birth` before the first row of a slot, in the order of the plan.
     """
 
-    def __init__(
-        self, slots: int, vocab_size: int, device: torch.device, eos_ids: tuple[int, ...],
-        exchange: Exchange | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, slots: int, vocab_size: int, device: torch.device, eos_ids: tuple[int, ...]) -> None:
         assert vocab_size <= MAX_VOCAB, f"a vocabulary of {vocab_size} tokens, at most {MAX_VOCAB} can be sampled"
         self.vocab_size, self.device, self.eos_ids = vocab_size, device, eos_ids
         self._fused: FusedSampling | NativeSampling | None = None
         if device.type == "cuda":
-            self._fused = FusedSampling(vocab_size, device) if exchange is None else \
-                SplitFused(vocab_size, device, exchange)  # fmt: skip
+            self._fused = FusedSampling(vocab_size, device)
         elif take(device, torch.float32):
             self._fused = NativeSampling()
         self._pinned: list[Tensor] = []  # host memory for results, when none are on their way there
@@ -119,10 +112,6 @@ class Sampler:
         if isinstance(self._fused, NativeSampling):
             tails["masked"] = self.masks.tail(tails["cut"], largest)
         return tails
-
-    def whole(self, logits: Tensor) -> Tensor:
-        """All of the logits that tails are given."""
-        return self._fused.whole(logits) if isinstance(self._fused, SplitFused) else logits
 
     def tail_of(self, rows: Sequence[Row]) -> str:
         """The tail that samples `rows`: "greedy", "random", "cut" or, on a CPU, "masked"; or "" where that takes
@@ -246,6 +235,11 @@ class Sampler:
                 tops = tuple(top_of(token, next(details[width]), top, width.named) for token in own)
             samples.append(Sampled(own, () if fault else tops, error=FAULTS[fault]))
         return samples
+
+    def _more(self, asked: Asked) -> np.ndarray:
+        """Which rows [R] ask for more than draws: for log-probabilities, masks, biases, penalties or a method."""
+        tails = np.array([self._tails[slot] for slot in asked.slots.tolist()])
+        return self.masks.of(asked.slots) | (tails < 0) | (asked.positions < self._until[asked.slots])
 
     def _take(self, tensor: Tensor, index: np.ndarray) -> Tensor:
         return tensor.index_select(0, to_device(index, self.device))

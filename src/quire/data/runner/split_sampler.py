@@ -1,4 +1,4 @@
-"""The sampler of a rank that has the logits of its own part of the vocabulary. On a CPU."""
+"""The samplers of a rank that has the logits of its own part of the vocabulary: on a CPU, and on a GPU."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from quire.data.layers.exchange import Exchange
 from quire.data.runner.drawn import Asked, Drawn
 from quire.data.runner.sampler import Sampler
 from quire.data.runner.split_draws import SplitDraws
+from quire.data.runner.split_fused import SplitFused
 
 
 class SplitSampler(Sampler):
@@ -29,11 +30,7 @@ class SplitSampler(Sampler):
     def sample(self, logits: Tensor, rows: Sequence[tuple[int, int, int]], last: Tensor | None = None) -> Drawn:
         """See Sampler.sample."""
         asked = Asked.of(rows)
-        more = (
-            self.masks.of(asked.slots)
-            | np.array([self._tails[slot] < 0 for slot in asked.slots.tolist()], np.bool_)
-            | (asked.positions < self._until[asked.slots])
-        )
+        more = self._more(asked)
         if not more.any():
             return self._drawn(logits, asked, last)
         some, others = np.flatnonzero(more), np.flatnonzero(~more)
@@ -51,3 +48,24 @@ class SplitSampler(Sampler):
             last.index_copy_(0, torch.from_numpy(asked.slots), self._take(tokens, asked.first))
         host = torch.cat((tokens, faults))
         return Drawn(tokens, host, None, None, asked.draws, self._tops[asked.slots], None)
+
+
+class FusedSplitSampler(Sampler):
+    """The same on a GPU, by kernels; tails are given a rank's own logits too. Where some row of a step asks for more
+    than draws the logits of all rows are gathered."""
+
+    def __init__(
+        self, slots: int, vocab_size: int, device: torch.device, eos_ids: tuple[int, ...], exchange: Exchange
+    ) -> None:
+        super().__init__(slots, vocab_size, device, eos_ids)
+        self._fused = self.split = SplitFused(vocab_size, device, exchange)
+
+    def sample(self, logits: Tensor, rows: Sequence[tuple[int, int, int]], last: Tensor | None = None) -> Drawn:
+        """See Sampler.sample."""
+        asked = Asked.of(rows)
+        if last is None or self._more(asked).any():
+            return super().sample(self.split.whole(logits), rows, last)
+        shape = self._shape[asked.slots]
+        chance = self._chance(asked) if (shape[:, 0] > 0).any() else np.zeros(len(asked.owner))
+        tokens, faults = self.split.draw_own(logits, shape, asked.owner, chance, asked.slots, last)
+        return self._packed(logits, None, tokens, faults, asked)

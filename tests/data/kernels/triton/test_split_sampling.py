@@ -2,64 +2,77 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from quire.data.kernels.triton import sampling
+from quire.data.kernels.triton import sampling, split_borders, split_sampling
 from quire.data.layers.cut import Cut, vocabulary
-from quire.data.runner.fused import FusedSampling
+from quire.data.runner import split_fused
+from quire.data.runner.fused import FusedSampling, cuts
+from quire.data.runner.sampler import Sampler
 from quire.data.runner.split_fused import SplitFused
+from quire.data.runner.split_sampler import FusedSplitSampler
 from quire.vocabulary.layout import Part
+from quire.vocabulary.params import SamplingParams
+from quire.vocabulary.plan import Birth, Sampled
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16) if CUDA else (torch.float32,)
 
+T = TypeVar("T")
+
 
 class Together:
-    """Ranks that do the same one after another: `round` by round, what each gathers is told to all in the next run of
-    the same. Their bytes are counted."""
+    """Ranks in threads of which one runs at a time, until it gathers. The bytes that each has sent are counted."""
 
     def __init__(self, ranks: int) -> None:
-        self.ranks, self.told, self.sent = ranks, list[list[Tensor]](), 0
+        self.ranks, self.sent = ranks, 0
+        self.turn, self.met, self.told = threading.Lock(), threading.Barrier(ranks), [torch.empty(0)] * ranks
 
-    def run(self, work: Callable[[Rank], Tensor]) -> list[Tensor]:
-        """The same work on every rank, again and again until none asks for what others haven't said."""
-        while True:
-            found, known = [], len(self.told)
-            for rank in range(self.ranks):
-                one = Rank(self, rank)
+    def run(self, work: Callable[[Rank], T]) -> list[T]:
+        """The same work on every rank."""
+
+        def alone(rank: int) -> T:
+            with self.turn:
                 try:
-                    found.append(work(one))
-                except Unsaid as unsaid:
-                    if rank == 0:
-                        self.told.append([])
-                    self.told[known].append(unsaid.x)
-            if len(found) == self.ranks:
-                return found
+                    return work(Rank(self, rank))
+                except BaseException:
+                    self.met.abort()
+                    raise
 
-
-class Unsaid(Exception):
-    def __init__(self, x: Tensor) -> None:
-        self.x = x
+        with ThreadPoolExecutor(self.ranks) as pool:
+            return list(pool.map(alone, range(self.ranks)))
 
 
 class Rank:
     """A rank's exchange."""
 
     def __init__(self, together: Together, rank: int) -> None:
-        self.together, self.part, self.gathers = together, Part(rank, together.ranks), 0
+        self.together, self.part = together, Part(rank, together.ranks)
 
     def gather(self, x: Tensor) -> Tensor:
-        told, self.gathers = self.together.told, self.gathers + 1
-        if len(told) < self.gathers or len(told[self.gathers - 1]) < self.together.ranks:
-            raise Unsaid(x.clone())
-        return torch.stack(told[self.gathers - 1])
+        together = self.together
+        together.told[self.part.rank] = x.clone()
+        together.sent += x.nbytes * self.part.first
+        self._meet()
+        every = torch.stack(together.told)
+        self._meet()
+        return every
+
+    def _meet(self) -> None:
+        self.together.turn.release()
+        try:
+            self.together.met.wait()
+        finally:
+            self.together.turn.acquire()
 
 
 def own_of(logits: Tensor, cut: Cut) -> Tensor:
@@ -109,9 +122,20 @@ def test_a_padded_vocabulary_row_that_is_drawn_is_named(tail: str) -> None:
     ]
 
 
+def outcome(
+    fused: FusedSampling, tail: str, logits: Tensor, shape: np.ndarray, chance: np.ndarray, slots: Tensor
+) -> Tensor:
+    """Tokens, faults and what is last in slots 1 and so on."""
+    last = torch.zeros(len(slots) + 1, dtype=torch.int64, device=DEVICE)
+    tails = fused.tails(last, len(slots))
+    fused.fill(shape, chance)
+    tokens, faults = tails[tail](logits, slots)
+    return torch.stack((tokens, faults, last[1:])).cpu()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("ranks", "vocab"), [(2, 5000), (3, 1000), (4, 150)])
-@pytest.mark.parametrize("tail", ["greedy", "random"])
+@pytest.mark.parametrize("tail", ["cut", "greedy", "random"])
 def test_tokens_are_those_of_all_logits(tail: str, ranks: int, vocab: int, dtype: torch.dtype) -> None:
     rows = 20
     generator = torch.Generator().manual_seed(vocab)
@@ -122,28 +146,178 @@ def test_tokens_are_those_of_all_logits(tail: str, ranks: int, vocab: int, dtype
     logits[6, vocab // 2 :] = -torch.inf
     shape = np.tile((0.8, 0.0, 0.0, 1.0), (rows, 1))
     shape[7:10, 0], shape[10:14, 1] = 0, 0.05  # greedy ones, min_p
+    if tail == "cut":
+        shape[[0, 1, 5, 6, 7, 11, 12, 13], 2] = 50, 3, 2, vocab - 1, 4, 1, 7, 60
+        shape[[0, 4, 6, 12, 14, 15, 16, 17], 3] = 0.9, 0.5, 0.999, 0.7, 0.9, 0.95, 1e-6, 1 - 2.0**-53
     chance = np.random.default_rng(0).random(rows)
     chance[14:16] = 0.0, 1 - 2.0**-53
     slots = torch.arange(rows, device=DEVICE) + 1
 
-    def outcome(fused: FusedSampling, given: Tensor) -> Tensor:
-        last = torch.zeros(rows + 1, dtype=torch.int64, device=DEVICE)
-        tails = fused.tails(last, rows)
-        fused.fill(shape, chance)
-        tokens, faults = tails[tail](given, slots)
-        return torch.stack((tokens, faults, last[1:])).cpu()
-
-    want = outcome(FusedSampling(vocab, DEVICE), logits)
+    want = outcome(FusedSampling(vocab, DEVICE), tail, logits, shape, chance, slots)
     assert want[1].tolist() == [0, 0, 1, 1, 1, *[0] * 15]
 
     def work(rank: Rank) -> Tensor:
-        return outcome(SplitFused(vocab, DEVICE, rank), own_of(logits, vocabulary(rank.part, vocab)))
+        mine = own_of(logits, vocabulary(rank.part, vocab))
+        return outcome(SplitFused(vocab, DEVICE, rank), tail, mine, shape, chance, slots)
 
     together = Together(ranks)
     for got in together.run(work):
         assert torch.equal(got, want)
-    sent = sum(told[0].nbytes for told in together.told)
-    assert sent == rows * (8 if tail == "greedy" else 20)
+    assert together.sent == rows * {"greedy": 8, "random": 20, "cut": 3860}[tail]
+
+
+class Rows(NamedTuple):
+    """Logits [R, V], what each row asks for [R, 4], and chances [R]."""
+
+    logits: Tensor
+    shape: np.ndarray
+    chance: np.ndarray
+
+    @classmethod
+    def some(cls, seed: int, rows: int) -> Rows:
+        """Of one vocabulary: flat and steep ones, with ties, with tokens that are hidden and faults; settings at and
+        beyond all edges."""
+        random = np.random.default_rng(seed)
+        vocab = int(random.choice([1, 3, 50, 65, 130, 300, 2100]))
+        logits = random.standard_normal((rows, vocab)) * random.choice([0.0, 0.01, 1, 3, 10, 30], (rows, 1))
+        grain = random.choice([1e-9, 1e-9, 0.25, 1, 5], (rows, 1))
+        logits = np.round(logits / grain) * grain
+        hidden = random.random((rows, vocab)) < random.choice([0, 0, 0.5, 0.95], (rows, 1))
+        hidden[:, vocab // 2] = False
+        logits[hidden] = -np.inf
+        bad, place = random.random(rows) < 0.03, random.integers(0, vocab, rows)
+        logits[bad, place[bad]] = random.choice([np.nan, np.inf], bad.sum())
+        edges = random.choice([1, 1, 0.9, 1e-6, 1e-300, 1 - 2.0**-53, 2.0**-33], rows)
+        shape = np.stack((
+            random.choice([1, 1, 0.3, 1e-5, 4, 1e30, 0], rows),
+            random.choice([0, 0, 0.05, 1e-12, 1], rows),
+            random.choice([0, 0, 1, 2, 7, 50, vocab - 1], rows),
+            np.where(random.random(rows) < 0.5, edges, random.uniform(1e-6, 1, rows)),
+        ), axis=1)  # fmt: skip
+        chance = np.where(random.random(rows) < 0.9, random.random(rows), random.choice([0, 1 - 2.0**-53], rows))
+        return cls(torch.from_numpy(logits).float().to(DEVICE), shape, chance)
+
+
+def borders(rows: Rows, ranks: int) -> tuple[Tensor, list[Tensor]]:
+    """The border of each row that is cut, of all logits; and what each of some ranks finds."""
+    logits, (count, vocab) = rows.logits, rows.logits.shape
+    shapes, chances = torch.from_numpy(rows.shape).to(DEVICE), torch.from_numpy(rows.chance).to(DEVICE)
+    scratch = sampling.Scratch.of(count, vocab, DEVICE)
+    owners, (last, tokens, faults) = torch.arange(count, device=DEVICE), torch.zeros(3, count, device=DEVICE).long()
+    sampling.sample(logits, shapes, owners, chances, owners, last, tokens, faults, scratch)
+    cut = torch.from_numpy(cuts(rows.shape)).to(DEVICE) & (faults == 0)
+
+    def work(rank: Rank) -> Tensor:
+        part = vocabulary(rank.part, vocab)
+        own = split_sampling.Own(rank.part.rank, part.own.start, len(part.own))
+        mine = own_of(logits, part)
+        every = rank.gather(split_sampling.best(mine, own))
+        found = split_sampling.merge(every, vocab, owners, last, tokens, faults)
+        kept = split_borders.kept(mine, own, shapes, found, rank.gather)
+        assert kept.borders is not None
+        return kept.borders[cut]
+
+    return scratch.borders[cut], Together(ranks).run(work)
+
+
+@pytest.mark.parametrize("ranks", [3, pytest.param(8, marks=pytest.mark.soak)])
+def test_borders_are_those_of_all_logits(ranks: int) -> None:
+    """Keys at both ends of what is searched: the best token's alone, and the least that weighs anything; and many more
+    in a bracket than are looked at together."""
+    logits = 0.5 * torch.randn(6, 3000, generator=torch.Generator().manual_seed(1))
+    logits[2, 700:] -= 22 + torch.arange(2300) * 1e-5  # below e**-22, the last one's weight is 1
+    logits[3] = logits[3].round()
+    shape = np.array(
+        [(1, 0, 1, 1), (1, 0, 0, 0.6), (1, 0, 2990, 1), (1, 0, 40, 0.8), (9, 0, 2800, 0.99), (1, 0, 0, 1e-9)]
+    )
+    want, found = borders(Rows(logits.to(DEVICE), shape, np.zeros(6)), ranks)
+    assert len(want) == 6
+    assert want[0] == want[5] == 0x3F800000
+    assert want[2] < 0x30800000
+    for got in found:
+        assert torch.equal(got, want)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(40))
+def test_many_rows_have_the_borders_of_all_logits(seed: int) -> None:
+    want, found = borders(Rows.some(seed, 512 if CUDA else 20), (2, 3, 4, 8)[seed % 4])
+    for got in found:
+        assert torch.equal(got, want)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(40))
+def test_many_rows_draw_the_tokens_of_all_logits(seed: int) -> None:
+    logits, shape, chance = Rows.some(seed + 1000, 512 if CUDA else 20)
+    slots = torch.arange(len(logits), device=DEVICE) + 1
+    want = outcome(FusedSampling(logits.shape[1], DEVICE), "cut", logits, shape, chance, slots)
+
+    def work(rank: Rank) -> Tensor:
+        mine = own_of(logits, vocabulary(rank.part, logits.shape[1]))
+        return outcome(SplitFused(logits.shape[1], DEVICE, rank), "cut", mine, shape, chance, slots)
+
+    for got in Together((2, 3, 4, 8)[seed % 4]).run(work):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("few", [0, 16])
+def test_several_draws_of_a_row(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outside of a graph: greedy rows alone, and beside rows that are drawn; the first draw of a row is its last."""
+    monkeypatch.setattr(split_fused, "FEW", few)
+    vocab, slots = 150, np.array([3, 1, 4])
+    logits = 2 * torch.randn(3, vocab, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    owner, chance = np.array([0, 0, 0, 1, 2, 2]), np.random.default_rng(1).random(6)
+    for shape in ([(0, 0, 0, 1)] * 3, [(1, 0, 20, 0.9), (0, 0, 0, 1), (0.8, 0.1, 0, 1)], [(1, 0, 0, 1)] * 3):
+        asked = np.array(shape, dtype=np.float64), owner, chance, slots
+        last = torch.zeros(5, dtype=torch.int64, device=DEVICE)
+        want = (*FusedSampling(vocab, DEVICE).draw(logits, *asked, last), last)
+
+        def work(rank: Rank, asked: Any = asked) -> tuple[Tensor, ...]:
+            mine = own_of(logits, vocabulary(rank.part, vocab))
+            last = torch.zeros(5, dtype=torch.int64, device=DEVICE)
+            return (*SplitFused(vocab, DEVICE, rank).draw_own(mine, *asked, last), last)
+
+        for found in Together(2).run(work):
+            assert all(torch.equal(got, other) for got, other in zip(found, want, strict=True))
+
+
+KINDS: tuple[dict[str, Any], ...] = (
+    {"top_k": 20, "n": 2},
+    {"temperature": 0.0},
+    {"top_p": 0.9},
+    {"temperature": 0.7, "logprobs": 3},
+    {"frequency_penalty": 0.5},
+)
+
+
+@pytest.mark.parametrize("kinds", [[0, 1, 2], [0, 3], [2, 4]])
+def test_the_sampler_of_a_rank_equals_that_of_all_logits(kinds: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole logits are gathered where some row asks for more than draws, and else not."""
+    monkeypatch.setattr(split_fused, "FEW", 0)
+    vocab, slots = 300, len(KINDS)
+    logits = 2 * torch.randn(len(kinds), vocab, generator=torch.Generator().manual_seed(4)).to(DEVICE)
+
+    def sampled(sampler: Sampler, given: Tensor) -> tuple[list[Sampled], list[int]]:
+        last = torch.zeros(slots, dtype=torch.int64, device=DEVICE)
+        for kind in kinds:
+            params = SamplingParams(**KINDS[kind])
+            sampler.birth(Birth(kind, kind, -1, params.sampling(), kind * 9, 2, (5, 6), params.top))
+        rows = [(kind, 2, KINDS[kind].get("n", 1)) for kind in kinds]
+        return sampler.finish(sampler.sample(given, rows, last)), last.tolist()
+
+    undivided = Sampler(slots, vocab, DEVICE, ())
+    undivided._fused = FusedSampling(vocab, DEVICE)
+    want = sampled(undivided, logits)
+
+    def work(rank: Rank) -> Any:
+        mine = own_of(logits, vocabulary(rank.part, vocab))
+        return sampled(FusedSplitSampler(slots, vocab, DEVICE, (), rank), mine)
+
+    together = Together(2)
+    assert together.run(work) == [want] * 2
+    more = any(kind > 2 for kind in kinds)
+    assert together.sent == 4 * len(kinds) * 192 if more else together.sent <= 3 * 3860 + 4
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from torch import Tensor
 
 ONE = tl.constexpr(0x3F800000)  # the key of likelihood 1
 LEAST = tl.constexpr(0x2F800000)  # of 2**-32, the least likelihood that weighs anything
-MARKS = tl.constexpr(16)  # keys at which a row is counted: 2**-1 to 2**-15, and LEAST
+MARKS = tl.constexpr(16)  # keys at which a row is counted: 2**-1 to 2**-15, and LEAST; or as far apart as OCTAVES say
 BLOCK = 2048  # tokens of a program, and between two sums that a draw looks at
 LISTED = 2048  # tokens of a list that a search looks at together
 FEW = 128  # rows up to which each has a multiprocessor to itself
@@ -140,26 +140,26 @@ def weights_of(keys):
 
 
 @triton.jit
-def _mark(j):
-    """The key of mark j; of mark -1 the one above all."""
-    return tl.where(j < 0, ONE + 1, tl.where(j == MARKS - 1, LEAST, ONE - ((j + 1) << 23))).to(tl.int32)
+def mark(j, OCTAVES: tl.constexpr):
+    """The key of mark j, of which each is so many times half the one before; of mark -1 the one above all."""
+    return tl.where(j < 0, ONE + 1, tl.where(j == MARKS - 1, LEAST, ONE - ((j + 1) * OCTAVES << 23))).to(tl.int32)
 
 
 @triton.jit
-def _marked(keys, BLOCK: tl.constexpr):
+def _marked(keys, OCTAVES: tl.constexpr, BLOCK: tl.constexpr):
     """Of each mark, the keys from it up: their number << 48, plus what they weigh (a block weighs less than 2**48)."""
     marks = tl.arange(0, MARKS)
     sums = tl.zeros([MARKS], tl.int64)
     packed = tl.where(keys > 0, weights_of(keys) + 281474976710656, 0)
     most = tl.max(keys, 0)
-    for j in range(tl.sum((_mark(marks) > most).to(tl.int32), 0), MARKS):
-        sums = tl.where(marks == j, tl.sum(tl.where(keys >= _mark(j), packed, 0), 0), sums)
+    for j in range(tl.sum((mark(marks, OCTAVES) > most).to(tl.int32), 0), MARKS):
+        sums = tl.where(marks == j, tl.sum(tl.where(keys >= mark(j, OCTAVES), packed, 0), 0), sums)
     return sums
 
 
 @triton.jit
 def spread(logits, stride, vocab, shapes, peaks, places, chunks, blocks, each, totals, masses, LANES: tl.constexpr,
-            BLOCK: tl.constexpr, CUT: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+            BLOCK: tl.constexpr, CUT: tl.constexpr, OCTAVES: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """The weight of each of `each` blocks; or, if their row may be cut, their share of the row's totals. Without CUT
     there is no room for these, and no row is, whatever its shape says."""
     begin(PDL)
@@ -174,7 +174,7 @@ def spread(logits, stride, vocab, shapes, peaks, places, chunks, blocks, each, t
         for block in range(first, tl.minimum(first + each, blocks)):
             keys = keys_of(logits, stride, vocab, row, block, best, temperature, min_p, BLOCK)
             if cut:
-                packed = _marked(keys, BLOCK)
+                packed = _marked(keys, OCTAVES, BLOCK)
                 counts += packed >> 48
                 sums += packed & 281474976710655
             else:
@@ -185,7 +185,7 @@ def spread(logits, stride, vocab, shapes, peaks, places, chunks, blocks, each, t
 
 
 @triton.jit
-def _bracket(totals, row, top_k, top_p):
+def bracket(totals, row, top_k, top_p, OCTAVES: tl.constexpr):
     """Keys [low, high) among which the row's border is, and the k-th token too if top_k is `bound` to cut: enough
     tokens weigh something. Also the count and the weight of the tokens from high up, and the weight of all."""
     marks = tl.arange(0, MARKS)
@@ -200,19 +200,20 @@ def _bracket(totals, row, top_k, top_p):
     first = tl.where(bound, tl.minimum(of_k, of_p), of_p)
     count = tl.max(tl.where(marks < first, counts, 0), 0)
     mass = tl.max(tl.where(marks < first, sums, 0), 0)
-    return _mark(tl.where(bound, of_k, of_p)), _mark(first - 1), count, mass, total, bound
+    low = mark(tl.where(bound, of_k, of_p), OCTAVES)
+    return low, mark(first - 1, OCTAVES), count, mass, total, bound
 
 
 @triton.jit
-def _collect(logits, stride, vocab, shapes, peaks, places, chunks, blocks, each, totals, held, lists,
-             LANES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+def collect(logits, stride, vocab, shapes, peaks, places, chunks, blocks, each, totals, held, lists,
+            LANES: tl.constexpr, BLOCK: tl.constexpr, OCTAVES: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """List the keys of `each` blocks that are inside the row's bracket."""
     begin(PDL)
     first, row = tl.program_id(0) * each, tl.program_id(1)
     temperature, min_p, top_k, top_p, cut = shape_of(shapes, row)
     best, _token, finite = top_of(peaks, places, row, chunks, LANES)
     if finite & (temperature > 0) & cut:
-        low, high, _count, _mass, _total, _bound = _bracket(totals, row, top_k, top_p)
+        low, high, _count, _mass, _total, _bound = bracket(totals, row, top_k, top_p, OCTAVES)
         for block in range(first, tl.minimum(first + each, blocks)):
             keys = keys_of(logits, stride, vocab, row, block, best, temperature, min_p, BLOCK)
             inside = ((keys >= low) & (keys < high)).to(tl.int32)
@@ -275,7 +276,7 @@ def _search(shapes, peaks, places, chunks, vocab, totals, held, lists, borders, 
     temperature, _min_p, top_k, top_p, cut = shape_of(shapes, row)
     _best, _token, finite = top_of(peaks, places, row, chunks, LANES)
     if finite & (temperature > 0) & cut:
-        low, high, count, mass, total, bound = _bracket(totals, row, top_k, top_p)
+        low, high, count, mass, total, bound = bracket(totals, row, top_k, top_p, 1)
         keys, size = lists + row.to(tl.int64) * vocab, tl.load(held + row)
         if bound:
             low = _descend(keys, size, low, high, top_k - count, False, LISTED)
@@ -287,8 +288,8 @@ def _search(shapes, peaks, places, chunks, vocab, totals, held, lists, borders, 
 
 
 @triton.jit
-def _weigh(logits, stride, vocab, shapes, peaks, places, chunks, blocks, each, borders, masses, LANES: tl.constexpr,
-           BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+def weigh(logits, stride, vocab, shapes, peaks, places, chunks, blocks, each, borders, masses, LANES: tl.constexpr,
+          BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """The weight of the tokens from the row's border up, of `each` blocks."""
     begin(PDL)
     first, row = tl.program_id(0) * each, tl.program_id(1)
@@ -387,14 +388,14 @@ def sample(
     chunks, lanes = find_peaks(logits, scratch, cut, options)
     row = (logits, logits.stride(0), vocab, shapes, scratch.peaks, scratch.places, chunks)
     grid, tile = (triton.cdiv(blocks, each), rows), {"LANES": lanes, "BLOCK": BLOCK, "num_warps": 4, **options}
-    spread[grid](*row, blocks, each, scratch.totals, scratch.masses, CUT=cut, **tile)
+    spread[grid](*row, blocks, each, scratch.totals, scratch.masses, CUT=cut, OCTAVES=1, **tile)
     if cut:
-        _collect[grid](*row, blocks, each, scratch.totals, scratch.held, scratch.lists, **tile)
+        collect[grid](*row, blocks, each, scratch.totals, scratch.held, scratch.lists, OCTAVES=1, **tile)
         _search[(rows,)](
             *row[3:], vocab, scratch.totals, scratch.held, scratch.lists, scratch.borders, LANES=lanes,
             LISTED=LISTED if many else 2 * LISTED, num_warps=8 if many else 16, **options,
         )  # fmt: skip
-        _weigh[grid](*row, blocks, each, scratch.borders, scratch.masses, **tile)
+        weigh[grid](*row, blocks, each, scratch.borders, scratch.masses, **tile)
     _draw[(len(owners),)](
         *row, scratch.borders, scratch.masses, blocks, owners, chances, slots, last, tokens, faults,
         BLOCKS=triton.next_power_of_2(blocks), CUT=cut, **tile,

@@ -1,6 +1,7 @@
-"""Greedy tokens and draws without top_k and top_p, from logits that ranks have shared out: each has some of the
-vocabulary, and is told of a row by the others its greatest logit, what its tokens weigh, and a token: 20 bytes. The
-tokens are those of `kernels.triton.sampling` over all logits: weights are integers, so that sums of sums are exact.
+"""Greedy tokens and draws from logits that ranks have shared out: each has some of the vocabulary, and is told of a row
+by the others its greatest logit, what its tokens weigh, and a token: 20 bytes; where rows have top_k or top_p, more
+(`split_borders`). The tokens are those of `kernels.triton.sampling` over all logits: weights are integers, so that sums
+of sums are exact.
 
 Between these launches what a rank found is gathered from all, in rank order.
 """
@@ -45,6 +46,15 @@ class Best(NamedTuple):
     places: Tensor
 
 
+class Kept(NamedTuple):
+    """What this rank's tokens weigh that may be drawn: int64 [R, blocks], and [R] of a whole row; and, where rows may
+    have top_k or top_p, the least key that is kept of those, int32 [R]."""
+
+    masses: Tensor
+    totals: Tensor
+    borders: Tensor | None = None
+
+
 @triton.jit
 def _best(peaks, places, chunks, first, told, LANES: tl.constexpr, PDL: tl.constexpr):
     """A row's greatest logit of this rank, as bits, and its lowest id."""
@@ -87,37 +97,42 @@ def _sum(peaks, shapes, masses, blocks, totals, BLOCKS: tl.constexpr, PDL: tl.co
     tl.store(totals + row, tl.where(drawn, tl.sum(parts, 0), 0))
 
 
-@triton.jit
-def _draw(logits, stride, count, first, rank, ranks, rows, shapes, peaks, masses, blocks, every, chances, told,
-          RANKS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize_on_alignment=["owners", "chances"])
+def _draw(logits, stride, count, first, rank, ranks, rows, shapes, peaks, masses, blocks, borders, every, owners,
+          chances, told, RANKS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, CUT: tl.constexpr,
+          PDL: tl.constexpr):  # fmt: skip
     """As `sampling._draw`, if the token is this rank's; else -1."""
     begin(PDL)
-    row, others = tl.program_id(0), tl.arange(0, RANKS)
+    draw, others = tl.program_id(0), tl.arange(0, RANKS)
+    row = tl.load(owners + draw).to(tl.int32)
     totals = tl.load(every + others * rows + row, mask=others < ranks, other=0)
-    goal = (tl.sum(totals, 0).to(tl.float64) * tl.load(chances + row)).to(tl.int64)
+    goal = (tl.sum(totals, 0).to(tl.float64) * tl.load(chances + draw)).to(tl.int64)
     goal -= tl.sum(tl.where(others < rank, totals, 0), 0)
     token = -1
     if (goal >= 0) & (goal < tl.sum(tl.where(others == rank, totals, 0), 0)):
-        temperature, min_p, _k, _p, _cut = shape_of(shapes, row)
+        temperature, min_p, _k, _p, cut = shape_of(shapes, row)
         lanes = tl.arange(0, BLOCKS)
         parts = tl.load(masses + row * blocks + lanes, mask=lanes < blocks, other=0)
         block = tl.minimum(tl.sum((tl.cumsum(parts, 0) <= goal).to(tl.int32), 0), blocks - 1)
         goal -= tl.sum(tl.where(lanes < block, parts, 0), 0)
         keys = keys_of(logits, stride, count, row, block, tl.load(peaks + row), temperature, min_p, BLOCK)
+        if CUT:
+            keys = tl.where(keys >= tl.load(borders + row, mask=cut, other=0), keys, 0)
         sums = tl.cumsum(weights_of(keys), 0)
         token = first + block * BLOCK + tl.minimum(tl.sum((sums <= goal).to(tl.int32), 0), BLOCK - 1)
-    tl.store(told + row, token)
+    tl.store(told + draw, token)
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots", "last", "tokens"])
-def _tell(every, ranks, rows, vocab, slots, last, tokens, RANKS: tl.constexpr, PDL: tl.constexpr):
-    """The token that some rank has drawn takes the place of the greedy one."""
+@triton.jit(do_not_specialize_on_alignment=["owners", "slots", "last", "tokens"])
+def _tell(every, ranks, draws, vocab, owners, slots, last, tokens, RANKS: tl.constexpr, PDL: tl.constexpr):
+    """The token that some rank has drawn takes the place of the greedy one; the row's first draw in `last` too."""
     begin(PDL)
-    row, rank = tl.program_id(0), tl.arange(0, RANKS)
-    token = tl.max(tl.load(every + rank * rows + row, mask=rank < ranks, other=-1), 0)
+    draw, rank = tl.program_id(0), tl.arange(0, RANKS)
+    token = tl.max(tl.load(every + rank * draws + draw, mask=rank < ranks, other=-1), 0)
     token = tl.minimum(token, vocab - 1)
-    tl.store(tokens + row, token, mask=token >= 0)
-    tl.store(last + tl.load(slots + row), token, mask=token >= 0)
+    tl.store(tokens + draw, token, mask=token >= 0)
+    row, former = tl.load(owners + draw), tl.load(owners + draw - 1, mask=draw > 0, other=-1)
+    tl.store(last + tl.load(slots + row), token, mask=(token >= 0) & (former != row))
 
 
 def best(logits: Tensor, own: Own, pdl: bool = False) -> Tensor:
@@ -152,44 +167,54 @@ def merge(
     return found
 
 
-def weigh(logits: Tensor, own: Own, shapes: Tensor, found: Best, pdl: bool = False) -> tuple[Tensor, Tensor]:
-    """Weights of this rank's blocks, [R, blocks], and what they sum up to, [R], int64, beside the greatest logits of
-    all. shapes [R, 4] float64: see sampling.sample; none has top_k or top_p."""
+def weigh(logits: Tensor, own: Own, shapes: Tensor, found: Best, pdl: bool = False) -> Kept:
+    """Of this rank's logits, beside the greatest of all. shapes [R, 4] float64: see sampling.sample; none has top_k or
+    top_p."""
     rows, blocks = len(logits), max(triton.cdiv(own.count, BLOCK), 1)
     _, each, early, _ = way(rows)
     options = launch_options(pdl and early)
     masses = torch.empty((rows, blocks), dtype=torch.int64, device=logits.device)
-    totals = torch.empty(rows, dtype=torch.int64, device=logits.device)
     spread[(triton.cdiv(blocks, each), rows)](
-        logits, logits.stride(0), own.count, shapes, found.peaks, found.places, 1, blocks, each, totals, masses,
-        LANES=1, BLOCK=BLOCK, CUT=False, num_warps=4, **options,
+        logits, logits.stride(0), own.count, shapes, found.peaks, found.places, 1, blocks, each, masses, masses,
+        LANES=1, BLOCK=BLOCK, CUT=False, OCTAVES=1, num_warps=4, **options,
     )  # fmt: skip
+    return Kept(masses, add_up(masses, shapes, found, options))
+
+
+def add_up(masses: Tensor, shapes: Tensor, found: Best, options: dict[str, bool]) -> Tensor:
+    """int64 [R]: the sums of masses [R, blocks]; 0 of rows that aren't drawn."""
+    rows, blocks = masses.shape
+    totals = torch.empty(rows, dtype=torch.int64, device=masses.device)
     _sum[(rows,)](
         found.peaks, shapes, masses, blocks, totals, BLOCKS=triton.next_power_of_2(blocks), num_warps=1, **options
     )
-    return masses, totals
+    return totals
 
 
 def draw(
-    logits: Tensor, own: Own, shapes: Tensor, chances: Tensor, found: Best, masses: Tensor, every: Tensor,
+    logits: Tensor, own: Own, shapes: Tensor, owners: Tensor, chances: Tensor, found: Best, kept: Kept, every: Tensor,
     pdl: bool = False,
 ) -> Tensor:  # fmt: skip
-    """int32 [R]: the tokens that are this rank's, -1 for others and for rows that aren't drawn. `every` [ranks, R] is
-    what the tokens of each rank weigh; chances [R] float64 in [0, 1)."""
-    (ranks, rows), blocks = every.shape, masses.shape[1]
-    told = torch.empty(rows, dtype=torch.int32, device=logits.device)
-    _draw[(rows,)](
-        logits, logits.stride(0), own.count, own.first, own.rank, ranks, rows, shapes, found.peaks, masses, blocks,
-        every, chances, told, RANKS=triton.next_power_of_2(ranks), BLOCKS=triton.next_power_of_2(blocks), BLOCK=BLOCK,
-        num_warps=4, **launch_options(pdl and way(rows)[2]),
+    """int32 [D]: of the draws from rows owners [D] (rising) the tokens that are this rank's, -1 for others and for rows
+    that aren't drawn. `every` [ranks, R] are the `kept` totals of each rank; chances [D] float64 in [0, 1)."""
+    (ranks, rows), blocks = every.shape, kept.masses.shape[1]
+    told = torch.empty(len(owners), dtype=torch.int32, device=logits.device)
+    _draw[(len(owners),)](
+        logits, logits.stride(0), own.count, own.first, own.rank, ranks, rows, shapes, found.peaks, kept.masses, blocks,
+        kept.borders, every, owners, chances, told, RANKS=triton.next_power_of_2(ranks),
+        BLOCKS=triton.next_power_of_2(blocks), BLOCK=BLOCK, CUT=kept.borders is not None, num_warps=4,
+        **launch_options(pdl and way(rows)[2]),
     )  # fmt: skip
     return told
 
 
-def tell(every: Tensor, vocab: int, slots: Tensor, last: Tensor, tokens: Tensor, pdl: bool = False) -> None:
-    """From what `draw` told of each rank, [ranks, R]: drawn tokens to `tokens` and to last[slots]."""
-    ranks, rows = every.shape
-    _tell[(rows,)](
-        every, ranks, rows, vocab, slots, last, tokens, RANKS=triton.next_power_of_2(ranks), num_warps=1,
-        **launch_options(pdl and way(rows)[2]),
+def tell(
+    every: Tensor, vocab: int, owners: Tensor, slots: Tensor, last: Tensor, tokens: Tensor, pdl: bool = False
+) -> None:
+    """From what `draw` told of each rank, [ranks, D]: drawn tokens to tokens [D] and, of a row's first draw, to
+    last[slots]."""
+    ranks, draws = every.shape
+    _tell[(draws,)](
+        every, ranks, draws, vocab, owners, slots, last, tokens, RANKS=triton.next_power_of_2(ranks), num_warps=1,
+        **launch_options(pdl and way(draws)[2]),
     )  # fmt: skip
