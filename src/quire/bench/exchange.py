@@ -21,9 +21,13 @@ from quire.vocabulary.layout import Layout
 
 ROWS = (1, 32, 128, 512)
 PROGRAM = program_of("quire.bench.exchange_rank")
+MORE = (768, 1024, 1536)  # rows of 12 to 24 MiB, beside 512 of 8, where sums in one and in two phases are compared
 PROMPTS = (4096,)  # rows of a product that are exchanged while it is computed
-WAYS = ("quire", "beside a product", "replays", "NCCL", "gloo", "torch one-shot", "torch two-shot")
-FEW = {"replays": 2}  # of ROWS that are measured
+WAYS = (
+    "quire", "beside a product", "replays", "one-shot", "two-shot", "NCCL", "gloo", "torch one-shot", "torch two-shot",
+)  # fmt: skip
+SHOTS = {"one-shot": 1, "two-shot": 2}  # quire's ways, of which it takes one by the number of bytes: each for all
+OURS = ("quire", "beside a product", "replays", *SHOTS)  # whose bits must be right
 PATIENCE = 60.0  # seconds for a rank to measure one way
 
 
@@ -41,7 +45,7 @@ def measured(ranks: int, device: str, end: float) -> Iterator[dict[str, Any]]:
         runner.hello([Hello(said, part, (), 1, PATIENCE, meeting) for part in Layout(ranks).parts()])
         runner.wait()
         for number, way in enumerate(WAYS):
-            for rows in PROMPTS if way == "beside a product" else ROWS[: FEW.get(way)]:
+            for rows in sizes(way):
                 if time.monotonic() > end:
                     yield {"way": way, "rows": rows, "left_out": "no time was left"}
                     continue
@@ -55,12 +59,20 @@ def measured(ranks: int, device: str, end: float) -> Iterator[dict[str, Any]]:
         runner.close()
 
 
+def sizes(way: str) -> tuple[int, ...]:
+    """The numbers of rows that a way is measured with."""
+    if way == "beside a product":
+        return PROMPTS
+    return (*ROWS, *MORE) if way in SHOTS or way == "NCCL" else ROWS
+
+
 def _joined(found: list[dict[str, Any]]) -> dict[str, Any]:
     """What all ranks found."""
     same = len({one["bits"] for one in found}) == 1
     said: dict[str, Any] = {"same_bits": same, "exact": all(one["exact"] for one in found)}
     if "calls" in found[0]:
-        return {**said, "calls": found[0]["calls"]}
+        wrong = sum(one["wrong"] for one in found)
+        return {**said, "wrong": wrong, **{name: found[0][name] for name in ("calls", "gathers", "carried", "seconds")}}
     if "hidden" in found[0]:
         said["hidden"] = min(one["hidden"] for one in found)
         said["parts_us"] = found[0]["parts_us"]

@@ -6,14 +6,15 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from quire.bench.exchange import WAYS
+from quire.bench.exchange import OURS, SHOTS, WAYS
 from quire.data.kernels.cpu import loading as kernels
 from quire.data.layers.cut import columns
 from quire.data.layers.linear import Linear
@@ -29,8 +30,11 @@ SIZE = 8192  # numbers of a row, as Llama-3-70B's have
 DTYPE = torch.bfloat16
 CALLS, REPLAYS, ROUNDS = 20, 50, 5  # in a graph; of a graph; of which the median is told
 ON_CPU = 20  # calls of a round
-MANY, LOOKS = 1_000_000, 10  # calls of `replays`, and how often their bits are looked at
+MANY, LOOKS = 1_000_000, 10  # calls of `replays` at most, and how often it is asked whether somebody was missed
 MANY_ON_CPU = 500
+BUDGET, TRIED = 15.0, 200  # seconds that `replays` take, about; replays by which it is known how many these are
+CARRIED = 2048, 10  # rows that are carried, and how often between two looks
+TOLD = 128  # numbers of 4 bytes a row that are gathered behind CALLS sums
 
 Call = Callable[[Tensor, Tensor], Tensor]
 
@@ -67,25 +71,55 @@ class Timed:
         torch.manual_seed(rows + 1 + self.part.rank)
         delta = torch.randn(rows, SIZE).to(self.device, DTYPE)
         if name == "replays":
-            self.found = self._replayed(first, delta)
+            self.found = self._replayed(delta)
             return
         try:
             call, given = self._way(name, delta)
         except Missing as missing:
             self.found = {"missing": str(missing)}
             return
-        x = first.clone()
-        out = call(x, given)
-        self.found = {"bits": _bits(x, out), "exact": torch.equal(x.cpu(), self._expected(first, delta))}
-        given.zero_()  # some ways add in place
-        self.found["us"] = self._spent(lambda: call(x, given), captured=True)
+        with self._taking(name):
+            if name in OURS:
+                self._compile(lambda: call(first.clone(), delta.clone()))
+            x = first.clone()
+            out = call(x, given)
+            self.found = {"bits": _bits(x, out), "exact": not _unlike((x, out), self._wanted(first, self._sum(delta)))}
+            given.zero_()  # some ways add in place
+            self.found["us"] = self._spent(lambda: call(x, given), captured=True)
         self.exchange.check()
+
+    @contextmanager
+    def _taking(self, name: str) -> Iterator[None]:
+        """Sums of all sizes go `name`'s way, where that is one of SHOTS."""
+        if name not in SHOTS:
+            yield
+            return
+        from quire.data.kernels.triton import reduce
+        from quire.parallel import device_exchange
+
+        former, large = dict(reduce.ONE_SHOT), device_exchange.LARGE
+        reduce.ONE_SHOT[self.part.ranks] = 1 << 40 if SHOTS[name] == 1 else 0
+        device_exchange.LARGE = 1 << 40
+        try:
+            yield
+        finally:
+            reduce.ONE_SHOT.clear()
+            reduce.ONE_SHOT.update(former)
+            device_exchange.LARGE = large
+
+    def _compile(self, work: Callable[[], object]) -> None:
+        """Let kernels be compiled that `work` launches, while nobody waits for this rank inside of one."""
+        if self.seat is not None:
+            with self.exchange.rehearsing():
+                work()
 
     def _way(self, name: str, delta: Tensor) -> tuple[Call, Tensor]:
         """x [rows, SIZE] += the sum of all ranks' delta, and the norm of that, `name`'s way; and delta where that way
         wants it."""
         ours, plain = self.norms
-        if name == "quire":
+        if name in SHOTS and getattr(self.exchange, "peers", None) is None:
+            raise Missing("sums don't go through the memory of peers")
+        if name == "quire" or name in SHOTS:
             return ours, delta.clone()
         if name in ("NCCL", "gloo"):
             if self.group is None or (name == "NCCL") != (self.device.type == "cuda"):
@@ -111,12 +145,17 @@ class Timed:
             return (lambda x, delta: plain(x, operations.one_shot_all_reduce(delta, "sum", group))), buffer
         return (lambda x, delta: plain(x, operations.two_shot_all_reduce_(delta, "sum", group))), buffer
 
-    def _expected(self, first: Tensor, delta: Tensor) -> Tensor:
-        """x after a call: sums in rank order and in fp32, rounded once, by what ranks on CPUs meet through."""
+    def _sum(self, delta: Tensor) -> Tensor:
+        """All ranks' in rank order and in fp32, rounded once, by what ranks on CPUs meet through."""
         total, *others = self.host.gather(delta.cpu()).float()
         for other in others:
             total += other
-        return first.cpu() + total.to(DTYPE)
+        return total.to(DTYPE)
+
+    def _wanted(self, first: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+        """x after a call, and its norm as this rank's own kernel has it."""
+        out = self.norms[1](first.clone(), total.to(self.device))
+        return (first.cpu() + total).to(self.device), out
 
     def _beside(self, rows: int) -> dict[str, Any]:
         """A product whose rows ranks add up, with the norm behind, as prompts have it: with the sums taken by the way
@@ -136,7 +175,7 @@ class Timed:
         x = first.clone()
         out = ours(x, product(inputs))
         found: dict[str, Any] = {"bits": _bits(x, out)}
-        found["exact"] = torch.equal(x.cpu(), self._expected(first, product._product(inputs)))
+        found["exact"] = not _unlike((x, out), self._wanted(first, self._sum(product._product(inputs))))
 
         def alone() -> Tensor:
             return product._product(inputs)
@@ -188,40 +227,108 @@ class Timed:
                 spans.append(1e6 * (time.perf_counter() - began) / number)
         return spans
 
-    def _replayed(self, first: Tensor, delta: Tensor) -> dict[str, Any]:
-        """Many calls, on GPUs from two streams in turn and beside other work: what came of them is looked at."""
-        x, bits, cuda = first.clone(), [], self.device.type == "cuda"
-        kept, given = torch.empty_like(x), delta.clone()
+    def _replayed(self, delta: Tensor) -> dict[str, Any]:
+        """Many calls, as many as BUDGET has room for, with gathers and, between graphs, rows that are carried. On GPUs
+        they are launched from two streams in turn, one after another, as all that uses the exchange memory must be,
+        beside other work, of which ranks have more and less. All bits of each call are compared, on the device: x is 0
+        before, so that none of a sum's is rounded away."""
+        cuda, ours, calls, rows = self.device.type == "cuda", self.norms[0], CALLS, len(delta)
+        x, kept = torch.empty((2, calls, rows, SIZE), device=self.device, dtype=DTYPE)
+        given, numbers = delta.clone(), torch.arange(rows * TOLD, dtype=torch.int32).view(rows, TOLD) + self.part.rank
+        every, numbers = self.host.gather(numbers).to(self.device), numbers.to(self.device)
+        wanted = (*self._wanted(torch.zeros_like(delta), self._sum(delta)), every)
+        wrong = torch.zeros(1, dtype=torch.int64, device=self.device)
 
-        def calls() -> None:
-            x.copy_(first)
-            for _ in range(CALLS):
+        def work() -> None:
+            x.zero_()
+            for i in range(calls):
                 given.copy_(delta)
-                kept.copy_(self.norms[0](x, given))
+                kept[i].copy_(ours(x[i], given))
+            _unlike((x, kept, self.exchange.gather(numbers)), wanted, wrong)
 
-        once = _captured(calls, 1) if cuda else calls
-        looks = (MANY if cuda else MANY_ON_CPU) // CALLS // LOOKS
-        other = torch.randn(1024, 1024, device=self.device, dtype=DTYPE) if cuda else None
-        streams = [torch.cuda.Stream() for _ in range(3)] if cuda else []
-        for _ in range(LOOKS):
-            for i in range(looks):
-                if other is None:
+        self._compile(work)
+        wrong.zero_()
+        once = _captured(work, 1) if cuda else work
+        carried = self._carrying(wrong)
+        busy = Busy(self.part.rank) if cuda else None
+
+        def replays(count: int) -> None:
+            for i in range(count):
+                if busy is None:
                     once()
-                    continue
-                now, before = streams[i % 2], streams[1 - i % 2]
-                now.wait_stream(before)
-                with torch.cuda.stream(now):
-                    once()
-                with torch.cuda.stream(streams[2]):
-                    torch.mm(other, other)
+                else:
+                    busy.run(i, once)
+            if busy is not None and carried is not None:
+                for i in range(CARRIED[1]):
+                    busy.run(i, carried)
             if cuda:
                 torch.cuda.synchronize()
-            bits.append(_bits(x, kept))
             self.exchange.check()
-        return {"calls": LOOKS * looks * CALLS, "bits": bits[0], "exact": len(set(bits)) == 1}
+
+        tried = TRIED if cuda else 1
+        replays(2)
+        self.host.meet()
+        began = time.perf_counter()
+        replays(tried)
+        most = (MANY if cuda else MANY_ON_CPU) // calls // LOOKS
+        looks = min(most, self._agreed(BUDGET / LOOKS * tried / (time.perf_counter() - began)))
+        began = time.perf_counter()
+        for _ in range(LOOKS):
+            replays(looks)
+        graphs, found = LOOKS * looks, int(wrong)
+        return {"calls": graphs * calls, "gathers": graphs, "carried": LOOKS * CARRIED[1] if carried is not None else 0,
+                "seconds": time.perf_counter() - began, "bits": _bits(x, kept), "wrong": found,
+                "exact": found == 0}  # fmt: skip
+
+    def _agreed(self, number: float) -> int:
+        """The least of all ranks' numbers, and 1 at least: all replay as often."""
+        return max(int(self.host.gather(torch.tensor([number], dtype=torch.float64)).min()), 1)
+
+    def _carrying(self, wrong: Tensor) -> Callable[[], None] | None:
+        """A sum of rows that are sent in pieces, with the norm behind, whose bits are compared; where it is done."""
+        rows, carrier = CARRIED[0], getattr(self.exchange, "carrier", None)
+        if carrier is None or not (pieces := self.exchange.pieces(rows, rows * SIZE * DTYPE.itemsize)):
+            return None
+        torch.manual_seed(-1 - self.part.rank)
+        delta = torch.randn(rows, SIZE).to(self.device, DTYPE)
+        first = torch.ones(rows, SIZE, device=self.device, dtype=DTYPE)
+        x, wanted = first.clone(), self._wanted(first, self._sum(delta))
+
+        def call() -> None:
+            x.copy_(first)
+            for piece in pieces:
+                self.exchange.send(delta, piece)
+            _unlike((x, self.norms[0](x, delta)), wanted, wrong)
+
+        self._compile(lambda: self.norms[0](first.clone(), delta.clone()))
+        return call
 
     def close(self) -> None:
         """Nothing is kept."""
+
+
+class Busy:
+    """Two streams, from which work is launched in turn, one after another, and a third that has other work, which ranks
+    have of unlike sizes; so has, now and then, the one in front of a call: then this rank is late."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.streams = rank, [torch.cuda.Stream() for _ in range(3)]
+        self.other = torch.randn(1024 + 512 * rank, 1024, device="cuda", dtype=DTYPE)
+        for stream in self.streams:
+            stream.wait_stream(torch.cuda.current_stream())
+
+    def run(self, i: int, work: Callable[[], object]) -> None:
+        now, before = self.streams[i % 2], self.streams[1 - i % 2]
+        now.wait_stream(before)
+        with torch.cuda.stream(now):
+            if (i + 3 * self.rank) % 8 == 0:
+                self._busy()
+            work()
+        with torch.cuda.stream(self.streams[2]):
+            self._busy()
+
+    def _busy(self) -> None:
+        torch.mm(self.other, self.other[:1024])
 
 
 class Missing(Exception):
@@ -241,6 +348,15 @@ def _captured(call: Callable[[], object], calls: int = CALLS) -> Callable[[], ob
         for _ in range(calls):
             call()
     return graph.replay
+
+
+def _unlike(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...], count: Tensor | None = None) -> Tensor:
+    """Adds to `count` how many numbers differ in some bit; on their device, which isn't waited for."""
+    count = torch.zeros(1, dtype=torch.int64, device=found[0].device) if count is None else count
+    for one, other in zip(found, wanted, strict=True):
+        bits = {2: torch.int16, 4: torch.int32}[one.itemsize]
+        count += (one.view(bits) != other.view(bits)).sum()
+    return count
 
 
 def _bits(*tensors: Tensor) -> int:

@@ -81,8 +81,10 @@ def _exchange(place: Place) -> Found:
                 yield {"ranks": ranks, "what": f"of a sum hidden {one['way']}, {one['rows']} rows",
                        "value": 100 * one["hidden"], "unit": "%", **place.beside(goals.HIDDEN), **one}  # fmt: skip
                 continue
-            index = exchange.ROWS.index(one["rows"])
-            goal = goals.exchange_goal(ranks, index, one["rows"], place.link) if one["way"] == "quire" else None
+            goal = None
+            if one["way"] == "quire":
+                index = exchange.ROWS.index(one["rows"])
+                goal = goals.exchange_goal(ranks, index, one["rows"], place.link)
             yield {"ranks": ranks, "what": f"{one['way']}, {one['rows']} rows", "value": one["us"], "unit": "us",
                    "low": True, **place.beside(goal), **one}  # fmt: skip
 
@@ -354,4 +356,6 @@ def _alike(one: dict[str, Any]) -> str:
         return "-"
     if not one["same_bits"]:
         return "RANKS DIFFER"
+    if not one["exact"] and one.get("way") in exchange.OURS:
+        return "WRONG"
     return "equal, right" if one["exact"] else "equal"
