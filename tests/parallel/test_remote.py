@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,6 @@ from wired import drain, open_engine
 
 from quire.errors import EngineDead, StartupError
 from quire.parallel.remote import RemoteRunner
-from quire.sim.cells import Pages
 from quire.sim.echo import EchoRunner
 from quire.vocabulary.layout import Layout
 from quire.vocabulary.plan import Mapped, Sampled, StepResult
@@ -27,16 +27,25 @@ LAYOUTS = {**EVERY, **UNLIKE, **PICTURED}
 
 
 class Wired(RemoteRunner):
-    """Ranks on threads over one kind of runner, of which the first one's tables can be looked at."""
+    """Ranks on threads over one kind of runner. Of the first one `groups` has the tables as they were when it had done
+    the step that was collected last: of stages it may be several steps ahead."""
 
     def __init__(self, layout: Layout, echoes: list[EchoRunner]) -> None:
         super().__init__(layout, 60.0, partial(ThreadRank, lambda hello: echoes[hello.part.number]))
-        self.echoes = echoes
+        self.echoes, self.groups = echoes, list[SimpleNamespace]()
+        self._kept, self._done = deque[list[SimpleNamespace]](), echoes[0].collect
+        echoes[0].collect = self._keeping  # type: ignore[method-assign]
         started(self)
 
-    @property
-    def groups(self) -> list[Pages]:
-        return self.echoes[0].groups
+    def _keeping(self, ticket: int) -> StepResult:
+        result = self._done(ticket)
+        self._kept.append([SimpleNamespace(table=pages.table.copy()) for pages in self.echoes[0].groups])
+        return result
+
+    def collect(self, ticket: int) -> StepResult:
+        result = super().collect(ticket)
+        self.groups = self._kept.popleft()
+        return result
 
 
 SOME = ("paged-4", "virtual-mixed", "pow2-layer-tables", "cross-unlike", "large-8-12-1-3", "states-window", "inside-4")
@@ -46,7 +55,6 @@ def run(name: str, seed: int) -> None:
     """A random trace over some ranks, of one stage or more."""
     rng = random.Random(seed)
     depth, layout = rng.choice((1, 2, 3)), Layout(*rng.choice(((1, 1), (2, 1), (1, 2), (4, 1), (1, 3), (2, 2))))
-    depth = depth if layout.pp == 1 else 1  # tables are looked at once a step is done, and before the next
     budget = rng.choice((16, 64))
     memory = LAYOUTS[name](Build(rng.choice((96, 128, 256)), budget, 8, MAX_LEN, rng.choice((0, 12)), 0))
     runner = Wired(layout, [runner_for(memory.geometry, depth, VOCAB) for _ in range(layout.ranks)])
