@@ -95,11 +95,15 @@ def covering(family: str) -> Iterator[Case]:
             yield found
 
 
-def marked() -> Iterator[Any]:
-    for family in FAMILIES:
-        for number, case in enumerate(covering(family)):
-            marks = pytest.mark.soak if number >= FEW else ()
-            yield pytest.param(family, case, marks=marks, id="-".join((family, *map(str, case))))
+def marked() -> list[Any]:
+    """Those of all families, in turn."""
+    every = [(number, family, case) for family in FAMILIES for number, case in enumerate(covering(family))]
+    return [
+        pytest.param(
+            family, case, marks=pytest.mark.soak if number >= FEW else (), id="-".join(map(str, (family, *case)))
+        )
+        for number, family, case in sorted(every, key=lambda one: one[0])
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +139,7 @@ def told(engine: Engine, more: int) -> dict[tuple[str, int], list[int] | str]:
 
 
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize(("family", "case"), list(marked()))
+@pytest.mark.parametrize(("family", "case"), marked())
 def test_greedy_tokens_are_one_ranks(folders: Any, family: str, case: Case) -> None:
     one, several = (engine_of(folders(family), **case.settings, **layout) for layout in ({}, {"tp": case.tp}))
     more = 16 if case.kv_tokens == 192 else 0
