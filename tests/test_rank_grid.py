@@ -97,12 +97,10 @@ def covering(family: str) -> Iterator[Case]:
 
 def marked() -> list[Any]:
     """Those of all families, in turn."""
-    every = [(number, family, case) for family in FAMILIES for number, case in enumerate(covering(family))]
+    every = sorted((number, name, case) for name in FAMILIES for number, case in enumerate(covering(name)))
     return [
-        pytest.param(
-            family, case, marks=pytest.mark.soak if number >= FEW else (), id="-".join(map(str, (family, *case)))
-        )
-        for number, family, case in sorted(every, key=lambda one: one[0])
+        pytest.param(name, case, marks=pytest.mark.soak if number >= FEW else (), id="-".join(map(str, (name, *case))))
+        for number, name, case in every
     ]
 
 

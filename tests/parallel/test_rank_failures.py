@@ -34,13 +34,13 @@ def _there(name: str) -> bool:
     return os.path.lexists(f"/proc/self/fd/{name}")
 
 
-def ranks_left() -> list[str]:
+def ranks_left(program: str = "echo_ranks") -> list[str]:
     """Processes of this one's that are ranks."""
     found = []
     for entry in Path("/proc").iterdir():
         try:
             stat = (entry / "stat").read_text().rpartition(")")[2].split()
-            if int(stat[1]) == os.getpid() and b"echo_ranks" in (entry / "cmdline").read_bytes():
+            if int(stat[1]) == os.getpid() and program.encode() in (entry / "cmdline").read_bytes():
                 found.append(entry.name)
         except (OSError, IndexError, ValueError):
             continue
@@ -87,19 +87,39 @@ def test_a_rank_that_goes_ends_all_and_is_named(fault: dict[str, Any], error: ty
     assert descriptors() <= before
 
 
-@pytest.mark.parametrize(
-    ("place", "error", "told"),
-    [
-        ("start", StartupError, f"{RAISED} at start"),
-        ("bind", StartupError, f"{RAISED} at start"),
-        ("submit", EngineDead, f"{RAISED} in step 3"),
-        ("collect", EngineDead, f"{RAISED} in step 3"),
-    ],
-)
-def test_what_a_rank_raises_is_told(place: str, error: type[Exception], told: str) -> None:
-    step = 3 if place in ("submit", "collect") else 0
-    with pytest.raises(error, match=told):
-        failing(lambda rank: {"how": "raise", "place": place, "step": step} if rank == 1 else {})
+ENDS = {
+    "kill": KILLED, "exit": "rank 1 ended with status 3", "stop": r"rank 1 was stopped \(SIGSTOP\)", "raise": RAISED,
+}  # fmt: skip
+PLACES = {
+    "start": (StartupError, "at start"), "bind": (StartupError, "at start"), "warm": (StartupError, "at start"),
+    "submit": (EngineDead, "in step 3"), "collect": (EngineDead, "in step 3"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("how", [pytest.param(how, marks=() if how == "raise" else pytest.mark.soak) for how in ENDS])
+def test_whatever_becomes_of_a_rank_wherever(how: str, place: str) -> None:
+    error, when = PLACES[place]
+    fault = {"how": how, "place": place, "step": 3 if place in ("submit", "collect") else 0}
+    with pytest.raises(error, match=f"^{ENDS[how]} {when}"):
+        used_once(rank1=fault)
+    assert not ranks_left()
+
+
+@pytest.mark.parametrize("how", ["kill", "stop"])
+def test_a_rank_that_goes_at_start_is_named(how: str) -> None:
+    with pytest.raises(StartupError, match=f"^{ENDS[how]} at start"):
+        used_once(rank1={"how": how, "place": "start"})
+    assert not ranks_left()
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_a_rank_that_goes_at_its_end_leaves_nothing(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.parallel.remote.CLOSING", 0.5)
+    before = descriptors()
+    used_once(rank1={"how": how, "place": "close"})
+    assert not ranks_left()
+    assert descriptors() <= before
 
 
 def test_a_rank_that_hangs_is_given_up_after_the_limit() -> None:
