@@ -123,6 +123,26 @@ def test_messages_are_answered_as_their_route_does(tmp_path: Path) -> None:
     assert found["stream"]["error"]["message"] == "line 5: a batch has no streams: leave out stream"
 
 
+def test_responses_are_answered_as_their_route_does(tmp_path: Path) -> None:
+    """What was said, what is refused with its field, and no streams; nothing is stored for a line to come."""
+    runner = echo_service.Saying()
+    runner.say("once upon a time there was")
+    asked = {"model": "echo", "input": "once upon", "max_output_tokens": 8, "temperature": 0}
+    lines = [line("text", "/v1/responses", **asked), line("long", "/v1/responses", **asked | {"max_output_tokens": -1})]
+    lines += [line("stream", "/v1/responses", **asked, stream=True)]
+    lines += [line("next", "/v1/responses", **asked, previous_response_id="resp_1")]
+    assert go(tmp_path, lines, runner) == (1, 2, 1, 0)
+    found = answers(tmp_path / "out.jsonl")
+    response = found["text"]["response"]["body"]
+    assert response["object"] == "response"
+    assert response["output"][0]["content"][0]["text"].startswith("once upon")
+    assert response["status"] == "completed"
+    for name, field in (("long", "max_output_tokens"), ("next", "previous_response_id")):
+        assert found[name]["response"]["status_code"] in (400, 404)
+        assert found[name]["error"]["param"] == field
+    assert found["stream"]["error"]["message"] == "line 3: a batch has no streams: leave out stream"
+
+
 def test_too_many_lines() -> None:
     lines = read_lines(io.BytesIO(b"\n" * 6), max_lines=5)
     with pytest.raises(InputError, match="more than 5 lines"):
