@@ -32,6 +32,7 @@ SCHEMA = {
 }
 TALK = [{"role": "user", "content": "a quire"}]
 BOMB = {"allOf": [{"type": "integer", "multipleOf": number} for number in (5, 7, 11, 13, 17, 19)]}
+NESTED = "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(5000)) + '\nr5000: "a"'
 LATE = 10  # seconds; making a grammar of that takes 13 of a processor
 TAG: dict[str, Any] = {
     "type": "structural_tag",
@@ -158,6 +159,7 @@ def test_length_cuts(http: httpx.Client) -> None:
         ),
         ({"guided_regex": "a", "use_beam_search": True}, "structured_outputs", "beam search"),
         ({"guided_json": {"properties": {f"k{i}": {} for i in range(3000)}}}, "guided_json", "3000 properties"),
+        ({"guided_grammar": NESTED}, "guided_grammar", "it is too complex: it is nested too deep"),
         ({"guided_json": BOMB}, "guided_json", "making its grammar takes more than 0.5 s of a processor"),
     ],
 )

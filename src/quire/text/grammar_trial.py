@@ -1,10 +1,10 @@
 """The program that tries to make grammars, in a process of its own with limits; grammar_trials.py starts it.
 
 llguidance makes a grammar in one call into native code, and what that takes isn't bounded: six numbers of which an
-integer is to be a multiple take it 13 s. So it is done here first, over a vocabulary of single bytes. The first frame
-on descriptor 0 says what that is like; each one after it is a grammar, and what is wrong with it is answered on
-descriptor 1. The process ends when its input does, and when a grammar takes too much. Run by its path: it knows nothing
-of quire.
+integer is to be a multiple take it 13 s, and 5,000 rules of which each is the next its stack. So it is done here first,
+over a vocabulary of single bytes. The first frame on descriptor 0 says what that is like; each one after it is a
+grammar, and what is wrong with it is answered on descriptor 1. The process ends when its input does, and when a grammar
+takes too much. Run by its path: it knows nothing of quire.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ import os
 import resource
 import signal
 import sys
+import threading
 from contextlib import suppress
 from typing import Any
 
 SECONDS = 0.5  # of a processor that making one grammar may take
 MEMORY = 1 << 30  # bytes of addresses beyond those of the start
+STACK = 1 << 20  # bytes; llguidance calls itself as deep as a grammar is nested, later on threads of 2 to 8 MiB
 HEADER = 4  # bytes of a frame's length
 MAX_ANSWER = 4096  # bytes
 
@@ -33,12 +35,12 @@ class Bytes:
         self.eos_token_id = end
         self.special_token_ids = sorted(map(int, special))
         self.tokens = [b""] * size
-        for id, digits in special.items():
-            self.tokens[int(id)] = bytes.fromhex(digits)
+        for name, digits in special.items():
+            self.tokens[int(name)] = bytes.fromhex(digits)
         plain = (id for id in range(size) if str(id) not in special)
         self._ids = dict(zip(range(256), plain))
-        for byte, id in self._ids.items():
-            self.tokens[id] = bytes([byte])
+        for byte, at in self._ids.items():
+            self.tokens[at] = bytes([byte])
 
     def __call__(self, text: str) -> list[int]:
         """A token a byte; none at all if there isn't one of each."""
@@ -54,6 +56,13 @@ def main() -> None:
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # may be ignored or blocked by inheritance
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
     sys.path += sys.argv[1:]
+    threading.stack_size(STACK)
+    thread = threading.Thread(target=_serve)
+    thread.start()
+    thread.join()
+
+
+def _serve() -> None:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
     first = _read()

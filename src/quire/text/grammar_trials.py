@@ -28,7 +28,7 @@ KILL_SECONDS = 5.0
 PROGRAM = Path(__file__).resolve().with_name("grammar_trial.py")
 KEPT = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT")  # of the environment: what the loader needs
 TIME = f"making its grammar takes more than {SECONDS:g} s of a processor"
-SPACE = f"making its grammar takes more than {MEMORY >> 20} MiB of memory, or fails"
+SPACE = f"it is nested too deep, or making its grammar takes more than {MEMORY >> 20} MiB of memory"
 
 
 class TooComplex(Exception):
