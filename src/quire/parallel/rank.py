@@ -27,6 +27,7 @@ from quire.link.channel import AT_ONCE
 from quire.link.child import leave, spare_signals
 from quire.link.collector import spare_the_loaded
 from quire.link.frames import Frame, Frames, read_json, write_json
+from quire.parallel.caches import cache_apart
 from quire.parallel.frames import (
     ANSWER,
     ASK,
@@ -260,6 +261,7 @@ def seat_of(hello: Hello) -> Any:
     """The GPU that a rank will use."""
     from quire.parallel.devices import Seat
 
+    os.environ.update(cache_apart())
     return Seat(hello)
 
 

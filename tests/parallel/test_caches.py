@@ -1,0 +1,48 @@
+"""Where ranks on GPUs keep compiled kernels if their home can't be written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from quire.parallel import caches
+from quire.parallel.caches import NAME, cache_apart
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Temporary files', and a home that nobody can write."""
+    for name in (NAME, "TRITON_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", "/dev/null/home")
+    monkeypatch.setattr(caches.tempfile, "gettempdir", lambda: str(tmp_path))
+    return tmp_path
+
+
+def test_a_folder_of_this_users_alone_takes_the_place_of_a_home(place: Path) -> None:
+    first = cache_apart()
+    assert [*first] == [NAME]
+    assert Path(first[NAME]).parent == place
+    assert Path(first[NAME]).stat().st_mode & 0o777 == 0o700
+    assert cache_apart() == first, "all ranks have one"
+
+
+def test_what_can_be_written_or_is_named_already_stays(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_HOME", str(place / "home"))
+    assert cache_apart() == {}
+    monkeypatch.setenv("TRITON_HOME", "/dev/null/home")
+    monkeypatch.setenv(NAME, "/somewhere")
+    assert cache_apart() == {}
+
+
+@pytest.mark.parametrize("how", ["link", "open"])
+def test_a_folder_that_others_can_write_is_left_alone(how: str, place: Path) -> None:
+    """What is in it is run."""
+    folder = Path(cache_apart()[NAME])
+    if how == "open":
+        folder.chmod(0o777)
+    else:
+        folder.rename(place / "other")
+        folder.symlink_to(place / "other")
+    assert cache_apart() == {}
