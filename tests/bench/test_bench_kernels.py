@@ -7,7 +7,7 @@ import argparse
 import pytest
 import torch
 
-from quire.bench import cpu_kernels, cpu_kv, kernels, main
+from quire.bench import cpu_kernels, cpu_kv, kernels, main, rank_kernels
 from quire.bench.replay import BEYOND_CACHE, MOST_INPUTS, Case, Ceilings, inputs, result
 from quire.data.kernels.cpu.loading import library
 from quire.errors import StartupError
@@ -22,6 +22,104 @@ def test_it_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_unknown_families_are_named() -> None:
     with pytest.raises(StartupError, match=r"no family 'norms'.*copies"):
         main(["kernels", "--family", "norms"])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "heads", "matrices"),
+    [
+        (
+            2,
+            (32, 4),
+            {
+                "head": (64128, 8192),
+                "qkv": (5120, 8192),
+                "o": (8192, 4096),
+                "gate_up": (28672, 8192),
+                "down": (8192, 14336),
+            },
+        ),
+        (
+            4,
+            (16, 2),
+            {
+                "head": (32064, 8192),
+                "qkv": (2560, 8192),
+                "o": (8192, 2048),
+                "gate_up": (14336, 8192),
+                "down": (8192, 7168),
+            },
+        ),
+        (
+            8,
+            (8, 1),
+            {
+                "head": (16064, 8192),
+                "qkv": (1280, 8192),
+                "o": (8192, 1024),
+                "gate_up": (7168, 8192),
+                "down": (8192, 3584),
+            },
+        ),
+    ],
+)
+def test_sizes_are_those_of_a_rank_s_layers(
+    ranks: int, heads: tuple[int, int], matrices: dict[str, tuple[int, int]]
+) -> None:
+    shape = rank_kernels.shape_of("llama3-70b", ranks)
+    assert (shape.heads, shape.kv_heads, shape.depth) == (*heads, 80)
+    assert shape.matrices == matrices
+    assert rank_kernels.shape_of("llama3-8b", 1)._replace(label="") == rank_kernels.LLAMA_8B
+
+
+def test_what_has_no_sizes_of_a_rank_is_refused() -> None:
+    flags = ["kernels", "--model-config", "llama3-70b"]
+    for more, said in (
+        (["--tp", "3"], "--tp is 3, which doesn't divide the model"),
+        (["--tp", "0"], "--tp is 0"),
+        (["--tp", "2", "--family", "copies"], r"no family of --tp and --model-config 'copies'.*decodes, linears"),
+        (["--tp", "2", "--family", "kv"], r"no family of --tp and --model-config 'kv'.*decodes, linears"),
+        (["--model-config", "opt-13b"], "products aren't those of a LlamaForCausalLM"),
+        (["--model-config", "llama"], "there is no model config 'llama'"),
+    ):
+        with pytest.raises(StartupError, match=said):
+            main([*flags, *more])
+
+
+class Made(Exception):
+    """Enough is known."""
+
+
+def test_cases_of_a_rank_have_its_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, where nothing is launched: what is made for the first cases."""
+    made: list[tuple[int, ...]] = []
+
+    def random(*shape: int) -> torch.Tensor:
+        made.append(shape)
+        return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+    monkeypatch.setattr(rank_kernels, "_random", random)
+    families = kernels.asked(argparse.Namespace(family=None, tp=8, model_config="llama3-70b"))
+    assert list(families) == ["decodes", "linears"]
+    cases = list(families["linears"]())
+    assert {(1280, 8192), (8192, 1024), (7168, 8192), (8192, 3584), (16064, 8192)} <= set(made)
+    steps = [case for case in cases if case.kernel.endswith("a step")]
+    assert {case.case for case in steps} == {
+        f"llama3-70b, 1 of 8: 80 layers and the head, {rows} rows" for rows in (1, 2, 4, 8, 16, 32)
+    }
+    numbers = 80 * (8192 * (1280 + 1024 + 7168 + 3584)) + 8192 * 16064
+    assert {case.amount for case in steps} == {2 * numbers}
+    for case in cases:
+        if case.kernel.startswith("cuBLAS"):
+            case.calls[0]()  # of shapes that fit
+
+    def placed(batch: int, context: int, kv_heads: int, dim: int, *rest: object) -> None:
+        made.append((batch, context, kv_heads, dim))
+        raise Made
+
+    monkeypatch.setattr(kernels, "placed", placed)
+    with pytest.raises(Made):
+        next(families["decodes"]())
+    assert made[-1] == (1, 1024, 1, 128)
 
 
 def test_inputs_fill_more_than_the_cache() -> None:
@@ -80,6 +178,6 @@ def test_keys_and_values_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", ["copies", "small", "chunks", "states", "experts"])
 def test_families_are_measured(family: str) -> None:
-    results = kernels.run(argparse.Namespace(family=[family]))
+    results = kernels.run(argparse.Namespace(family=[family], tp=None, model_config=None))
     assert {r["kernel"] for r in results} > {"ceiling"}
     assert all(0 < r["share"] < 1.6 for r in results)  # small inputs that take turns may be found in the cache

@@ -189,7 +189,9 @@ def _histories_flags(parser: argparse.ArgumentParser) -> None:
 def _kernels(args: argparse.Namespace) -> list[dict[str, Any]]:
     from quire.bench import cpu_kernels, kernels  # which need torch, as the other entries don't before they run
 
-    return cpu_kernels.run(args) if cpu_kernels.asked(args.family) else kernels.run(args)
+    if cpu_kernels.asked(args.family) and args.tp is args.model_config is None:
+        return cpu_kernels.run(args)
+    return kernels.run(args)
 
 
 def _show_kernels(results: Sequence[dict[str, Any]]) -> str:
@@ -202,6 +204,9 @@ def _kernels_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--family", action="append", metavar="NAME",
                         help="copies, swaps, decodes, ..., or, on a CPU, products, kv; may be given repeatedly "
                              "(default: all of a GPU's)")  # fmt: skip
+    parser.add_argument("--tp", type=int, metavar="N",
+                        help="of a GPU: decodes and linears with the sizes of one of N ranks")  # fmt: skip
+    parser.add_argument("--model-config", metavar="NAME", help="of this Llama (default: llama3-8b)")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
 
 

@@ -1,6 +1,7 @@
 """`quire bench kernels`: every kernel over its grid of sizes, as a share of what the device can do, measured first.
 
-A family is one function that yields cases; sizes are those of a Llama-3-8B, in bf16. Needs a GPU.
+A family is one function that yields cases; sizes are those of a Llama-3-8B, in bf16, or for some families those of one
+rank of another (`--tp`, `--model-config`: quire.bench.rank_kernels). Needs a GPU.
 """
 
 from __future__ import annotations
@@ -21,19 +22,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from quire.bench.document import short, table
 from quire.bench.kernel_states import crossed, experts, states
+from quire.bench.rank_kernels import DECODES, LAYERS, LLAMA_8B, PAGE, Shape, decodes, products, shape_of
 from quire.bench.replay import Call, Case, ceilings, inputs, need_gpu, result, timed
 from quire.config import VENDORS
 from quire.data.kernels.batch import LayerCache
 from quire.data.runner.host_pool import HostPool
 from quire.errors import StartupError
 
-HIDDEN, HEADS, KV_HEADS, DIM, FFN, VOCAB, PAGE = 4096, 32, 8, 128, 14336, 128256, 16
-LAYERS, DEPTH = 8, 32  # those whose caches or weights take turns, at most; those of a step
-MATRICES = {
-    "qkv": (6144, HIDDEN), "o": (HIDDEN, HIDDEN), "gate_up": (2 * FFN, HIDDEN), "down": (HIDDEN, FFN),
-    "head": (VOCAB, HIDDEN),
-}  # fmt: skip
-DECODES = ((1, 1024), (1, 8192), (1, 65536), (8, 4096), (32, 1024), (32, 4096), (128, 1024), (256, 1024))
+HIDDEN, HEADS, KV_HEADS, DIM, FFN, VOCAB, DEPTH = LLAMA_8B[:7]
 PROMPTS = (512, 2048, 4096, 8192, 32768)
 CHUNKS = ((512, 7680), (2048, 30720))  # tokens, and those before them
 WINDOWED = ((8192, 0, 4096), (8192, 73728, 32768), (2048, 30720, 4096))
@@ -140,16 +136,6 @@ def sdpa() -> Iterator[Case]:
 def _with(backend: SDPBackend, call: Call) -> None:
     with sdpa_kernel(backend):
         call()
-
-
-def decodes() -> Iterator[Case]:
-    """Decode attention over scattered pages, and its contiguous twin."""
-    for batch, context in DECODES:
-        size = 2 * batch * KV_HEADS * context * DIM * 2
-        for name, contiguous in (("decode paged", False), ("decode contiguous", True)):
-            layers = min(inputs(size), LAYERS)
-            where = placed(batch, context, KV_HEADS, DIM, PAGE, layers, torch.bfloat16, HEADS, contiguous)
-            yield Case(name, f"{batch} x {context}", decode_calls(where), size)
 
 
 def wide() -> Iterator[Case]:
@@ -306,44 +292,6 @@ def small() -> Iterator[Case]:
         yield Case("gate", f"{tokens} x {FFN}", calls, tokens * FFN * 2 * 3)
 
 
-def linears() -> Iterator[Case]:
-    """Linear layers: cuBLAS, and ours for few rows; then all of a step's, in a step's order."""
-    from quire.data.kernels.triton.linear import gated, linear, supports
-
-    for name, (size, width) in MATRICES.items():
-        weights = [_random(size, width) for _ in range(min(inputs(size * width * 2), LAYERS))]
-        for rows in (1, 8, 16, 32, 256, 2048):
-            x = _random(rows, width)
-            calls: list[Call] = [partial(F.linear, x, weight) for weight in weights]
-            case, moved = f"{name}, {rows} rows", (size * width + rows * (size + width)) * 2
-            if supports(weights[0], rows):
-                yield Case("linear", case, [partial(linear, x, weight) for weight in weights], moved)
-            if rows <= 256:
-                yield Case("cuBLAS", case, calls, moved)
-            else:
-                yield Case("cuBLAS", case, calls, 2 * rows * size * width, "compute")
-
-    layers = [[_random(*MATRICES[name]) for name in ("qkv", "o", "gate_up", "down")] for _ in range(LAYERS)]
-    head, early = _random(*MATRICES["head"]), partial(linear, pdl=True)
-    size = 2 * (DEPTH * sum(weight.numel() for weight in layers[0]) + head.numel())
-    for rows in (1, 2, 4, 8, 16, 32):
-        x, inner, gate_up = _random(rows, HIDDEN), _random(rows, FFN), partial(gated, activation="silu", pdl=True)
-        for name, product, both in (("linear", early, gate_up), ("cuBLAS", F.linear, F.linear)):
-            step = partial(_products, product, both, layers, head, x, inner)
-            yield Case(f"{name}, a step", f"{DEPTH} layers and the head, {rows} rows", [step], size)
-
-
-def _products(product: Any, both: Any, layers: list[list[Tensor]], head: Tensor, x: Tensor, inner: Tensor) -> None:
-    """A step's products of `x` [rows, hidden] and the MLP's `inner` [rows, intermediate]. `both`: gate's and up's."""
-    for i in range(DEPTH):
-        qkv, o, gate_up, down = layers[i % len(layers)]
-        product(x, qkv)
-        product(x, o)
-        both(x, gate_up)
-        product(inner, down)
-    product(x, head)
-
-
 def sampling() -> Iterator[Case]:
     """The greedy choice over the vocabulary."""
     from quire.data.kernels.triton.sampling import Scratch, greedy
@@ -358,18 +306,32 @@ def sampling() -> Iterator[Case]:
 
 
 FAMILIES: dict[str, Callable[[], Iterator[Case]]] = {
-    "copies": copies, "swaps": swaps, "sdpa": sdpa, "decodes": decodes, "wide": wide, "prompts": prompts,
-    "windowed": windowed, "chunks": chunks, "small": small, "linears": linears, "sampling": sampling, "states": states,
-    "experts": experts, "crossed": crossed,
+    "copies": copies, "swaps": swaps, "sdpa": sdpa, "decodes": partial(decodes, LLAMA_8B), "wide": wide,
+    "prompts": prompts, "windowed": windowed, "chunks": chunks, "small": small,
+    "linears": partial(products, LLAMA_8B), "sampling": sampling, "states": states, "experts": experts,
+    "crossed": crossed,
 }  # fmt: skip
+SHAPED: dict[str, Callable[[Shape], Iterator[Case]]] = {"decodes": decodes, "linears": products}
+
+
+def asked(args: argparse.Namespace) -> dict[str, Callable[[], Iterator[Case]]]:
+    """The families by name: all of them, or with --tp or --model-config those that there are for a rank's sizes.
+    StartupError for others."""
+    known, kind = FAMILIES, "family"
+    if args.tp is not None or args.model_config is not None:
+        shape = shape_of(args.model_config or "llama3-8b", 1 if args.tp is None else args.tp)
+        kind = "family of --tp and --model-config"
+        known = {name: partial(family, shape) for name, family in SHAPED.items()}
+    names = args.family or list(known)
+    for name in names:
+        if name not in known:
+            raise StartupError(f"there is no {kind} {name[:40]!r} of kernels", f"Known: {', '.join(known)}")
+    return {name: known[name] for name in names}
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     """The ceilings, then a result for each case."""
-    names = args.family or list(FAMILIES)
-    for name in names:
-        if name not in FAMILIES:
-            raise StartupError(f"there is no family {name[:40]!r} of kernels", f"Known: {', '.join(FAMILIES)}")
+    families = asked(args)
     need_gpu("quire bench kernels")
     torch.manual_seed(0)
     most = ceilings()
@@ -378,8 +340,8 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
          "unit": "TFLOP/s" if name == "compute" else "TB/s", "share": 1.0}
         for name, rate in most._asdict().items()
     ]  # fmt: skip
-    for name in names:
-        for case in FAMILIES[name]():
+    for family in families.values():
+        for case in family():
             results.append(result(case, timed(case), most.of(case)))
             print(f"{case.kernel}, {case.case}: {short(results[-1]['us'])} us", file=sys.stderr, flush=True)
         gc.collect()

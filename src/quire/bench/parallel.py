@@ -341,7 +341,7 @@ def show(results: Sequence[dict[str, Any]]) -> str:
     return "\n".join([*lines, table(head, rows), *left, f"not measured here: {NOT_HERE}"])
 
 
-NOT_HERE = "sharded products and attention (quire bench kernels)"
+NOT_HERE = "sharded products and attention (quire bench kernels --model-config llama3-70b --tp N)"
 
 
 def _reached(one: dict[str, Any]) -> str:

@@ -41,7 +41,7 @@ KEYS = 128  # of a list, that are looked at together
 WORDS = tl.constexpr(192)  # of 4 bytes, of a row whose sums and, behind them, counts are told
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _together(every, ranks, rows, totals, held, RANKS: tl.constexpr, PDL: tl.constexpr):
     """The totals of all ranks take the place of this one's, and its list is empty."""
     begin(PDL)
@@ -87,7 +87,7 @@ def _drawn(peaks, row, temperature):
     return (temperature > 0) & (tl.abs(tl.load(peaks + row)) < float("inf"))
 
 
-@triton.jit(do_not_specialize=["before", "step"])
+@triton.jit(do_not_specialize=["rows", "before", "step"])
 def _by_count(shapes, peaks, totals, held, lists, room, borders, every, ranks, rows, before, step, told, weighed,
               RANKS: tl.constexpr, KEYS: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
               PDL: tl.constexpr):  # fmt: skip
@@ -113,7 +113,7 @@ def _by_count(shapes, peaks, totals, held, lists, room, borders, every, ranks, r
                 tl.store(told + row * PLACES + places, counts)
 
 
-@triton.jit(do_not_specialize=["before", "step"])
+@triton.jit(do_not_specialize=["rows", "before", "step"])
 def _by_weight(shapes, peaks, totals, held, lists, room, borders, needs, counted, every, ranks, rows, before, step,
                told, RANKS: tl.constexpr, KEYS: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
                PDL: tl.constexpr):  # fmt: skip

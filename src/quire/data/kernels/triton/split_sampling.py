@@ -3,7 +3,8 @@ by the others its greatest logit, what its tokens weigh, and a token: 20 bytes; 
 (`split_borders`). The tokens are those of `kernels.triton.sampling` over all logits: weights are integers, so that sums
 of sums are exact.
 
-Between these launches what a rank found is gathered from all, in rank order.
+Between these launches what a rank found is gathered from all, in rank order. No kernel is compiled for some number of
+rows: while one is, other ranks would wait.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def _best(peaks, places, chunks, first, told, LANES: tl.constexpr, PDL: tl.const
     tl.store(told + 2 * row + 1, token + first)
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots", "last", "tokens", "faults"])
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["slots", "last", "tokens", "faults"])
 def _merge(every, ranks, rows, vocab, peaks, places, slots, last, tokens, faults,
            RANKS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """The greatest of all ranks, and as `sampling._choose` what follows from it: the row's greedy token. Whatever ranks
@@ -97,7 +98,7 @@ def _sum(peaks, shapes, masses, blocks, totals, BLOCKS: tl.constexpr, PDL: tl.co
     tl.store(totals + row, tl.where(drawn, tl.sum(parts, 0), 0))
 
 
-@triton.jit(do_not_specialize_on_alignment=["owners", "chances"])
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["owners", "chances"])
 def _draw(logits, stride, count, first, rank, ranks, rows, shapes, peaks, masses, blocks, borders, every, owners,
           chances, told, RANKS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, CUT: tl.constexpr,
           PDL: tl.constexpr):  # fmt: skip
@@ -123,7 +124,7 @@ def _draw(logits, stride, count, first, rank, ranks, rows, shapes, peaks, masses
     tl.store(told + draw, token)
 
 
-@triton.jit(do_not_specialize_on_alignment=["owners", "slots", "last", "tokens"])
+@triton.jit(do_not_specialize=["draws"], do_not_specialize_on_alignment=["owners", "slots", "last", "tokens"])
 def _tell(every, ranks, draws, vocab, owners, slots, last, tokens, RANKS: tl.constexpr, PDL: tl.constexpr):
     """The token that some rank has drawn takes the place of the greedy one; the row's first draw in `last` too."""
     begin(PDL)
