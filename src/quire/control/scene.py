@@ -63,7 +63,7 @@ def _groups(memory: Any, colours: Mapping[int, int]) -> list[dict[str, Any]]:
 def _host(memory: Any, g: int, group: Group, colours: Mapping[int, int]) -> dict[str, Any]:
     """The host pages of a group: whose sequences were swapped out. None in use: no cells are told."""
     cells = bytearray(len(group.host_ids))
-    swap = getattr(memory, "swap", None)
+    swap: Any = getattr(memory, "swap", None)
     away = swap.residents if swap is not None else {}
     if away:
         start = group.host_ids.start + swap.shift[g]
