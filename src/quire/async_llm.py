@@ -38,7 +38,7 @@ from quire.link.messages import (
 )
 from quire.link.pulse import Health
 from quire.text.outputs import Assembly, RequestOutput, check_registered
-from quire.text.prompts import LONG_CHARS, Messages, Prompt, Prompts, characters, engine_config
+from quire.text.prompts import Messages, Prompt, Prompts, characters, engine_config
 from quire.text.streams import Observer, Record, Stream, dead, named
 from quire.vocabulary.columns import MOST_PIXELS
 from quire.vocabulary.media import Medium, Pixels
@@ -136,9 +136,8 @@ class AsyncLLM(Front):
         self._check_open(len(prompts))
         size = sum(map(len, (*(params.bad_words or ()), *(params.stop or ()), *(prompt for _, prompt in prompts))))
         checked = partial(self.prompts.checked, prompts, params, salt, media)
-        if not self.prompts.quick(params):
-            size += LONG_CHARS + 1  # a grammar's cost is unknown: on threads that hold up nothing else
-        tokens, resolved = await self.prompts.apart(size, checked)
+        quick = self.prompts.quick(params)
+        tokens, resolved = await (self.prompts.apart(size, checked) if quick else self.prompts.formed(checked))
         answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         streams = []
         for (id, _), ids in zip(prompts, tokens):

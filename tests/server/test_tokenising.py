@@ -12,7 +12,10 @@ import echo_service
 import pytest
 
 from quire.errors import InputError, Overloaded, PromptTooLong
+from quire.text.grammars import Grammars
 from quire.text.prompts import CHARS_PER_TOKEN, INLINE_CHARS, LONG_CHARS, LONG_THREADS, Cut, Prompt, Prompts
+from quire.vocabulary.params import SamplingParams
+from quire.vocabulary.structured import Structured
 
 MOST = CHARS_PER_TOKEN * echo_service.MAX_LEN
 
@@ -130,6 +133,43 @@ def test_conversations_wait_for_the_template_alone(monkeypatch: pytest.MonkeyPat
     asyncio.run(all_of_them())
     assert threads == [threads[0]] * 4
     assert threads[0].startswith("quire-chat-template")
+
+
+def test_forms_wait_for_their_grammars_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On threads that long texts don't need, a bounded number of them."""
+    monkeypatch.setattr("quire.text.prompts.MAX_WAITING", 3)
+    go, threads = threading.Event(), []
+    get = Grammars.get
+
+    def held_up(self: Grammars, asked: Structured) -> Any:
+        threads.append(threading.current_thread().name)
+        assert go.wait(20)
+        return get(self, asked)
+
+    monkeypatch.setattr(Grammars, "get", held_up)
+    llm = echo_service.linked(echo_service.built())
+
+    def ask(number: int) -> Any:
+        form = Structured("regex", "a" * number)
+        return llm.submit([1], SamplingParams(max_tokens=20, structured=form))
+
+    async def all_of_them() -> None:
+        waiting = [asyncio.ensure_future(ask(number)) for number in range(1, 4)]
+        await asyncio.sleep(0.05)
+        assert [prompt.ids for prompt in await llm.prompts.read(["b" * (LONG_CHARS + 1)])]
+        with pytest.raises(Overloaded, match="3 outputs of some form wait for their grammars"):
+            await ask(4)
+        go.set()
+        for stream in await asyncio.gather(*waiting):
+            assert [output async for output in stream][-1].finish_reason == "stop"
+        await ask(4)
+
+    try:
+        llm.prompts.limits = llm.prompts.limits._replace(max_len=10_000_000)  # of the long text
+        asyncio.run(all_of_them())
+    finally:
+        llm.close()
+    assert {name.split("_")[0] for name in threads} == {"quire-forms"}
 
 
 def test_cuts() -> None:

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 INLINE_CHARS = 4096  # text longer than this is worth another thread, where an event loop would wait
 LONG_CHARS = 100_000  # text longer than this waits for threads of its own, so that chats don't wait for it
 LONG_THREADS = 2
-MAX_WAITING = 256  # conversations that wait for the chat template, which writes one at a time
+FORM_THREADS = 2
+MAX_WAITING = 256  # conversations that wait for the chat template, which writes one at a time; and forms for grammars
 CHARS_PER_TOKEN = 32  # text longer than so many characters for each token that fits is refused before tokenising
 PREFIX_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
 
@@ -61,6 +62,30 @@ class Cut(NamedTuple):
         if prompt.media:
             raise InputError("a prompt with pictures can't be cut", "truncate_prompt_tokens")
         return Prompt(None, prompt.ids[: self.tokens] if self.first else prompt.ids[-self.tokens :])
+
+
+class Threads:
+    """So many threads for work of unknown cost, which holds up nothing but its like. `what` waits for it, in errors."""
+
+    def __init__(self, count: int, name: str, what: str) -> None:
+        self.count, self.name, self.what = count, name, what
+        self._pool: ThreadPoolExecutor | None = None
+        self._waiting = 0
+
+    async def do(self, work: Callable[[], T]) -> T:
+        """What `work` returns. Overloaded if too much waits."""
+        import asyncio
+        from concurrent.futures import ThreadPoolExecutor
+
+        if self._waiting >= MAX_WAITING:
+            raise Overloaded(f"{self._waiting} {self.what}")
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self.count, thread_name_prefix=self.name)
+        self._waiting += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+        finally:
+            self._waiting -= 1
 
 
 LONG = {"tensor_parallel_size": "tp", "pipeline_parallel_size": "pp"}
@@ -94,8 +119,8 @@ class Prompts:
         names = {field.name for field in fields(SamplingParams)}
         self.defaults = {name: value for name, value in defaults.items() if name in names}
         self._long: ThreadPoolExecutor | None = None
-        self._writer: ThreadPoolExecutor | None = None
-        self._conversations = 0
+        self._writer = Threads(1, "quire-chat-template", "conversations wait for the chat template")
+        self._makers = Threads(FORM_THREADS, "quire-forms", "outputs of some form wait for their grammars")
 
     @property
     def max_len(self) -> int:
@@ -175,28 +200,16 @@ class Prompts:
         work = partial(
             self.written, messages, add_generation_prompt, continue_final_message, documents, tools, **variables
         )  # fmt: skip
-        text, pictures = await self._alone(work)
+        text, pictures = await self._writer.do(work)
         seen = await self._look(pictures, salt)
         prompt = await self.apart(len(text), lambda: self._tokenised(text, add_special_tokens, seen, pictures))
         prompt = prompt if cut is None else cut.of(prompt)
         self._check_length(prompt.ids, None)
         return prompt
 
-    async def _alone(self, work: Callable[[], T]) -> T:
-        """What `work` returns, on the one thread that waits for chat templates: programs of unknown cost, which hold up
-        nothing but each other. Overloaded if too many wait."""
-        import asyncio
-        from concurrent.futures import ThreadPoolExecutor
-
-        if self._conversations >= MAX_WAITING:
-            raise Overloaded(f"{self._conversations} conversations wait for the chat template")
-        if self._writer is None:
-            self._writer = ThreadPoolExecutor(1, thread_name_prefix="quire-chat-template")
-        self._conversations += 1
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._writer, work)
-        finally:
-            self._conversations -= 1
+    async def formed(self, work: Callable[[], T]) -> T:
+        """What `work` returns, which makes a grammar. Overloaded if too many wait."""
+        return await self._makers.do(work)
 
     def cut(self, tokens: int, first: bool, output: int) -> Cut:
         """vLLM's truncate_prompt_tokens: -1 leaves room for `output` tokens. InputError for what is no length."""
