@@ -281,7 +281,7 @@ def test_what_a_look_took_is_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("quire.link.host.scene", taking("scene", scene))
     monkeypatch.setattr("quire.link.host.json.dumps", taking("dumps", json.dumps))
-    monkeypatch.setattr("quire.link.host.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("quire.link.host.time.thread_time", lambda: clock[0])
     monkeypatch.setattr(told.host, "_tell", taking("tell", told.host._tell))
     for _ in range(3):
         told.host._look(0, Look(next(now)))

@@ -96,7 +96,7 @@ class Host:
         self._owned: dict[str, Owned] = {}  # by the request's id
         self._numbered: dict[tuple[int, int], Owned] = {}  # by front and number
         self._looked, self._dirty = time.monotonic(), True
-        self._seen = self._telling = 0.0  # when somebody looked last, and the seconds that telling it took
+        self._seen = self._telling = 0.0  # when somebody looked last; of processor time, to tell it
         self._computed = 0
         self.pictures, self.caring = HeldPixels(), Caring(engine)
         self._late: list[tuple[int, Stop]] = []  # stops that must wait for a step
@@ -320,14 +320,14 @@ class Host:
         self._tell(front, Answer(message.key, value=(dict(held), ready)))
 
     def _look(self, front: int, message: Look) -> None:
-        began, self._seen = time.perf_counter(), time.monotonic()
+        began, self._seen = time.thread_time(), time.monotonic()
         if self.engine.recent is None:
             self.engine.recent = Recent(self.engine.scheduler.preempted)
         text = json.dumps(scene(self.engine), separators=(",", ":"))
-        made = time.perf_counter()
+        made = time.thread_time()
         took = made - began + self._telling
         self._tell(front, Answer(message.key, value=f'{{"took":{took:.6f},{text[1:]}'))
-        self._telling = time.perf_counter() - made
+        self._telling = time.thread_time() - made
 
     def _care(self, front: int, message: Care) -> None:
         self.pulse.rest()  # to sleep and to wake up takes as long as it takes

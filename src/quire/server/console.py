@@ -1,9 +1,9 @@
 """The console: a page that shows the engine at work, and what it is told of that, as server-sent events.
 
 The page's files hold no data, so they are open; whatever they ask for needs a key where one is set. All who watch
-through one front share its looks at the engine. A look waits two hundred times as long as the one before took the
-engine, from its first page to its last byte, and with several fronts as many times longer; telling it takes a front
-about as long again. So watching costs a hundredth. While nobody watches nothing is asked.
+through one front share its looks at the engine. A look waits two hundred times as long as the one before took of the
+engine's processor time, from its first page to its last byte, and with several fronts as many times longer; telling it
+takes a front about as long again. So watching costs a hundredth. While nobody watches nothing is asked.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FILES = {"console.css": "text/css", **dict.fromkeys(SCRIPTS, "text/javascript")}
 OPEN = ("/", PAGE, f"{PAGE}/", *(f"{PAGE}/{name}" for name in FILES))
 LATENCIES = {"first": "time_to_first_token_seconds", "between": "inter_token_latency_seconds"}  # as Metrics has them
 MOST_WATCHERS = 32
-EVERY, SHARE = 0.2, 0.005  # seconds between two looks, at least; of the engine's time that all fronts' looks may take
+EVERY, SHARE = 0.2, 0.005  # seconds between two looks, at least; of the engine's that all fronts' looks may take
 LONGEST = 600.0  # seconds that a client is told; it asks again then
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
