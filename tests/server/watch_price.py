@@ -4,8 +4,10 @@
     python tests/server/watch_price.py docs/measurements/cpu_watching.json
 
 The load is of the bundled model: requests of random prompts at once, not streamed, so that the engine is nearly all of
-it. Processor time is that of all the server's processes; readers are in another one. On a machine where others run
-seconds by the clock say little, and processor time a few per cent: every round has both, and medians are of rounds.
+it. Processor time is that of the engine's process and the fronts'; readers are in another one. Where others use the
+machine, seconds by the clock say little, and processor time a few per cent: every round has both, and medians are of
+rounds.
+What an event costs while nothing else is done is less noisy.
 """
 
 from __future__ import annotations
@@ -26,11 +28,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from quire.bench.machine import machine
 from quire.link.host import UNWATCHED
 
+REST = 20.0  # seconds
 VOCAB = 3000  # of the bundled model's, without what is special
 CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "256 pages": (1, ("--kv-tokens", "4096")),
@@ -41,21 +42,24 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
 
 
 @contextmanager
-def serving(options: tuple[str, ...]) -> Iterator[tuple[psutil.Process, int]]:
-    """A server: its process, and its port."""
+def serving(options: tuple[str, ...]) -> Iterator[int]:
+    """A server: its port."""
     command = [sys.executable, "-m", "quire", "serve", "--port", "0", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
         assert server.stdout is not None
         line = next(line for line in server.stdout if " at http://" in line)
         threading.Thread(target=server.stdout.read, daemon=True).start()
-        yield psutil.Process(server.pid), int(re.findall(r"http://\S+?:(\d+)", line)[0])
+        yield int(re.findall(r"http://\S+?:(\d+)", line)[0])
         server.terminate()
 
 
-def seconds(server: psutil.Process) -> float:
-    """Processor time of all its processes."""
-    times = [process.cpu_times() for process in (server, *server.children(recursive=True))]
-    return sum(one.user + one.system for one in times)
+def seconds(port: int) -> float:
+    """Processor time of the engine and of all fronts, as /metrics has it."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection.request("GET", "/metrics")
+    text = connection.getresponse().read().decode()
+    connection.close()
+    return sum(map(float, re.findall(r"^quire_process_cpu_seconds_total\{.*?\} (\S+)$", text, re.MULTILINE)))
 
 
 def ask(port: int, tokens: int, count: int, seed: int) -> None:
@@ -104,48 +108,69 @@ class Watcher:
         self._connection.close()
 
 
+def at_rest(port: int, watchers: int) -> dict[str, Any]:
+    """What an event costs while nothing else is done."""
+    time.sleep(UNWATCHED + 1)
+    spent = seconds(port)
+    time.sleep(REST)
+    spent = seconds(port) - spent
+    there = [Watcher(port) for _ in range(watchers)]
+    began = seconds(port)
+    time.sleep(REST)
+    watched = seconds(port) - began
+    for watcher in there:
+        watcher.leave()
+    events = sum(len(watcher.took) for watcher in there)
+    per_event = 1000 * (watched - spent) / events
+    return {"events_a_second": round(events / REST, 2), "cpu_ms_an_event": round(per_event, 3), **sizes(there)}
+
+
+def sizes(watchers: list[Watcher]) -> dict[str, Any]:
+    """Of events, and of looks."""
+    looks = [seconds for watcher in watchers for seconds in watcher.took]
+    size = sum(watcher.bytes for watcher in watchers) // len(looks)
+    return {"events": len(looks), "event_bytes": size, "engine_ms_a_look": round(1000 * statistics.fmean(looks), 3)}
+
+
 def measured(case: str, given: argparse.Namespace) -> dict[str, Any]:
     """Rounds of one case."""
     watchers, options = CASES[case]
     rounds: list[dict[str, Any]] = []
-    with serving(options) as (server, port):
+    with serving(options) as port:
         ask(port, given.tokens, given.requests, 0)
+        rest = at_rest(port, watchers)
+        print(case, json.dumps(rest), flush=True)
         for number in range(1, given.rounds + 1):
             one: dict[str, Any] = {}
             for what in ("watched", "alone") if number % 2 else ("alone", "watched"):
-                time.sleep(UNWATCHED + 1)
+                time.sleep(UNWATCHED + 1 if what == "alone" else 0)
                 there = [Watcher(port) for _ in range(watchers if what == "watched" else 0)]
-                began, spent = time.monotonic(), seconds(server)
+                began, spent = time.monotonic(), seconds(port)
                 ask(port, given.tokens, given.requests, number)
-                spent, took = seconds(server) - spent, time.monotonic() - began
+                spent, took = seconds(port) - spent, time.monotonic() - began
                 for watcher in there:
                     watcher.leave()
                 one[what] = {"cpu_seconds": round(spent, 3), "tokens_a_second": round(given.total / took, 1)}
-                if there:
-                    looks = [seconds for watcher in there for seconds in watcher.took]
-                    one["events"], one["event_bytes"] = (
-                        len(looks),
-                        sum(watcher.bytes for watcher in there) // len(looks),
-                    )
-                    one["look_ms"] = round(1000 * statistics.fmean(looks), 3)
+                one[what] |= sizes(there) if there else {}
             rounds.append(one)
             print(case, json.dumps(one), flush=True)
-    ratios = [one["watched"]["cpu_seconds"] / one["alone"]["cpu_seconds"] for one in rounds]
-    medians = {what: statistics.median(one[what]["cpu_seconds"] for one in rounds) for what in ("alone", "watched")}
     return {
-        "server": ["quire", "serve", *options], "watchers": watchers, "median_cpu_seconds": medians,
-        "median_ratio": round(statistics.median(ratios), 4), "ratios": [round(ratio, 4) for ratio in sorted(ratios)],
-        "median_ratio_of_tokens_a_second": round(statistics.median(
-            one["watched"]["tokens_a_second"] / one["alone"]["tokens_a_second"] for one in rounds), 4),
-        "rounds": rounds,
+        "server": ["quire", "serve", *options], "watchers": watchers, "at_rest": rest,
+        "median_ratio_of_cpu_seconds": ratio(rounds, "cpu_seconds"),
+        "median_ratio_of_tokens_a_second": ratio(rounds, "tokens_a_second"), "rounds": rounds,
     }  # fmt: skip
+
+
+def ratio(rounds: list[dict[str, Any]], name: str) -> float:
+    """Of what was watched to what wasn't, in the median round."""
+    return round(statistics.median(one["watched"][name] / one["alone"][name] for one in rounds), 4)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out")
     parser.add_argument("--requests", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=256, help="of each request")
+    parser.add_argument("--tokens", type=int, default=128, help="of each request")
     parser.add_argument("--rounds", type=int, default=7)
     given = parser.parse_args()
     given.total = given.requests * given.tokens

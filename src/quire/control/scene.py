@@ -64,10 +64,9 @@ def _host(memory: Any, g: int, group: Group, colours: Mapping[int, int]) -> dict
     """The host pages of a group: whose sequences were swapped out. None in use: no cells are told."""
     cells = bytearray(len(group.host_ids))
     swap: Any = getattr(memory, "swap", None)
-    away = swap.residents if swap is not None else {}
-    if away:
+    if swap is not None and swap.residents:
         start = group.host_ids.start + swap.shift[g]
-        for id, resident in away.items():
+        for id, resident in swap.residents.items():
             _mark(cells, start, filter(None, resident.tables[g]), colours.get(id, FIRST))
     used = len(cells) - cells.count(FREE)
     told = _shown(cells) if used else {"per": 1, "cells": ""}

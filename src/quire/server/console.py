@@ -2,8 +2,8 @@
 
 The page's files hold no data, so they are open; whatever they ask for needs a key where one is set. All who watch
 through one front share its looks at the engine. A look waits two hundred times as long as the one before took of the
-engine's processor time, from its first page to its last byte, and with several fronts as many times longer; telling it
-takes a front about as long again. So watching costs a hundredth. While nobody watches nothing is asked.
+engine's processor time, from its first page to its last byte, and with several fronts as many times longer: so looks
+take a two-hundredth of the engine's time at the most. While nobody watches nothing is asked.
 """
 
 from __future__ import annotations
