@@ -238,8 +238,8 @@ class AsyncLLM(Front):
         return held, frozenset(ready)
 
     async def look(self) -> str:
-        """What is in memory now, page by page, as JSON: see control.scene. It begins with `took`: the seconds of
-        processor time that looking and telling took the engine. EngineDead if there is none."""
+        """What is in memory now, page by page, as JSON (see control.scene), behind what it took and how busy the engine
+        was (see link.messages.Look). EngineDead if there is none."""
         found = await self._ask(asyncio.get_running_loop().create_future(), Look)
         assert isinstance(found, str), "a look is answered with text"
         return found

@@ -282,9 +282,12 @@ def test_what_a_look_took_is_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.link.host.scene", taking("scene", scene))
     monkeypatch.setattr("quire.link.host.json.dumps", taking("dumps", json.dumps))
     monkeypatch.setattr("quire.link.host.time.thread_time", lambda: clock[0])
+    monkeypatch.setattr(told.host, "_seconds", lambda: clock[0])
+    monkeypatch.setattr("quire.link.host.time.monotonic", lambda: 2 * clock[0])
     monkeypatch.setattr(told.host, "_tell", taking("tell", told.host._tell))
     for _ in range(3):
         told.host._look(0, Look(next(now)))
     answers = [json.loads(str(message.value)) for _, message in told.messages if isinstance(message, Answer)]
     assert [answer["took"] for answer in answers] == [8.0, 15.0, 15.0]
+    assert [answer["busy"] for answer in answers] == [0.0, 0.5, 0.5]
     assert all(answer["groups"] for answer in answers)

@@ -28,7 +28,7 @@ import quire
 from quire.bench.machine import machine
 
 CHROMIUM = shutil.which("chromium")
-pytestmark = [pytest.mark.soak, pytest.mark.timeout(300), pytest.mark.filterwarnings("default")]
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(600), pytest.mark.filterwarnings("default")]
 FRAMES_FILE = os.environ.get("QUIRE_CONSOLE_FRAMES")
 MOMENTS, CROWD, FRAMES, SECONDS = 20, 200, 30, 4
 FLAGS = (
@@ -349,7 +349,7 @@ def moments(page: Any, url: str) -> Iterator[Moment]:
     """What the page drew and what /metrics said of one and the same moment between two steps."""
     page.evaluate(WATCH)
     drawn, said = dict[tuple[float, float], Any](), dict[tuple[float, float], dict[str, float]]()
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + 400
     while time.monotonic() < deadline:
         for one in page.evaluate("window.moments.splice(0)"):
             drawn[float(one["steps"]), float(one["seconds"])] = one

@@ -96,7 +96,8 @@ class Host:
         self._owned: dict[str, Owned] = {}  # by the request's id
         self._numbered: dict[tuple[int, int], Owned] = {}  # by front and number
         self._looked, self._dirty = time.monotonic(), True
-        self._seen = self._telling = 0.0  # when somebody looked last; of processor time, to tell it
+        self._seen = (0.0, 0.0)  # when somebody looked last, and the processor time until then
+        self._telling = 0.0  # processor time to tell the last look
         self._computed = 0
         self.pictures, self.caring = HeldPixels(), Caring(engine)
         self._late: list[tuple[int, Stop]] = []  # stops that must wait for a step
@@ -227,7 +228,7 @@ class Host:
         if now - self._looked <= FACTS_EVERY:
             return None
         self._looked = now
-        if now - self._seen > UNWATCHED:
+        if now - self._seen[0] > UNWATCHED:
             self.engine.recent = None
         return facts_of(self.engine, self._seconds())
 
@@ -320,13 +321,15 @@ class Host:
         self._tell(front, Answer(message.key, value=(dict(held), ready)))
 
     def _look(self, front: int, message: Look) -> None:
-        began, self._seen = time.thread_time(), time.monotonic()
+        began, now, used = time.thread_time(), time.monotonic(), self._seconds()
+        (seen, before), self._seen = self._seen, (now, used)
+        busy = min(max(used - before, 0.0) / max(now - seen, 1e-6), 1.0)
         if self.engine.recent is None:
             self.engine.recent = Recent(self.engine.scheduler.preempted)
         text = json.dumps(scene(self.engine), separators=(",", ":"))
         made = time.thread_time()
         took = made - began + self._telling
-        self._tell(front, Answer(message.key, value=f'{{"took":{took:.6f},{text[1:]}'))
+        self._tell(front, Answer(message.key, value=f'{{"took":{took:.6f},"busy":{busy:.4f},{text[1:]}'))
         self._telling = time.thread_time() - made
 
     def _care(self, front: int, message: Care) -> None:

@@ -83,8 +83,9 @@ class Prefixes(NamedTuple):
 
 
 class Look(NamedTuple):
-    """What is in memory, page by page? The answer is JSON (control.scene), which begins with `took`: the seconds of
-    processor time that looking took, and writing the answer, and sending the one before."""
+    """What is in memory, page by page? The answer is JSON (control.scene), which begins with `took`, the seconds of
+    processor time that looking took, and writing the answer, and sending the one before; and `busy`, the engine's
+    processor time a second since somebody looked before."""
 
     key: int
 
