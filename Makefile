@@ -41,7 +41,7 @@ lint: $(VENV)/.tested $(VENV)/.kernels
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-soak: $(VENV)/.tested $(VENV)/.kernels $(VENV)/.clients $(VENV)/.browser
+soak: $(VENV)/.tested $(VENV)/.kernels $(VENV)/.clients $(VENV)/.browser $(VENV)/.json-schema
 	HYPOTHESIS_PROFILE=soak OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m soak -n 2 --timeout 7200
 
 test-gpu:
@@ -100,6 +100,16 @@ $(VENV)/.browser: $(VENV)/.tested
 	@command -v chromium >/dev/null 2>&1 \
 		|| { echo "installing chromium"; apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; } \
 		|| { echo "the console's tests need chromium, which apt-get couldn't install"; exit 2; }
+	@touch $@
+
+# JSON Schema's own test suite comes with the package's source, of which no code is run.
+$(VENV)/.json-schema: $(VENV)/.tested
+	@echo "fetching JSON Schema's test suite"
+	@rm -rf $(VENV)/json-schema && mkdir $(VENV)/json-schema
+	@$(BIN)/python -m pip --disable-pip-version-check download --quiet --no-deps --no-binary jsonschema \
+		-c constraints.txt --dest $(VENV)/json-schema jsonschema
+	@$(BIN)/python -m tarfile -e $(VENV)/json-schema/jsonschema-*.tar.gz $(VENV)/json-schema
+	@mv $(VENV)/json-schema/jsonschema-*/json/tests $(VENV)/json-schema
 	@touch $@
 
 # Installing builds them; this says so, and builds again what changed since.

@@ -1,10 +1,12 @@
 """JSON Schema's own test suite through the compile path: what is accepted, and why the rest is refused.
 
-    python tests/text/json_schema_suite.py FOLDER [--out counts.json]
+    make .venv/.json-schema
+    python tests/text/json_schema_suite.py .venv/json-schema/tests/draft2020-12 [--out counts.json]
 
-FOLDER is a checkout's `tests/draft2020-12`, or any other draft's. For each schema that compiles, every test's text is
-matched: one that fulfils the schema and isn't matched, or the reverse, is counted as wrong and named. Order of members
-and free space aside: a grammar takes members in the schema's order, so texts are written so where that is possible.
+The suite comes with the source of the package jsonschema; the folder may be any other draft's. For each schema that
+compiles, every test's text is matched: one that fulfils the schema and isn't matched, or the reverse, is counted as
+wrong and named. Order of members and free space aside: a grammar takes members in the schema's order, so texts are
+written so where that is possible.
 """
 
 from __future__ import annotations
@@ -33,10 +35,20 @@ def matches(grammars: Grammars, asked: Structured, value: Any) -> bool:
     return all(place.accept(token) == "" for token in (*tokens, 0))
 
 
+def refusal(message: str) -> dict[str, Any]:
+    """Why a schema is refused: keywords that can't be enforced, if that is why; what was said, and of what place."""
+    said, _, place = message.removeprefix("json: ").rpartition(", at ")
+    why, at = (said, place) if said else (place, "")
+    keywords = re.fullmatch(r"Unimplemented keys: (\[.*\])", why)
+    return {"keywords": json.loads(keywords[1]) if keywords else [], "why": why, "at": at}
+
+
 def counted(folder: Path) -> dict[str, Any]:
     """Schemas and tests of a folder's files."""
     grammars = Grammars(echo_service.tokenizer(), echo_service.VOCAB, (0,))
-    schemas, tests, reasons, wrong = Counter[str](), Counter[str](), Counter[str](), []
+    schemas, tests, reasons = Counter[str](), Counter[str](), Counter[str]()
+    refused: list[dict[str, Any]] = []
+    wrong: list[str] = []
     for path in sorted(folder.glob("*.json")):
         for case in json.loads(path.read_text(encoding="utf-8")):
             asked = Structured("json", json.dumps(case["schema"]))
@@ -44,7 +56,8 @@ def counted(folder: Path) -> dict[str, Any]:
                 grammars.get(asked)
             except InputError as error:
                 schemas["refused"] += 1
-                reasons[re.sub(r", at #.*|'[^']*'|\d+", "", str(error).removeprefix("json: "))[:90].strip()] += 1
+                refused.append({"file": path.stem, "schema": case["description"], **refusal(str(error))})
+                reasons[re.sub(r"'[^']*'|\d+", "", refused[-1]["why"])[:90].strip()] += 1
                 continue
             schemas["accepted"] += 1
             for test in case["tests"]:
@@ -53,7 +66,8 @@ def counted(folder: Path) -> dict[str, Any]:
                 tests[kind] += 1
                 if not right:
                     wrong.append(f"{path.stem}: {case['description']}: {test['description']}: {kind}")
-    return {"schemas": dict(schemas), "tests": dict(tests), "refusals": dict(reasons.most_common()), "wrong": wrong}
+    return {"schemas": dict(schemas), "tests": dict(tests), "refusals": dict(reasons.most_common()), "wrong": wrong,
+            "refused": refused}  # fmt: skip
 
 
 def main() -> int:
