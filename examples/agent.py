@@ -1,41 +1,30 @@
-"""An agent: a loop in which the model calls a tool until it answers. Start `make serve`, then run it:
-`python examples/agent.py http://127.0.0.1:8000/v1 "How many pages has a quire?"`.
-
-The bundled model never saw a tool: its first turn must call one (`tool_choice="required"`), which a grammar sees to.
-"""
-
-from __future__ import annotations
+"""An agent: the model calls a tool until it answers. `python examples/agent.py http://127.0.0.1:8000/v1 "How many pages
+has a quire?"` asks what `make serve` serves. That never saw a tool: its first turn must call one, by a grammar."""
 
 import json
 import sys
-from typing import Any
 
 from openai import OpenAI
 
 PAGES = {"quire": 48, "ream": 960}
-THING = {"type": "object", "properties": {"thing": {"enum": list(PAGES)}}, "required": ["thing"],
-         "additionalProperties": False}  # fmt: skip
-TOOLS: Any = [{"type": "function", "function": {"name": "pages", "description": "how many", "parameters": THING}}]
+THING = {"type": "object", "properties": {"thing": {"enum": list(PAGES)}}, "required": ["thing"]}
+TOOLS = [{"type": "function", "function": {"name": "pages", "description": "how many", "parameters": THING}}]
 
 
-def run(client: OpenAI, question: str, turns: int = 4) -> list[Any]:
+def run(client: OpenAI, question: str) -> list[dict]:
     """The conversation, which ends with the answer."""
-    model = client.models.list().data[0].id
-    messages: list[Any] = [{"role": "user", "content": question}]
-    for turn in range(turns):
-        choice: Any = "none" if turn == turns - 1 else "auto" if turn else "required"
-        [said] = client.chat.completions.create(
-            model=model, messages=messages, tools=TOOLS, tool_choice=choice, parallel_tool_calls=False, max_tokens=100
-        ).choices
-        messages.append(said.message.model_dump(exclude_none=True))
-        for call in said.message.tool_calls or ():
+    messages = [{"role": "user", "content": question}]
+    asked = {"model": client.models.list().data[0].id, "messages": messages, "tools": TOOLS, "max_tokens": 100}
+    for choice in ("required", "auto", "auto", "none"):
+        said = client.chat.completions.create(**asked, tool_choice=choice, parallel_tool_calls=False).choices[0].message
+        messages.append(said.model_dump(exclude_none=True))
+        for call in said.tool_calls or ():
             pages = PAGES[json.loads(call.function.arguments)["thing"]]
             messages.append({"role": "tool", "tool_call_id": call.id, "content": str(pages)})
-        if not said.message.tool_calls:
+        if not said.tool_calls:
             break
     return messages
 
 
 if __name__ == "__main__":
-    for message in run(OpenAI(base_url=sys.argv[1], api_key="unused"), sys.argv[2]):
-        print(json.dumps(message))
+    print(*run(OpenAI(base_url=sys.argv[1], api_key="unused"), sys.argv[2]), sep="\n")

@@ -16,6 +16,9 @@ import pytest
 from asking_clients import ANTHROPIC, METHODS, MODES, RECIPE, RESPONSES
 from echo_service import Saying
 
+from quire.build import build
+from quire.config import EngineConfig
+
 ROOT = Path(__file__).parents[2]
 CLIENTS = ROOT / ".venv" / "clients"
 PROMPTED = "instructor JSON", "instructor MD_JSON", "instructor ANTHROPIC_JSON", "langchain json_mode"
@@ -65,6 +68,18 @@ def test_calls_that_the_model_is_free_to_make(served: Served) -> None:
     url, say = served
     say(json.dumps([{"name": "Recipe", "arguments": RECIPE}]))
     assert answers(url, *FREE) == dict.fromkeys(FREE, RECIPE)
+
+
+def test_examples_over_the_bundled_model() -> None:
+    """As one runs them: the recipe is one, whatever the model knows of bread."""
+    model = build(EngineConfig(kv_tokens=4096, max_num_seqs=4, device="cpu"))
+    wanted = "openai", "instructor TOOLS", "langchain json_schema"
+    with echo_service.serving(model) as running:
+        found = answers(f"{running.url}/v1", *wanted)
+    assert found.keys() == {*wanted}
+    for name, recipe in found.items():
+        assert isinstance(recipe, dict), (name, recipe)
+        assert recipe["ingredients"], name
 
 
 def test_an_agent_with_a_tool(served: Served) -> None:
