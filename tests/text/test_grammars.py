@@ -12,6 +12,7 @@ from typing import Any
 import echo_service
 import jsonschema
 import pytest
+from fuzzed_forms import patterns, schemas
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -125,53 +126,6 @@ def test_keywords_that_are_refused(grammars: Grammars, schema: Any, said: str, p
         grammars.get(form(json=schema))
     assert said in str(refused.value)
     assert str(refused.value).endswith(f"at {place}")
-
-
-names = st.text('abcde_ é"\\', min_size=1, max_size=8)
-leaves = st.one_of(
-    st.sampled_from([{"type": "boolean"}, {"type": "null"}, {"type": "number"}, {"type": "string", "format": "date"}]),
-    st.tuples(st.integers(-500, 500), st.integers(0, 500)).map(
-        lambda t: {"type": "integer", "minimum": t[0], "maximum": t[0] + t[1]}
-    ),
-    st.tuples(st.integers(0, 3), st.integers(0, 5)).map(
-        lambda t: {"type": "string", "minLength": t[0], "maxLength": sum(t)}
-    ),
-    st.lists(st.one_of(st.integers(-9, 99), names, st.none()), min_size=1, max_size=4, unique_by=json.dumps).map(
-        lambda values: {"enum": values}
-    ),
-    st.sampled_from(["^[a-z]{1,4}$", "^(ab|cd)*$", r"^\d{2}-\d{2}$"]).map(lambda p: {"type": "string", "pattern": p}),
-)
-
-
-def objects(parts: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    def made(properties: dict[str, Any], required: int) -> dict[str, Any]:
-        return {"type": "object", "properties": properties, "required": sorted(properties)[:required],
-                "additionalProperties": False}  # fmt: skip
-
-    return st.builds(made, st.dictionaries(names, parts, max_size=4), st.integers(0, 4))
-
-
-schemas = st.recursive(
-    leaves,
-    lambda parts: st.one_of(
-        objects(parts),
-        st.builds(lambda one, n: {"type": "array", "items": one, "maxItems": n}, parts, st.integers(0, 3)),
-        st.lists(parts, min_size=1, max_size=3).map(lambda some: {"anyOf": some}),
-    ),
-    max_leaves=8,
-)
-atoms = st.sampled_from(["a", "[b-d]", "[0-9_]", "é", "(xy|z)", ".", "[^a]", r"\.", " "])
-patterns = st.recursive(
-    atoms,
-    lambda parts: st.one_of(
-        st.lists(parts, min_size=1, max_size=3).map("".join),
-        st.builds(
-            lambda one, low, more: f"(?:{one}){{{low},{low + more}}}", parts, st.integers(0, 3), st.integers(0, 3)
-        ),
-        st.lists(parts, min_size=2, max_size=3).map(lambda some: f"(?:{'|'.join(some)})"),
-    ),
-    max_leaves=6,
-)
 
 
 def check_schema(grammars: Grammars, schema: Any, seed: int) -> bool:
