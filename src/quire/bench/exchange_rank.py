@@ -112,6 +112,7 @@ class Timed:
         if self.seat is not None:
             with self.exchange.rehearsing():
                 work()
+            self.host.meet()
 
     def _way(self, name: str, delta: Tensor) -> tuple[Call, Tensor]:
         """x [rows, SIZE] += the sum of all ranks' delta, and the norm of that, `name`'s way; and delta where that way
