@@ -1,10 +1,15 @@
 """How far the outputs of a layer stray when its states are kept in fp32, and in bf16, and a token is computed a step.
 
 Steps, decays and weights are drawn as Mamba initialises them (steps from 0.001 to 0.1, decays from 1 to 16): a slow
-channel forgets a thousandth of its state in a token, which is less than bf16 can take from a number.
+channel forgets a thousandth of its state in a token, which is less than bf16 can take from a number. As a script it
+writes what it measured: `python tests/data/kernels/test_state_drift.py 131072 docs/measurements/state_drift.json`.
 """
 
 from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -79,9 +84,16 @@ def test_drift_over_a_few_thousand_tokens() -> None:
 @pytest.mark.timeout(3600)
 def test_drift_over_131072_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     """In neither does it grow with the tokens, as what is forgotten takes its error with it."""
-    for dtype, most in ((torch.float32, 2e-6), (torch.bfloat16, 1e-1)):
+    for dtype, most in ((torch.float32, 2e-6), (torch.bfloat16, 5e-3)):
         errors = drift(131_072, dtype)
         with capsys.disabled():
             print(f"\n{dtype}: {', '.join(f'{error:.2e}' for error in errors)}")
         assert max(errors) < most
         assert max(errors) < 2 * min(errors)
+
+
+if __name__ == "__main__":
+    count = int(sys.argv[1])
+    shares = {str(dtype).removeprefix("torch."): drift(count, dtype) for dtype in (torch.float32, torch.bfloat16)}
+    found = {"tokens": count, "channels": INNER, "states": SIZE, "torch": torch.__version__, "error_by_eighth": shares}
+    Path(sys.argv[2]).write_text(json.dumps(found, indent=2) + "\n")
