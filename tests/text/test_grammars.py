@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from quire.errors import InputError
 from quire.text.grammar_endless import endless
 from quire.text.grammars import HELD, Grammars, Place
-from quire.vocabulary.structured import MAX_SOURCE, Structured, StructuredOutputsParams, closed
+from quire.vocabulary.structured import MAX_CHOICES, MAX_SOURCE, Structured, StructuredOutputsParams, closed
 
 VOCAB, END = echo_service.VOCAB, 0
 FORMATS = jsonschema.FormatChecker()
@@ -33,6 +33,13 @@ def grammars() -> Grammars:
 
 def form(**given: Any) -> Structured:
     return StructuredOutputsParams(**given).structured()
+
+
+def test_as_many_choices_as_may_be_are_compiled(grammars: Grammars) -> None:
+    choice = [f"{i} {i * i}" for i in range(MAX_CHOICES)]
+    assert grammars.get(form(choice=choice))
+    with pytest.raises(InputError, match=f"choice must have 1 to {MAX_CHOICES} entries, got {MAX_CHOICES + 1}"):
+        form(choice=[*choice, "x"])
 
 
 def allowed(grammars: Grammars, place: Place) -> list[int]:

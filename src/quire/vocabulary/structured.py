@@ -15,7 +15,7 @@ from quire.errors import InputError
 Kind = Literal["json", "regex", "grammar", "choice", "json_object", "structural_tag"]
 KINDS: tuple[str, ...] = get_args(Kind)
 MAX_SOURCE = 1 << 18  # characters
-MAX_CHOICES = 4096
+MAX_CHOICES = 1999  # each is an item of a parser's row, as is what holds them: text/grammars.py allows 2,000
 ANY = "any"  # a kind that only readers of thoughts ask for: whatever the model says, behind them
 MAX_MARKER = 16  # tokens
 
