@@ -29,7 +29,6 @@ TWICE, FREE = 3, 4
 TEMPERATURES = (0.0, 0.7, 1.0, 2.0)
 LONGEST = 120  # tokens of an output
 WAYS = ("swap", "recompute")
-FORMATS = jsonschema.FormatChecker(["date"])
 ENGINE: dict[str, Any] = {"dtype": "float32", "deterministic": True, "max_model_len": 192, "device": "cpu"}
 SHORT: dict[str, Any] = {"max_num_seqs": 12, "page_size": 16, "kv_tokens": 512, "swap_gib": 0.1}
 
