@@ -119,8 +119,12 @@ class Llama:
         for i, (_, _, sequence, wanted) in enumerate(tokens):
             if wanted:
                 logits = self.numpy.ctypeslib.as_array(lib.llama_get_logits_ith(self.context, i), (self.vocabulary,))
-                found[sequence] = int(logits.argmax())
+                found[sequence] = self.pick(sequence, logits)
         return found
+
+    def pick(self, sequence: int, logits: Any) -> int:
+        """A sequence's next token: the likeliest."""
+        return int(logits.argmax())
 
     def generate(self, prompts: list[list[int]], count: int) -> list[list[int]]:
         self.lib.llama_memory_clear(self.memory, True)

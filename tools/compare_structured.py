@@ -1,0 +1,167 @@
+"""quire beside llama.cpp where the output is held to a JSON schema: SmolLM2-135M-Instruct, the same file, the same
+prompts' tokens, the likeliest token that the schema lets follow; engines take turns, each in a process of its own.
+
+    python tools/compare_structured.py FOLDER --out docs/measurements/cpu_structured_peers.json
+
+FOLDER is as tools/compare_cpu.py has it. On one thread seconds are a process's own, which others don't lengthen; of a
+process the fastest run of a workload counts, of the rounds the median of their ratios. Prompts are in the seconds,
+making grammars isn't.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent / "src"), str(HERE)]
+
+import compare_models  # noqa: E402
+
+from quire.bench.document import document, table, write  # noqa: E402
+from quire.bench.traces import tokenizer_of  # noqa: E402
+from quire.config import EngineConfig  # noqa: E402
+from quire.text.tokenizer import Tokenizer  # noqa: E402
+
+SCHEMAS: dict[str, Any] = {
+    "flat": {"type": "object", "additionalProperties": False, "required": ["name", "age", "city", "member"],
+             "properties": {"name": {"type": "string", "maxLength": 20}, "age": {"type": "integer"},
+                            "city": {"enum": ["Berlin", "Paris", "Rome"]}, "member": {"type": "boolean"}}},
+    "long keys": {"type": "object", "additionalProperties": False, "required": (keys := [
+        f"the_measured_value_of_the_{name}_sensor" for name in ("first", "second", "third", "fourth")]),
+        "properties": {key: {"type": "integer", "minimum": 0, "maximum": 9} for key in keys}},
+    "strings": {"type": "array", "items": {"type": "string", "maxLength": 24}, "minItems": 6, "maxItems": 6},
+}  # fmt: skip
+PEOPLE = ("Ada", "Grace", "Alan", "Edsger", "Barbara", "Donald", "Margaret", "Niklaus")
+ROWS = (1, 8)
+ENGINES = ("quire", "llama")
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0], allow_abbrev=False)
+    parser.add_argument("folder", type=Path, help="where environments and models are, or are made")
+    parser.add_argument("--threads", type=int, default=1, metavar="N")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="processes of each engine")
+    parser.add_argument("--repeats", type=int, default=2, metavar="N", help="runs of a workload in each process")
+    parser.add_argument("--tokens", type=int, default=96, metavar="N", help="at most, of an output")
+    parser.add_argument("--timeout", type=float, default=1800, metavar="S", help="of one process")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the results as JSON")
+    return parser
+
+
+def workloads(words: Tokenizer) -> list[dict[str, Any]]:
+    """Each schema, and none, for so many rows: {"schema", "prompts": token ids}."""
+    found = []
+    for name in (*SCHEMAS, "none"):
+        for rows in ROWS:
+            texts = [f"<|im_start|>user\nTell me about {who} as JSON ({name}).<|im_end|>\n<|im_start|>assistant\n"
+                     for who in PEOPLE[:rows]]  # fmt: skip
+            prompts = [words.encode(text, add_special_tokens=False) for text in texts]
+            found.append({"name": f"{name}, {rows}", "schema": SCHEMAS.get(name), "prompts": prompts})
+    return found
+
+
+def run_one(args: argparse.Namespace, engine: str, model: Path, given: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One process: of each workload its seconds, tokens, and whatever else compare_structured_worker.py says."""
+    python = sys.executable if engine == "quire" else compare_models.environment(args.folder, engine)
+    length = -(-(max(len(prompt) for one in given for prompt in one["prompts"]) + args.tokens + 1) // 64) * 64
+    job = {
+        "engine": engine, "model": str(model), "threads": args.threads, "repeats": args.repeats, "length": length,
+        "count": args.tokens, "workloads": given, "sequences": max(ROWS), "tokens": length * max(ROWS),
+        "repack": True, "source": str(HERE.parent / "src"), "settings": {"dtype": "bfloat16"},
+        "kv_gib": 0.25,
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        told, result = Path(folder, "job.json"), Path(folder, "result.json")
+        told.write_text(json.dumps(job))
+        worker = HERE / "compare_structured_worker.py"
+        subprocess.run([python, worker, told, result], cwd=folder, timeout=args.timeout, check=True)
+        found: list[dict[str, Any]] = json.loads(result.read_text())
+    return found
+
+
+def checked(one: dict[str, Any], schema: Any, words: Tokenizer) -> dict[str, Any]:
+    """A workload's numbers, and how many of its outputs ended, how many of these as the schema says."""
+    ends = {*words.eos_ids, one["end"]}
+    ended = [tokens[:-1] for tokens in one["found"] if tokens[-1] in ends] if schema is not None else []
+    count = sum(len(tokens) for tokens in one["found"])
+    return {"seconds": one["seconds"], "tokens": count, "ended": len(ended),
+            "valid": sum(valid(words.decode(tokens, skip_special_tokens=True), schema) for tokens in ended),
+            "others": one["others"], "ms_a_token": 1e3 * one["seconds"] / count}  # fmt: skip
+
+
+def valid(text: str, schema: Any) -> bool:
+    """The text is JSON and fulfils the schema."""
+    import jsonschema
+
+    try:
+        jsonschema.validate(json.loads(text), schema)
+    except (ValueError, jsonschema.ValidationError):
+        return False
+    return True
+
+
+def result_of(name: str, rounds: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
+    """A workload's rounds, and by how much quire is faster: by the token, and by the time of all outputs."""
+    ratios = {
+        what: [one["llama"][key] / one["quire"][key] for one in rounds]
+        for what, key in (("by the token", "ms_a_token"), ("by the outputs", "seconds"))
+    }
+    others = statistics.mean(one[engine]["others"] for one in rounds for engine in ENGINES)
+    return {
+        "what": name,
+        "times_as_fast": {what: statistics.median(values) for what, values in ratios.items()},
+        "ratios": ratios,
+        "ms_a_token": {engine: statistics.median(one[engine]["ms_a_token"] for one in rounds) for engine in ENGINES},
+        "tokens": {engine: rounds[0][engine]["tokens"] for engine in ENGINES},
+        "ended": {engine: rounds[0][engine]["ended"] for engine in ENGINES},
+        "valid": {engine: rounds[0][engine]["valid"] for engine in ENGINES},
+        "cores_used_by_others": others,
+        "rounds": rounds,
+    }
+
+
+def show(results: Sequence[dict[str, Any]]) -> str:
+    """A line a workload."""
+    head = ("schema, rows", "quire, ms a token", "llama.cpp", "quire is so many times as fast", "range", "by outputs",
+            "valid of ended", "llama.cpp")  # fmt: skip
+    rows = []
+    for one in results:
+        ratios, ms, times = one["ratios"]["by the token"], one["ms_a_token"], one["times_as_fast"]
+        rows.append((one["what"], f"{ms['quire']:.2f}", f"{ms['llama']:.2f}", f"{times['by the token']:.2f}",
+                     f"{min(ratios):.2f}-{max(ratios):.2f}", f"{times['by the outputs']:.2f}",
+                     *(f"{one['valid'][engine]} of {one['ended'][engine]}" for engine in ENGINES)))  # fmt: skip
+    return table(head, rows)
+
+
+def main(given: list[str]) -> int:
+    args = arguments().parse_args(given)
+    args.folder = args.folder.resolve()
+    args.folder.mkdir(parents=True, exist_ok=True)
+    model = compare_models.published(args.folder)
+    words = tokenizer_of(EngineConfig(model=str(model)))
+    asked = workloads(words)
+    rounds: dict[str, list[dict[str, dict[str, Any]]]] = {one["name"]: [] for one in asked}
+    for number in range(args.rounds):
+        told = {engine: run_one(args, engine, model, asked) for engine in ENGINES}
+        for at, one in enumerate(asked):
+            found = {engine: checked(told[engine][at], one["schema"], words) for engine in ENGINES}
+            rounds[one["name"]].append(found)
+        results = [result_of(name, found) for name, found in rounds.items()]
+        print(f"round {number + 1} of {args.rounds}\n{show(results)}", file=sys.stderr, flush=True)
+        if args.out:
+            said = ["FOLDER" if Path(one).resolve() == args.folder else one for one in given]
+            content = document("compare_structured", "python tools/compare_structured.py", said, results)
+            write(args.out, {**content, "threads": args.threads, "model": model.name})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
