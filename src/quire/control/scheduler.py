@@ -123,7 +123,7 @@ class Scheduler:
             first = len(rows)
             for seq in request.live:
                 count = wanted(request, seq, budget)
-                if count <= 0 or (drawing == most and staged and seq.planned + count >= len(seq.tokens)):
+                if count <= 0 or (staged and drawing == most and seq.planned + count >= len(seq.tokens)):
                     continue
                 while not grow(seq, seq.planned + count):
                     if self.flight:
@@ -332,16 +332,17 @@ class Scheduler:
                     del self.running[request]
                     request.status = Status.DONE
             return
-        for draw, branch in enumerate(self._branches(request, seq) if seq.branches else (seq,)):
-            tokens = append(request, branch, sampled, draw, self.eos_ids, self.max_len)
-            events.append(Event(request, branch, tokens, sampled.tops[draw : draw + 1]))
-            if branch is seq:
-                jumped = len(tokens) > 1  # over tokens that the device hasn't drawn
-                continue
+        others = self._branches(request, seq) if seq.branches else ()
+        tokens = append(request, seq, sampled, 0, self.eos_ids, self.max_len)
+        events.append(Event(request, seq, tokens, sampled.tops[:1]))
+        for draw, branch in enumerate(others, 1):
+            drawn = append(request, branch, sampled, draw, self.eos_ids, self.max_len)
+            events.append(Event(request, branch, drawn, sampled.tops[draw : draw + 1]))
             if branch.finish is not None:
                 self._retire(request, branch)
             elif request.status is Status.RUNNING:
                 self._born(request, branch, parent=self.memory.slot(seq))
+        jumped = len(tokens) > 1  # over tokens that the device hasn't drawn
         if jumped and request.sampling.needs_history and seq.finish is None and request.status is Status.RUNNING:
             self._born(request, seq, parent=self.memory.slot(seq))
         if request.prefix is not None and not sampled.error:
@@ -350,12 +351,12 @@ class Scheduler:
                 seq.finish, seq.stop_reason = "error", "the registered prefixes are full"
 
     def _branches(self, request: Request, seq: Sequence) -> list[Sequence]:
-        """The sequence, and those that are forked from it now."""
+        """Those that are forked from a sequence now."""
         children = [seq.fork(self.new_id(), i, branch_seed(request.seed, i)) for i in range(1, 1 + seq.branches)]
         seq.branches = 0
         request.live += children
         self._fork(request, [(seq, child) for child in children])
-        return [seq, *children]
+        return children
 
     def _fork(self, request: Request, pairs: list[tuple[Sequence, Sequence]]) -> None:
         """Children share their parents' pages. If the memory can't fork, the whole request is preempted."""
