@@ -176,8 +176,19 @@ def test_text_beside_a_picture_holds_none_of_its_pages(model: Saved) -> None:
 
 @pytest.mark.parametrize("preemption", [None, "swap", "recompute"])
 def test_beams(model: Saved, preemption: str | None) -> None:
+    beams(model, preemption, 4, 24)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("preemption", [None, "swap", "recompute"])
+@pytest.mark.parametrize(("page_size", "chunk"), [(1, 7), (16, 3), (4, 64), (16, 512)])
+def test_all_beams(model: Saved, page_size: int, chunk: int, preemption: str | None) -> None:
+    beams(model, preemption, page_size, chunk)
+
+
+def beams(model: Saved, preemption: str | None, page_size: int, chunk: int) -> None:
     how = {} if preemption is None else {"preemption": preemption, "depth": 1}
-    engine = engine_of(model, max_num_batched_tokens=24, page_size=4, max_num_seqs=16, **how)
+    engine = engine_of(model, max_num_batched_tokens=chunk, page_size=page_size, max_num_seqs=16, **how)
     if preemption is not None:
         preempting(engine, {6, 9, 13})
     params = SamplingParams(n=3, beam_width=3, max_tokens=NEW, ignore_eos=True)

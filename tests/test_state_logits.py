@@ -55,7 +55,8 @@ class Saved:
         self.model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
         for name, parameter in self.model.named_parameters():
             if "A_log" not in name and not name.endswith(".D"):
-                parameter.data.normal_(1.0 * ("norm" in name), 0.1 if parameter.dim() == 1 else 0.3)
+                # Larger ones make of the last bits of fp32 sums ten times as much behind experts.
+                parameter.data.normal_(1.0 * ("norm" in name), 0.1 if parameter.dim() == 1 else 0.2)
         self.model.save_pretrained(folder)
         self.said: dict[tuple[int, ...], torch.Tensor] = {}
 
@@ -102,9 +103,10 @@ def run(
         yield prompts[int(request)], tokens, tops
 
 
-def check(model: Saved, prompts: Sequence[list[int]], branches: int, within: float = 1.5e-4, **settings: Any) -> None:
-    """Twice: the second time prompts are found in memory."""
-    how = settings.get("preemption")
+def check(model: Saved, prompts: Sequence[list[int]], branches: int, within: float = 1e-4, **settings: Any) -> None:
+    """Twice: the second time prompts are found in memory, but without caching, and where pages keep no state."""
+    how, uniform = settings.get("preemption"), settings.get("memory") == "uniform"
+    found = settings.get("enable_prefix_caching", True) and not uniform
     if how is not None:
         settings["depth"] = 1
     engine = engine_of(model, **settings)
@@ -117,7 +119,7 @@ def check(model: Saved, prompts: Sequence[list[int]], branches: int, within: flo
         for prompt, tokens, tops in answers:
             assert_said(tops, model.logprobs(prompt + tokens)[len(prompt) - 1 : -1], within)
     assert how is None or engine.scheduler.preempted[how] > 0
-    assert engine.scheduler.memory.account().sharing.hits > 0
+    assert (engine.scheduler.memory.account().sharing.hits > 0) == found
     engine.close()
 
 
@@ -178,14 +180,27 @@ def test_logits_on_a_gpu(saved: Any, case: str, preemption: str) -> None:
         check(saved(case), SHORT if run == 16 else LONG, 2, within=2e-3, **options)
 
 
+@pytest.mark.share(4)
+@pytest.mark.parametrize("preemption", [None, "swap", "recompute"])
 @pytest.mark.parametrize("settings", [{"page_sizes": "max"}, {"table_scope": "layer"}, {"memory": "uniform"}], ids=str)
-def test_logits_in_other_memories(saved: Any, settings: dict[str, Any]) -> None:
-    model = saved("jamba")
-    engine = engine_of(model, max_num_batched_tokens=20, **settings)
-    params = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, logprobs=20)
-    for prompt, tokens, tops in run(engine, SHORT, params):
-        assert_said(tops, model.logprobs(prompt + tokens)[len(prompt) - 1 : -1])
-    engine.close()
+@pytest.mark.parametrize("case", ["jamba", "jamba, attention last", "jamba, no experts"])
+def test_logits_in_other_memories(saved: Any, case: str, settings: dict[str, Any], preemption: str | None) -> None:
+    """Twice, with forks."""
+    how = {} if preemption is None else {"preemption": preemption}
+    check(saved(case), SHORT, 2, max_num_batched_tokens=20, page_size=4, **settings, **how)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("hit", [True, False])
+@pytest.mark.parametrize("preemption", [None, "swap", "recompute"])
+@pytest.mark.parametrize(("page_size", "chunk"), CUTS)
+@pytest.mark.parametrize("memory", ["paged", "uniform"])
+@pytest.mark.parametrize("case", CASES)
+def test_all_memories(
+    saved: Any, case: str, memory: str, page_size: int, chunk: int, preemption: str | None, hit: bool
+) -> None:
+    how: dict[str, Any] = {"enable_prefix_caching": hit} | ({} if preemption is None else {"preemption": preemption})
+    check(saved(case), SHORT, 2, memory=memory, page_size=page_size, max_num_batched_tokens=chunk, **how)
 
 
 @pytest.mark.parametrize("case", ["jamba", "jamba, attention last", "mamba"])
@@ -240,9 +255,21 @@ def test_greedy_tokens_from_a_folder(saved: Any, case: str) -> None:
 @pytest.mark.parametrize("preemption", [None, "swap", "recompute"])
 @pytest.mark.parametrize("case", ["jamba", "mamba"])
 def test_beams(saved: Any, case: str, preemption: str | None) -> None:
+    beams(saved, case, preemption, 4, 24)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("preemption", [None, "swap", "recompute"])
+@pytest.mark.parametrize(("page_size", "chunk"), [(1, 7), (16, 3), (4, 64), (16, 512)])
+@pytest.mark.parametrize("case", CASES)
+def test_all_beams(saved: Any, case: str, page_size: int, chunk: int, preemption: str | None) -> None:
+    beams(saved, case, preemption, page_size, chunk)
+
+
+def beams(saved: Any, case: str, preemption: str | None, page_size: int, chunk: int) -> None:
     model, width = saved(case), 4
     how = {} if preemption is None else {"preemption": preemption, "depth": 1}
-    engine = engine_of(model, max_num_batched_tokens=24, page_size=4, max_num_seqs=16, **how)
+    engine = engine_of(model, max_num_batched_tokens=chunk, page_size=page_size, max_num_seqs=16, **how)
     if preemption is not None:
         preempting(engine, {6, 9, 13})
     params = SamplingParams(n=width, beam_width=width, max_tokens=NEW, ignore_eos=True)
