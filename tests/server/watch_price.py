@@ -31,7 +31,7 @@ from typing import Any
 from quire.bench.machine import machine
 from quire.link.host import UNWATCHED
 
-REST = 20.0  # seconds
+REST = 10.0  # seconds
 VOCAB = 3000  # of the bundled model's, without what is special
 CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "256 pages": (1, ("--kv-tokens", "4096")),
@@ -146,7 +146,7 @@ def measured(case: str, given: argparse.Namespace) -> dict[str, Any]:
                 time.sleep(UNWATCHED + 1 if what == "alone" else 0)
                 there = [Watcher(port) for _ in range(watchers if what == "watched" else 0)]
                 began, spent = time.monotonic(), seconds(port)
-                ask(port, given.tokens, given.requests, number)
+                ask(port, given.tokens, given.requests, 2 * number + bool(there))  # nothing is found of the other's
                 spent, took = seconds(port) - spent, time.monotonic() - began
                 for watcher in there:
                     watcher.leave()
