@@ -1,5 +1,6 @@
-"""quire beside llama.cpp where the output is held to a JSON schema: SmolLM2-135M-Instruct, the same file, the same
-prompts' tokens, the likeliest token that the schema lets follow; engines take turns, each in a process of its own.
+"""quire beside llama.cpp or vLLM where the output is held to a JSON schema: SmolLM2-135M-Instruct, the same file (for
+vLLM, what it holds in bf16), the same prompts' tokens, the likeliest token that the schema lets follow; engines take
+turns, each in a process of its own.
 
     python tools/compare_structured.py FOLDER --out docs/measurements/cpu_structured_peers.json
 
@@ -41,12 +42,13 @@ SCHEMAS: dict[str, Any] = {
 }  # fmt: skip
 PEOPLE = ("Ada", "Grace", "Alan", "Edsger", "Barbara", "Donald", "Margaret", "Niklaus")
 ROWS = (1, 8)
-ENGINES = ("quire", "llama")
+NAMES = {"llama": "llama.cpp", "vllm": "vLLM"}
 
 
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0], allow_abbrev=False)
     parser.add_argument("folder", type=Path, help="where environments and models are, or are made")
+    parser.add_argument("--peer", choices=[*NAMES], default="llama")
     parser.add_argument("--threads", type=int, default=1, metavar="N")
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="processes of each engine")
     parser.add_argument("--repeats", type=int, default=2, metavar="N", help="runs of a workload in each process")
@@ -65,6 +67,16 @@ def workloads(words: Tokenizer) -> list[dict[str, Any]]:
                      for who in PEOPLE[:rows]]  # fmt: skip
             prompts = [words.encode(text, add_special_tokens=False) for text in texts]
             found.append({"name": f"{name}, {rows}", "schema": SCHEMAS.get(name), "prompts": prompts})
+    return found
+
+
+def with_words(root: Path, words: Tokenizer) -> Path:
+    """The folder of the model in bf16, with a tokenizer."""
+    found = compare_models.folder(root, compare_models.SMOLLM2)
+    if not (found / "tokenizer.json").exists():
+        (found / "tokenizer.json").write_text(words._backend.to_str())
+        about = {"tokenizer_class": "PreTrainedTokenizerFast", **words.special}
+        (found / "tokenizer_config.json").write_text(json.dumps(about))
     return found
 
 
@@ -108,36 +120,37 @@ def valid(text: str, schema: Any) -> bool:
     return True
 
 
-def result_of(name: str, rounds: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
+def result_of(name: str, peer: str, rounds: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
     """A workload's rounds, and by how much quire is faster: by the token, and by the time of all outputs."""
+    engines = ("quire", peer)
     ratios = {
-        what: [one["llama"][key] / one["quire"][key] for one in rounds]
+        what: [one[peer][key] / one["quire"][key] for one in rounds]
         for what, key in (("by the token", "ms_a_token"), ("by the outputs", "seconds"))
     }
-    others = statistics.mean(one[engine]["others"] for one in rounds for engine in ENGINES)
+    others = statistics.mean(one[engine]["others"] for one in rounds for engine in engines)
     return {
         "what": name,
         "times_as_fast": {what: statistics.median(values) for what, values in ratios.items()},
         "ratios": ratios,
-        "ms_a_token": {engine: statistics.median(one[engine]["ms_a_token"] for one in rounds) for engine in ENGINES},
-        "tokens": {engine: rounds[0][engine]["tokens"] for engine in ENGINES},
-        "ended": {engine: rounds[0][engine]["ended"] for engine in ENGINES},
-        "valid": {engine: rounds[0][engine]["valid"] for engine in ENGINES},
+        "ms_a_token": {engine: statistics.median(one[engine]["ms_a_token"] for one in rounds) for engine in engines},
+        "tokens": {engine: rounds[0][engine]["tokens"] for engine in engines},
+        "ended": {engine: rounds[0][engine]["ended"] for engine in engines},
+        "valid": {engine: rounds[0][engine]["valid"] for engine in engines},
         "cores_used_by_others": others,
         "rounds": rounds,
     }
 
 
-def show(results: Sequence[dict[str, Any]]) -> str:
+def show(results: Sequence[dict[str, Any]], peer: str) -> str:
     """A line a workload."""
-    head = ("schema, rows", "quire, ms a token", "llama.cpp", "quire is so many times as fast", "range", "by outputs",
-            "valid of ended", "llama.cpp")  # fmt: skip
-    rows = []
+    head = ("schema, rows", "quire, ms a token", NAMES[peer], "quire is so many times as fast", "range", "by outputs",
+            "valid of ended", NAMES[peer])  # fmt: skip
+    rows, engines = [], ("quire", peer)
     for one in results:
         ratios, ms, times = one["ratios"]["by the token"], one["ms_a_token"], one["times_as_fast"]
-        rows.append((one["what"], f"{ms['quire']:.2f}", f"{ms['llama']:.2f}", f"{times['by the token']:.2f}",
+        rows.append((one["what"], f"{ms['quire']:.2f}", f"{ms[peer]:.2f}", f"{times['by the token']:.2f}",
                      f"{min(ratios):.2f}-{max(ratios):.2f}", f"{times['by the outputs']:.2f}",
-                     *(f"{one['valid'][engine]} of {one['ended'][engine]}" for engine in ENGINES)))  # fmt: skip
+                     *(f"{one['valid'][engine]} of {one['ended'][engine]}" for engine in engines)))  # fmt: skip
     return table(head, rows)
 
 
@@ -148,14 +161,17 @@ def main(given: list[str]) -> int:
     model = compare_models.published(args.folder)
     words = tokenizer_of(EngineConfig(model=str(model)))
     asked = workloads(words)
+    engines = ("quire", args.peer)
+    if args.peer == "vllm":
+        model = with_words(args.folder, words)
     rounds: dict[str, list[dict[str, dict[str, Any]]]] = {one["name"]: [] for one in asked}
     for number in range(args.rounds):
-        told = {engine: run_one(args, engine, model, asked) for engine in ENGINES}
+        told = {engine: run_one(args, engine, model, asked) for engine in engines}
         for at, one in enumerate(asked):
-            found = {engine: checked(told[engine][at], one["schema"], words) for engine in ENGINES}
+            found = {engine: checked(told[engine][at], one["schema"], words) for engine in engines}
             rounds[one["name"]].append(found)
-        results = [result_of(name, found) for name, found in rounds.items()]
-        print(f"round {number + 1} of {args.rounds}\n{show(results)}", file=sys.stderr, flush=True)
+        results = [result_of(name, args.peer, found) for name, found in rounds.items()]
+        print(f"round {number + 1} of {args.rounds}\n{show(results, args.peer)}", file=sys.stderr, flush=True)
         if args.out:
             said = ["FOLDER" if Path(one).resolve() == args.folder else one for one in given]
             content = document("compare_structured", "python tools/compare_structured.py", said, results)

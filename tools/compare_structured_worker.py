@@ -1,5 +1,5 @@
-"""One engine, one process: runs the workloads of tools/compare_structured.py on quire or llama.cpp. Runs in each one's
-own environment, so it needs the standard library alone, and of the engine what it imports.
+"""One engine, one process: runs the workloads of tools/compare_structured.py on quire, vLLM or llama.cpp. Runs in each
+one's own environment, so it needs the standard library alone, and of the engine what it imports.
 
 usage: compare_structured_worker.py JOB.json RESULT.json
 """
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from compare_worker import Llama, others_seconds
+from compare_worker import Llama, others_seconds, vllm_engine
 
 Generate = Callable[[list[list[int]], Any, int], list[list[int]]]
 """Continues each prompt by so many tokens at most, the likeliest that the schema allows; the end token is the last."""
@@ -44,6 +44,22 @@ def quire(job: dict[str, Any]) -> Engine:
         return [[*tokens, end] if why == "stop" and tokens[-1:] != [end] else tokens for tokens, why in outputs]
 
     return generate, end
+
+
+def vllm(job: dict[str, Any]) -> Engine:
+    """vLLM with its own choice of what makes grammars."""
+    llm = vllm_engine({**job, "eager": False}, enable_prefix_caching=False)
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    def generate(prompts: list[list[int]], schema: Any, count: int) -> list[list[int]]:
+        form = None if schema is None else StructuredOutputsParams(json=schema)
+        params = SamplingParams(temperature=0, max_tokens=count, structured_outputs=form, ignore_eos=form is None,
+                                detokenize=False)  # fmt: skip
+        found = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+        return [list(one.outputs[0].token_ids) for one in found]
+
+    return generate, int(llm.get_tokenizer().eos_token_id)
 
 
 class Held(Llama):
@@ -117,7 +133,7 @@ def llama(job: dict[str, Any]) -> Engine:
     return made.held, made.end
 
 
-ENGINES: dict[str, Callable[[dict[str, Any]], Engine]] = {"quire": quire, "llama": llama}
+ENGINES: dict[str, Callable[[dict[str, Any]], Engine]] = {"quire": quire, "vllm": vllm, "llama": llama}
 
 
 def main(job_path: str, result_path: str) -> None:

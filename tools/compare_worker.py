@@ -57,20 +57,26 @@ def quire(job: dict[str, Any]) -> Generate:
     return generate
 
 
-def vllm(job: dict[str, Any]) -> Generate:
-    """vLLM, its engine in this process, too, compiled unless `eager`. Its KV cache is whole GiB."""
+def vllm_engine(job: dict[str, Any], **settings: Any) -> Any:
+    """vllm.LLM, its engine in this process, too, compiled unless `eager`. Its KV cache is whole GiB."""
     cores = sorted(os.sched_getaffinity(0))[: job["threads"]]
     os.environ |= {
         "VLLM_CPU_KVCACHE_SPACE": str(max(1, -int(-job["kv_gib"] // 1))), "OMP_NUM_THREADS": str(job["threads"]),
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)), "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING",
     }  # fmt: skip
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
 
-    llm = LLM(
+    return LLM(
         job["model"], max_model_len=job["length"], max_num_seqs=job["sequences"], enforce_eager=job["eager"],
-        enable_prefix_caching=True, skip_tokenizer_init=True, disable_log_stats=True, **job["settings"],
+        disable_log_stats=True, **settings, **job["settings"],
     )  # fmt: skip
+
+
+def vllm(job: dict[str, Any]) -> Generate:
+    """vLLM with its cache of prefixes."""
+    llm = vllm_engine(job, enable_prefix_caching=True, skip_tokenizer_init=True)
+    from vllm import SamplingParams
 
     def generate(prompts: list[list[int]], count: int) -> list[list[int]]:
         params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
