@@ -37,13 +37,20 @@ FLAGS = (
 )  # fmt: skip
 
 
+OFTEN = """import sys
+from quire.cli import main
+from quire.server import console
+console.EVERY, console.SHARE = 0.02, 1.0
+sys.exit(main())"""
+"""A quire whose console looks often, so that it soon sees moments that /metrics sees too."""
+
+
 @contextmanager
-def serving(*options: str) -> Iterator[str]:
+def serving(*options: str, program: tuple[str, str] = ("-m", "quire")) -> Iterator[str]:
     """A server of the bundled model, or of what `options` name, whose memory is small: its address."""
     command = [
         sys.executable,
-        "-m",
-        "quire",
+        *program,
         "serve",
         *options,
         "--port",
@@ -75,7 +82,7 @@ def unlike(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     config = json.loads((folder / "config.json").read_text())
     types = ["full_attention", "sliding_attention", "sliding_attention"] * 2
     (folder / "config.json").write_text(json.dumps({**config, "layer_types": types, "sliding_window": 64}))
-    with serving(str(folder), "--page-sizes", "own", "--preemption", "swap") as found:
+    with serving(str(folder), "--page-sizes", "own", "--preemption", "swap", program=("-c", OFTEN)) as found:
         yield found
 
 
@@ -428,7 +435,7 @@ PAINTED = """name => {
 def test_four_samples_are_seen_to_share(page: Any, url: str) -> None:
     page.wait_for_selector("#more:text('none')")
     assert page.evaluate(PAINTED, "--shared") == 0
-    body = {"prompt": SHARED, "n": 4, "max_tokens": 600, **LONG}
+    body = {"prompt": SHARED, "n": 4, "max_tokens": 900, **LONG}
     asking = threading.Thread(target=post, args=(url, body))
     asking.start()
     page.wait_for_function("() => Number(document.querySelector('#groups canvas').dataset.shared) > 0")
