@@ -53,7 +53,7 @@ KINDS = (
     SamplingParams(temperature=0, beam_width=3, n=2, max_tokens=6, ignore_eos=True),
     SamplingParams(temperature=0, n=2, max_tokens=9, ignore_eos=True, presence_penalty=0.7, min_tokens=4),
 )
-FEW = 2  # cases of a family that are run by default
+FEW = 1  # cases of a family that are run by default
 
 
 class Case(NamedTuple):

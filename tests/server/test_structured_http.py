@@ -133,7 +133,7 @@ def test_length_cuts(http: httpx.Client) -> None:
         ({"guided_regex": "(a"}, "guided_regex", "unclosed group"),
         ({"guided_regex": "a{1000000000}"}, "guided_regex", "too many expressions"),
         ({"guided_grammar": "x" * 300_000}, "guided_grammar", "300000 characters; at most 262144"),
-        ({"guided_choice": ["a"] * 4097}, "guided_choice", "1 to 4096 entries, got 4097"),
+        ({"guided_choice": ["a"] * 4097}, "guided_choice", "1 to 1999 entries, got 4097"),
         ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs", "exactly one of"),
         ({"structured_outputs": {"lua": "a"}}, "structured_outputs", "has no 'lua'"),
         (

@@ -10,10 +10,11 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, Self
 
 import quire
 from quire.errors import StartupError
@@ -111,6 +112,34 @@ class Elsewhere(Child):
     def end(self, timeout: float) -> bool:
         """Nothing to wait for."""
         return True
+
+
+class Interrupts:
+    """Within, no interrupt is lost: Python drops a KeyboardInterrupt that comes while it lets go of a lock of an import,
+    or of garbage. Where interrupts raise one, on a main thread; elsewhere nothing is done."""
+
+    def __init__(self) -> None:
+        self.came = False
+        main = threading.current_thread() is threading.main_thread()
+        self._raising = main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+    def __enter__(self) -> Self:
+        if self._raising:
+            signal.signal(signal.SIGINT, self._interrupted)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._raising:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def _interrupted(self, number: int, frame: object) -> None:
+        self.came = True
+        raise KeyboardInterrupt
+
+    def heed(self) -> None:
+        """Raise it, if one has come."""
+        if self.came:
+            raise KeyboardInterrupt
 
 
 def spare_signals() -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from quire.config import EngineConfig
 from quire.errors import EngineDead, FrontDead, StartupError
+from quire.link.child import Interrupts
 from quire.link.collector import spare_the_loaded
 from quire.link.stacks import stacks
 from quire.server.descriptors import capacity, raise_limit
@@ -86,8 +87,10 @@ def serve(config: EngineConfig, options: ServeOptions, say: Callable[[str], None
 
     settings = settings_of(config, options, keys, admin_keys, template.source if template is not None else None)
     fronts = Fronts(options.fronts, listener, settings, options.max_connections)
-    llm, name = _load(config, options, fronts)
+    with Interrupts() as interrupts:
+        llm, name = _load(config, options, fronts)
     try:
+        interrupts.heed()
         if template is not None:
             use_template(llm.prompts, template)
         for line in [*llm.link.ready.lines, *llm.link.ready.notices]:
