@@ -115,7 +115,7 @@ class Elsewhere(Child):
 
 
 class Interrupts:
-    """Within, no interrupt is lost: Python drops a KeyboardInterrupt that comes while it lets go of a lock of an import,
+    """Within, no interrupt is lost: Python drops a KeyboardInterrupt that comes while it lets go of an import's lock,
     or of garbage. Where interrupts raise one, on a main thread; elsewhere nothing is done."""
 
     def __init__(self) -> None:
