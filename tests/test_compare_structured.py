@@ -30,11 +30,11 @@ def run(seconds: float, tokens: int) -> dict[str, Any]:
 
 def test_the_median_of_the_rounds_ratios_counts() -> None:
     rounds = [{"quire": run(1.0, 100), "llama": run(llama, 50)} for llama in (1.0, 3.0, 2.0)]
-    result = compare_structured.result_of("flat, 1", rounds)
+    result = compare_structured.result_of("flat, 1", "llama", rounds)
     assert result["times_as_fast"] == {"by the token": 4.0, "by the outputs": 2.0}
     assert result["ratios"]["by the token"] == [2.0, 6.0, 4.0]
     assert (result["ms_a_token"], result["cores_used_by_others"]) == ({"quire": 10.0, "llama": 40.0}, 0.5)
-    assert "2.00-6.00" in compare_structured.show([result])
+    assert "2.00-6.00" in compare_structured.show([result], "llama")
 
 
 def test_what_ended_is_held_against_its_schema(words: Tokenizer) -> None:

@@ -54,7 +54,7 @@ def test_ranks_with_peers_memory_say_what_one_says(peers: list[Any]) -> None:
     assert peers == [(4 * GIB, 3 * GIB, "GPU 0, of which 3.00 of 4.00 GiB are free")]
 
 
-@pytest.mark.parametrize("layout", [{"pp": 3}, {"tp": 2, "pp": 2}], ids=str)
+@pytest.mark.parametrize("layout", [{"pp": 3}, pytest.param({"tp": 2, "pp": 2}, marks=pytest.mark.soak)], ids=str)
 def test_stages_copy_into_each_others_memory(peers: list[Any], layout: dict[str, int]) -> None:
     """And say what one rank says, in steps of more than a chunk, several of them in flight."""
     settings = SETTINGS | {"rank_timeout": 60.0, "max_num_seqs": 6, "max_num_batched_tokens": 16, "attention": "sdpa"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
@@ -12,8 +13,11 @@ from quire.link.child import Interrupts
 
 
 @pytest.fixture(autouse=True)
-def raising() -> None:
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+def raising() -> Iterator[None]:
+    """As where no shell has had it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def test_one_that_is_dropped_comes_again() -> None:

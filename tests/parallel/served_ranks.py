@@ -20,6 +20,11 @@ READY = 240.0  # seconds for a server to be there, on a machine that is busy
 PLAIN = ("--device", "cpu", "--dtype", "float32", "--kv-gib", "0.1", "--port", "0")
 
 
+def interruptible() -> None:
+    """In the new process: a shell has what it runs in the background ignore interrupts, and so do its children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Served:
     """The server's process, what it writes, and where it listens once it does."""
 
@@ -27,8 +32,9 @@ class Served:
         self.log, self.url = log, ""
         with log.open("wb") as out:
             self.child = subprocess.Popen(
-                command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **env}, start_new_session=True
-            )
+                command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **env}, start_new_session=True,
+                preexec_fn=interruptible,
+            )  # fmt: skip
         self.process = psutil.Process(self.child.pid)
 
     def processes(self) -> list[psutil.Process]:

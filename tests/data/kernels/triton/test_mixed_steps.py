@@ -233,18 +233,17 @@ def test_replayed_steps_compute_what_eager_ones_do(name: str, how: str, monkeypa
         assert mine[0].isfinite().all(), "padding is finite"
 
 
-@pytest.mark.parametrize("planted", [False, True])
-def test_a_rank_that_replays_a_graph_of_another_size_shows(planted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_replays_a_graph_of_another_size_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     model, spec = a_model("llama-125m")
-    runners = [a_runner(model, spec, "triton", SLOTS) for _ in range(2)]
+    runners = [a_runner(model, spec, "triton", SLOTS) for _ in range(3)]
     for runner in runners:
         with_graphs(runner, monkeypatch)
         runner.store.applied = 0
-    if planted:
-        monkeypatch.setattr(runners[1].mixed.inputs, "tokens", [4, 16, 24])
-    served(runners, seed=3, steps=6)
-    first, second = (runner.applied for runner in runners)
-    assert (first == second) is not planted
+    monkeypatch.setattr(runners[2].mixed.inputs, "tokens", [16, 24])
+    served(runners, seed=3, steps=4)
+    first, second, other = (runner.applied for runner in runners)
+    assert first == second
+    assert first != other
 
 
 def test_all_that_a_server_needs_can_be_captured_at_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
