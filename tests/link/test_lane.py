@@ -88,7 +88,8 @@ class Front:
             if self.host._sent or self.engine.unfinished:
                 self.host._turn()
             elif until is None or until():
-                return
+                if not self.host._sent:  # which others may have filled meanwhile
+                    return
             else:
                 time.sleep(0.002)
         raise AssertionError("it is never so")
