@@ -191,7 +191,7 @@ def test_without_processes_nothing_is_made(grammars: Grammars, monkeypatch: pyte
         get(grammars, regex="a")
     monkeypatch.undo()
     monkeypatch.setattr(socket, "socketpair", none)
-    with pytest.raises(Overloaded, match="no socket can be had for the process that tries grammars: Resource"):
+    with pytest.raises(Overloaded, match="no socket can be had to try grammars: Resource"):
         get(grammars, regex="a")
 
 

@@ -5,28 +5,23 @@ ended. It knows llguidance's own form of grammars, not where they come from.
 from __future__ import annotations
 
 import json
-import os
 import signal
-import socket
 import subprocess
-import sys
 import threading
 import time
 import weakref
 from collections.abc import Mapping
 from contextlib import suppress
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from quire.errors import EngineDead, Overloaded
+from quire.text import confined
 from quire.text.grammar_trial import HEADER, MAX_ANSWER, MEMORY, SECONDS
 
 START_SECONDS = 20.0  # for the process to come up: it loads llguidance from a disk that may be busy
 WAIT_SECONDS = 30.0  # for an answer, on a machine that has little time for the process
-KILL_SECONDS = 5.0
 PROGRAM = Path(__file__).resolve().with_name("grammar_trial.py")
-KEPT = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT")  # of the environment: what the loader needs
 TIME = f"making its grammar takes more than {SECONDS:g} s of a processor"
 SPACE = f"it is nested too deep, or making its grammar takes more than {MEMORY >> 20} MiB of memory"
 
@@ -93,23 +88,10 @@ class Trials:
 
     def _start(self, about: Mapping[str, Any]) -> None:
         self._stop()
-        try:
-            ours, theirs = socket.socketpair()
-        except OSError as error:
-            raise Overloaded(f"no socket can be had for the process that tries grammars: {error.strerror}") from error
-        environment = {name: os.environ[name] for name in KEPT if name in os.environ}
-        command = [sys.executable, "-I", "-S", str(PROGRAM), *_libraries()]
-        try:
-            self._process = process = subprocess.Popen(
-                command, stdin=theirs, stdout=theirs, stderr=subprocess.DEVNULL, env=environment, cwd="/",
-                start_new_session=True,  # so that a terminal's Ctrl-C doesn't reach it
-            )  # fmt: skip
-        except OSError as error:
-            ours.close()
-            raise Overloaded(f"no process can be started to try grammars: {error.strerror}") from error
-        finally:
-            theirs.close()
-        self._socket, self._end = ours, weakref.finalize(self, _end, process, ours)
+        command = [str(PROGRAM), *confined.folders_of("llguidance")]
+        process, ours = confined.start(command, "to try grammars", Overloaded)
+        self._process, self._socket = process, ours
+        self._end = weakref.finalize(self, confined.end, process, ours)
         if self._closed:  # meanwhile, by another thread
             self._end()
         end = time.monotonic() + START_SECONDS
@@ -161,19 +143,5 @@ class Trials:
             raise EngineDead("the engine was closed")
         assert self._process is not None, "it was started"
         with suppress(subprocess.TimeoutExpired):
-            return self._process.wait(KILL_SECONDS)
+            return self._process.wait(confined.KILL_SECONDS)
         return None
-
-
-def _end(process: subprocess.Popen[bytes], connection: socket.socket) -> None:
-    process.kill()
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(KILL_SECONDS)
-    connection.close()
-
-
-def _libraries() -> list[str]:
-    """The folder that holds llguidance."""
-    spec = find_spec("llguidance")
-    places = spec.submodule_search_locations if spec is not None else None
-    return [str(Path(place).resolve().parent) for place in places or ()]

@@ -5,30 +5,23 @@ A template is a stranger's program, and one call into C can't be interrupted fro
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
 import threading
 import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from quire.errors import EngineDead, Overloaded, StartupError
+from quire.text import confined
 from quire.text.frames import HEADER, pack, unpack
 
 START_SECONDS = 20.0  # for the process to come up: it loads Jinja from a disk that may be busy
 COMPILE_SECONDS = 5.0
 TURN_SECONDS = 10.0  # that a render waits for those before it
-KILL_SECONDS = 5.0
 SHARE = 0.9  # of a render's time, after which the process is killed, so that all is over in that time
 MAX_FRAME = 16 << 20  # bytes
 MAX_REASON = 4096  # bytes of an answer without a text
-KEPT = ("TZ", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT")  # of the environment: clock and loader
 BOOT = "import sys; sys.path += sys.argv[1:]; from quire.text.rendering import main; main()"
 
 
@@ -85,23 +78,9 @@ class Renderer:
         if self._closed:
             raise EngineDead("the chat template is closed")
         self._up = self._compiled = False
-        try:
-            ours, theirs = socket.socketpair()
-        except OSError as error:
-            raise StartupError(f"no socket can be had for the chat template: {error.strerror}") from error
-        environment = {name: os.environ[name] for name in KEPT if name in os.environ}
-        command = [sys.executable, "-I", "-S", "-c", BOOT, *_libraries()]
-        try:
-            process = subprocess.Popen(
-                command, stdin=theirs, stdout=theirs, stderr=subprocess.DEVNULL, env=environment, cwd="/",
-                start_new_session=True,  # so that a terminal's Ctrl-C doesn't reach it
-            )  # fmt: skip
-        except OSError as error:
-            ours.close()
-            raise StartupError(f"no process can be started for the chat template: {error.strerror}") from error
-        finally:
-            theirs.close()
-        self._socket, self._end = ours, weakref.finalize(self, _end, process, ours)
+        command = ["-c", BOOT, *confined.folders_of("quire", "jinja2", "markupsafe")]
+        process, ours = confined.start(command, "for the chat template", StartupError, kept=("TZ",))  # its clock
+        self._socket, self._end = ours, weakref.finalize(self, confined.end, process, ours)
         if self._closed:  # meanwhile, by another thread
             self._end()
 
@@ -184,17 +163,3 @@ class Renderer:
                 raise EOFError
             data += chunk
         return bytes(data)
-
-
-def _end(process: subprocess.Popen[bytes], connection: socket.socket) -> None:
-    process.kill()
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(KILL_SECONDS)
-    connection.close()
-
-
-def _libraries() -> list[str]:
-    """The folders that hold what the process imports."""
-    specs = [find_spec(name) for name in ("quire", "jinja2", "markupsafe")]
-    places = [spec.submodule_search_locations for spec in specs if spec is not None]
-    return list(dict.fromkeys(str(Path(place[0]).resolve().parent) for place in places if place))
