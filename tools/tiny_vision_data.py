@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
-from tiny_picture_chat import Turn, draw_text_turns, draw_turns
-from tiny_pictures import COLOURS, SHAPES, TRAIN, Picture, Split, draw_picture
+from tiny_picture_chat import NUMBERS, Turn, draw_text_turns, draw_turns
+from tiny_pictures import COLOURS, MOST, QUARTERS, SHAPES, TRAIN, Picture, Split, draw_picture
 from tiny_text import ASSISTANT, BEGIN, END, SYSTEM, USER
 from tiny_tiles import (
     MOST_FEATURES,
@@ -87,6 +87,22 @@ class Codec:
         row["ids"], row["feature"], row["answer"] = special[END], -1, 0
         row["ids"][: len(ids)], row["feature"][: len(feature)], row["answer"][: len(answers)] = ids, feature, answers
         return fitted
+
+
+def like_words() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of each token that is a colour, a shape, a number or a place, those that are one too, itself among them [tokens,
+    most], and how many these are [tokens]; of others none. And whether a token begins a word [tokens]."""
+    tokenizer = shared_tokenizer()
+    kinds = (COLOURS, SHAPES, NUMBERS[1 : MOST + 1], *zip(*map(str.split, QUARTERS)))
+    likes = torch.zeros((tokenizer.get_vocab_size(), max(map(len, kinds))), dtype=torch.long)
+    sizes = torch.zeros(len(likes), dtype=torch.long)
+    for kind in kinds:
+        for words in ([f" {word}" for word in kind], [word.capitalize() for word in kind]):
+            said = [tokenizer.encode(word, add_special_tokens=False).ids for word in words]
+            ids = torch.tensor([one[0] for one in said if len(one) == 1], dtype=torch.long).unique()
+            likes[ids, : len(ids)], sizes[ids] = ids, len(ids)
+    begins = [tokenizer.decode([token])[:1] == " " for token in range(len(likes))]
+    return likes, sizes, torch.tensor(begins)
 
 
 def picture_labels(picture: Picture) -> NDArray[np.uint8]:

@@ -36,6 +36,7 @@ from tiny_vision_data import (
     Rows,
     judged_row,
     judged_rows_at_once,
+    like_words,
     to_device,
     without_pictures,
 )
@@ -46,6 +47,7 @@ Json = dict[str, Any]
 Batch = dict[str, torch.Tensor]
 Exam = tuple[NDArray[Any], list[Turn]]  # rows of one question each, and the questions
 CLASSES = (1 + len(COLOURS), 1 + len(SHAPES), 3)  # of a patch's three labels
+MISREAD, MISSED = 0.15, 0.1  # of an answer's colours, numbers and so on; of all its words
 NO_PICTURES, GENERATED = 300, 32  # judged conversations without a picture; answers that transformers decodes
 JUDGED_SEED = 10_000_000  # far from those of training
 
@@ -57,12 +59,15 @@ class Student(torch.nn.Module):
     def __init__(self, model: LlavaOnevisionForConditionalGeneration) -> None:
         super().__init__()
         self.model = model
+        self.pad = model.config.pad_token_id
+        for name, found in zip(("likes", "sizes", "begins"), like_words()):
+            self.register_buffer(name, found)
         self.patches = torch.nn.Linear(model.config.vision_config.hidden_size, sum(CLASSES))
 
     def losses(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Mean nats a token of the answers, and the sum of the patch labels' mean nats."""
         seen = see(self.model, batch["tiles"])
-        hidden = read(self.model, batch["ids"].long(), batch["feature"].long(), seen)
+        hidden = read(self.model, self.misread(batch), batch["feature"].long(), seen)
         asked = batch["answer"][:, 1:] > 0
         words = F.cross_entropy(logits_at(self.model, hidden[:, :-1][asked]), batch["ids"][:, 1:][asked].long())
         told = self.patches(seen).float().flatten(0, 2).split(CLASSES, dim=-1)
@@ -70,6 +75,19 @@ class Student(torch.nn.Module):
         labels = labels.masked_fill(labels == UNKNOWN, -100)
         patches = [F.cross_entropy(one, labels[:, i]) for i, one in enumerate(told)]
         return words, torch.stack(patches).sum()
+
+    def misread(self, batch: Batch) -> torch.Tensor:
+        """The tokens as the model reads them: now and then an answer has another colour, number, shape or place than
+        it gave, or lacks a word. So what comes next has to be seen in the picture; else pairs that never met would be
+        held to be impossible."""
+        ids = batch["ids"].long()
+        sizes, answers = self.sizes[ids], batch["answer"] > 0
+        another = (torch.rand(ids.shape, device=ids.device) * sizes).long()
+        swapped = (sizes > 0) & (torch.rand(ids.shape, device=ids.device) < MISREAD)
+        words = self.begins[ids].cumsum(1)  # which one a token belongs to
+        missed = torch.rand((len(ids), ids.shape[1] + 1), device=ids.device).gather(1, words) < MISSED
+        read = torch.where(swapped, self.likes[ids, another], ids).masked_fill(missed, self.pad)
+        return torch.where(answers, read, ids)
 
 
 def compile_layers(student: Student, batch: Batch, device: str) -> None:
