@@ -1,5 +1,6 @@
-"""Rows that two ranks add up, sent by a GPU's copy engines while it computes the next ones: a product of many rows is
-computed in pieces, and each is on its way to the other rank while the next is computed. See kernels.triton.carried.
+"""Rows that ranks add up, sent by a GPU's copy engines while it computes the next ones: a product of many rows is
+computed in pieces, and each is on its way to the other ranks while the next is computed. See kernels.triton.carried for
+two ranks, and kernels.triton.owned for more.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.data.kernels.triton import carried
+from quire.data.kernels.triton import carried, owned
 from quire.data.kernels.triton.reduce import Peers
 from quire.parallel import peer_memory
 
@@ -20,8 +21,15 @@ def _event() -> Any:
     return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
 
+def carrier_of(peers: Peers, device: torch.device) -> Carrier:
+    """One rank's end, of so many ranks."""
+    return Carrier(peers, device) if peers.ranks == 2 else Owners(peers, device)
+
+
 class Carrier:
-    """One rank's end. At most one exchange is under way: `delta`, which was or is being sent, until `finish`."""
+    """One of two ranks' end. At most one exchange is under way: `delta`, which was or is being sent, until `finish`."""
+
+    add_norm = staticmethod(carried.add_norm)
 
     def __init__(self, peers: Peers, device: torch.device) -> None:
         self.peers, self.call, self.piece = peers, 0, 0
@@ -33,7 +41,8 @@ class Carrier:
         """The rows that are to be computed at a time, for `send`, of so many with `nbytes` in all; none where they are
         too few for it to be worth it, or too many."""
         size = max(-(-rows // carried.PIECES), LEAST, LEAST_BYTES * rows // nbytes)
-        if rows < 2 * LEAST or nbytes > carried.room(self.peers) or torch.cuda.is_current_stream_capturing():
+        fits = self._reach(rows, size) * nbytes <= carried.room(self.peers) * rows
+        if rows < 2 * LEAST or not fits or torch.cuda.is_current_stream_capturing():
             return ()
         return tuple(slice(at, min(at + size, rows)) for at in range(0, rows, size))
 
@@ -44,13 +53,10 @@ class Carrier:
         if begin == 0:
             self.drop()
             self.call, self.piece, self.delta = self.call + 1, end, delta
-        number, row, turn = begin // self.piece, delta.stride(0) * delta.itemsize, self.call % 2
+        number = begin // self.piece
         self._computed[number].record()
         self._stream.wait_event(self._computed[number])
-        other, stream = self.peers.addresses[1 - self.peers.rank], self._stream.cuda_stream
-        target = other + carried.rows_at(self.peers, turn) + begin * row
-        peer_memory.copy(target, delta.data_ptr() + begin * row, (end - begin) * row, stream)
-        peer_memory.write(other + carried.flag_at(turn, number), self.call, stream)
+        self._bring(delta, rows, number)
 
     def finish(
         self, x: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, behind: Tensor | None
@@ -61,7 +67,7 @@ class Carrier:
         self._sent.record(self._stream)
         torch.cuda.current_stream().wait_event(self._sent)  # then delta's memory may be used for something else
         out = None if x is None else torch.empty_like(x, memory_format=torch.contiguous_format)
-        carried.add_norm(self.peers, self.call, self.piece, x, delta, weight, bias, eps, behind, out)
+        self.add_norm(self.peers, self.call, self.piece, x, delta, weight, bias, eps, behind, out)
         return delta if out is None else out
 
     def drop(self) -> None:
@@ -74,7 +80,81 @@ class Carrier:
         self, peers: Peers, x: Tensor, delta: Tensor, weight: Tensor, bias: Tensor | None, eps: float,
         behind: Tensor | None,
     ) -> None:  # fmt: skip
-        """Compile what `finish` will launch for rows like these: one of them, which nobody sends."""
+        """Compile what will be launched for rows like these: one of them, which nobody sends."""
         x, delta = x[:1].clone(), delta[:1].clone()
-        carried.add_norm(peers, 1, 1, x, delta, weight, bias, eps, behind, torch.empty_like(x))
-        carried.add_norm(peers, 1, 1, None, delta, None, None, 0.0, None, None)
+        self.add_norm(peers, 1, 1, x, delta, weight, bias, eps, behind, torch.empty_like(x))
+        self.add_norm(peers, 1, 1, None, delta, None, None, 0.0, None, None)
+
+    def _reach(self, rows: int, piece: int) -> int:
+        """The rows of the region that is filled the furthest."""
+        return rows
+
+    def _bring(self, delta: Tensor, rows: slice, number: int) -> None:
+        """Send a piece, once it is computed."""
+        begin, row, turn = rows.start, delta.stride(0) * delta.itemsize, self.call % 2
+        other, stream = self.peers.addresses[1 - self.peers.rank], self._stream.cuda_stream
+        target = other + carried.rows_at(self.peers, turn) + begin * row
+        peer_memory.copy(target, delta.data_ptr() + begin * row, (rows.stop - begin) * row, stream)
+        peer_memory.write(other + carried.flag_at(turn, number), self.call, stream)
+
+
+class Owners(Carrier):
+    """The same of more ranks, each of which adds up its share of every piece. That is done on a second stream, which
+    waits for the others' parts by the driver's means: no program does, so the product has the GPU until all are there.
+
+    Such a wait has no bounds. So nothing waits for that stream but the kernel of `finish`, which waits for all sums,
+    this rank's own too (delta was read then); when it gives up it lets the stream go on. Ranks queue the same in one
+    order in which it could be done one by one: it doesn't matter which streams share a queue of the device."""
+
+    add_norm = staticmethod(owned.add_norm)
+
+    def __init__(self, peers: Peers, device: torch.device) -> None:
+        super().__init__(peers, device)
+        self._adding: Any = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        me, ranks = peers.rank, peers.ranks
+        self._others = tuple((me + i) % ranks for i in range(1, ranks))  # no two ranks begin with the same
+
+    def rehearse(
+        self, peers: Peers, x: Tensor, delta: Tensor, weight: Tensor, bias: Tensor | None, eps: float,
+        behind: Tensor | None,
+    ) -> None:  # fmt: skip
+        """See Carrier."""
+        super().rehearse(peers, x, delta, weight, bias, eps, behind)
+        owned.add_up(peers, delta[:1].clone(), slice(0, 1), 0, 0)
+
+    def _reach(self, rows: int, piece: int) -> int:
+        return owned.reach(self.peers.ranks, piece, rows)
+
+    def _bring(self, delta: Tensor, rows: slice, number: int) -> None:
+        """The others' shares go to them; this rank's own is added up when their parts are there, and goes to all."""
+        peers, row, stream = self.peers, delta.stride(0) * delta.itemsize, self._stream.cuda_stream
+        me, parts = peers.rank, owned.region_at(peers, owned.PARTS)
+        first, share = owned.places(peers.ranks, self.piece, rows)
+        for owner in self._others:
+            some = owned.owned(rows, owner, peers.ranks)
+            at = parts + (first + (me - (me > owner)) * share) * row
+            self._copy(peers.addresses[owner] + at, delta.data_ptr() + some.start * row, some, row, stream)
+        for owner in self._others:
+            peer_memory.write(peers.addresses[owner] + owned.flag_at(owned.PARTS, number, me), self.call, stream)
+        own = owned.owned(rows, me, peers.ranks)
+        if own.start < own.stop:
+            self._adding.wait_event(self._computed[number])
+            self._add_up(delta, own, number, first, share)
+
+    def _add_up(self, delta: Tensor, own: slice, number: int, first: int, share: int) -> None:
+        """Of this rank's own rows; see owned.places."""
+        peers, row, stream = self.peers, delta.stride(0) * delta.itemsize, self._adding.cuda_stream
+        me, mine = peers.rank, peers.addresses[peers.rank]
+        for source in self._others:
+            peer_memory.wait(mine + owned.flag_at(owned.PARTS, number, source), self.call, stream)
+        with torch.cuda.stream(self._adding):
+            owned.add_up(peers, delta, own, first, share)
+        at = owned.region_at(peers, owned.SUMS) + own.start * row
+        for other in self._others:
+            self._copy(peers.addresses[other] + at, mine + at, own, row, stream)
+        for rank in (me, *self._others):
+            peer_memory.write(peers.addresses[rank] + owned.flag_at(owned.SUMS, number, me), self.call, stream)
+
+    def _copy(self, target: int, source: int, rows: slice, row: int, stream: int) -> None:
+        if rows.start < rows.stop:
+            peer_memory.copy(target, source, (rows.stop - rows.start) * row, stream)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from quire.parallel.carrier import Carrier
 
 LARGE = 16 << 20
-"""Bytes from which on sums are NCCL's, or carried, where two ranks have a product computed in pieces."""
+"""Bytes from which on sums are NCCL's, or carried, where a product is computed in pieces."""
 REHEARSED = 1 << 20  # bytes of `Peers.more`, for a row
 
 
@@ -40,9 +40,9 @@ class DeviceExchange:
 
             self.kernels, self.pdl = reduce, device.type == "cuda" and early(device)
             if peers.more:
-                from quire.parallel.carrier import Carrier
+                from quire.parallel.carrier import carrier_of
 
-                self.carrier = Carrier(peers, device)
+                self.carrier = carrier_of(peers, device)
 
     def add(self, x: Tensor) -> Tensor:
         """See quire.data.layers.exchange."""

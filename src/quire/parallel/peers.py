@@ -12,7 +12,7 @@ from quire.parallel.peer_memory import HANDLE, PeerError
 from quire.parallel.shared import SharedExchange
 from quire.vocabulary.layout import Part
 
-MORE = 256 << 20  # bytes of rows, of two ranks: each half holds 8,192 rows of 8,192 numbers
+MORE = 256 << 20  # bytes of rows that are carried: each half holds 8,192 rows of 8,192 numbers
 
 
 def open_peers(
@@ -23,7 +23,7 @@ def open_peers(
 
     why = _unreachable(part, indices)
     mine = b""
-    more = carried.memory(MORE) if part.ranks == carried.RANKS else 0
+    more = carried.memory(MORE)
     if not why:
         try:
             address, mine = peer_memory.export(reduce.BYTES + more)

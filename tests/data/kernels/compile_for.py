@@ -36,6 +36,7 @@ from quire.data.kernels.triton import (
     experts,
     linear,
     norm,
+    owned,
     prompt,
     prompt_hopper,
     quick,
@@ -263,6 +264,14 @@ def sums() -> None:
             for given in ((weight, None, None), (weight, weight, None), (wide, None, wide)):
                 carried.add_norm(peers, 3, 2, x, delta, *given[:2], 1e-5, given[2], zeros(4, size))
             carried.add_norm(peers, 4, 2, None, delta, None, None, 0.0, None, None)
+    for ranks in (3, 4, 8):
+        peers = reduce.Peers(ints(ranks), ints(reduce.PROGRAMS), ints(1), 1, ranks, 1 << 20, (0,) * ranks, 256 << 20)
+        for size in (8192, 5120):
+            x, delta, weight, wide = zeros(4, size), zeros(4, size), zeros(size), torch.zeros(size)
+            for given in ((weight, None, None), (weight, weight, None), (wide, None, wide)):
+                owned.add_norm(peers, 3, 2, x, delta, *given[:2], 1e-5, given[2], zeros(4, size))
+            owned.add_norm(peers, 4, 2, None, delta, None, None, 0.0, None, None)
+            owned.add_up(peers, delta, slice(1, 3), 0, 2)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,8 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder
 
 from quire.data.kernels.triton import carried, norm, reduce
+from quire.parallel import carrier, peer_memory
+from quire.parallel.carrier import Owners
 
 EPS = 1e-5
 MORE = 1 << 16  # bytes for rows that are carried
@@ -153,7 +156,8 @@ def late(rank: Rank, sent: ctypes.c_int64) -> None:
 
 def by_carriers(rank: Rank) -> None:
     """Rows that come piece by piece, some late, with flags; regions are used in turn."""
-    if rank.peers.ranks != carried.RANKS:
+    if rank.peers.ranks > 2:
+        by_owners(rank)
         return
     size, piece = 48, 2
     for call, kind in enumerate(("rms", "layer", "behind", "sum", "rms"), 1):
@@ -185,6 +189,58 @@ def by_carriers(rank: Rank) -> None:
     missed = rank.peers._replace(polls=20)
     carried.add_norm(missed, 6, 1, None, torch.ones(1, size), None, None, 0.0, None, None)
     assert rank.error.item() == 2 - rank.peers.rank, f"the other is missed, and the word is {rank.error.item()}"
+
+
+def by_owners(rank: Rank) -> None:
+    """The same by an Owners, whose streams do at once what they are given: all that ranks wait for was sent before.
+    Sums have the bits of those in two phases."""
+    immediate(rank)
+    one, size = Owners(rank.peers, torch.device("cpu")), 48
+    for call, kind in enumerate(("rms", "layer", "behind", "sum", "rms"), 1):
+        rows = (11, 8, 13, 9, 14)[call - 1]
+        every, x, weight = rank.every(rows, size), random(rows, size, seed=1), random(size, seed=2)
+        bias = random(size, seed=3) if kind == "layer" else None
+        behind = random(size, seed=4) if kind == "behind" else None
+        mine, want_x = every[rank.peers.rank], x.clone()
+        want = mine.clone()
+        if kind == "sum":
+            reduce.add(rank.peers, want, shots=2)
+        else:
+            want = reduce.add_norm(rank.peers, want_x, want, weight, bias, EPS, behind=behind, shots=2)
+        for piece in one.pieces(rows, mine.nbytes):
+            time.sleep(0.02 * ((call + rank.peers.rank) % 3))
+            one.send(mine, piece)
+        got = one.finish(None, None, None, 0.0, None) if kind == "sum" else one.finish(x, weight, bias, EPS, behind)
+        assert torch.equal(got.view(torch.int32), want.view(torch.int32)), f"{kind}, call {call}: bits differ"
+        assert torch.equal(x, want_x), f"{kind}, call {call}: x differs"
+    assert rank.error.item() == 0, "somebody was waited for in vain"
+
+
+class Immediate:
+    """A stream, and an event."""
+
+    cuda_stream = 0
+
+    def record(self, stream: Any = None) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+
+def immediate(rank: Rank) -> None:
+    """A device without streams."""
+
+    def wait(address: int, value: int, stream: int) -> None:
+        end = time.monotonic() + 60
+        while (seen := ctypes.c_int64.from_address(address).value) < value and time.monotonic() < end:
+            time.sleep(0.001)
+        assert seen == value, f"a flag is {seen}, not {value}"
+
+    for name in ("Stream", "Event", "current_stream"):
+        setattr(torch.cuda, name, lambda *args, **options: Immediate())
+    torch.cuda.stream, torch.cuda.is_current_stream_capturing = nullcontext, lambda: False
+    peer_memory.copy = lambda target, source, nbytes, stream: ctypes.memmove(target, source, nbytes)
+    peer_memory.write = lambda at, value, stream: setattr(ctypes.c_int64.from_address(at), "value", value)
+    peer_memory.wait, carrier.LEAST, carrier.LEAST_BYTES = wait, 4, 1
 
 
 def silent(rank: Rank) -> None:

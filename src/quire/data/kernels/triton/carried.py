@@ -18,7 +18,6 @@ from quire.data.kernels.triton.norm import warps_of
 from quire.data.kernels.triton.quick import quick
 from quire.data.kernels.triton.reduce import BYTES, PATIENCE, Peers, at, finish, rounded, scales
 
-RANKS = 2
 PIECES = 8  # at most
 HEAD = 4096  # bytes before the regions, for flags
 
@@ -43,6 +42,20 @@ def memory(rows: int) -> int:
     return rows + HEAD if rows else 0
 
 
+@triton.jit
+def awaited(flag, call, error, polls):
+    """What a flag says once it says `call`, or after so many looks."""
+    left = polls
+    seen = tl.load(flag, volatile=True)
+    while (seen != call) & (left > 0):
+        seen = tl.load(flag, volatile=True)
+        left -= 1
+        if left % PATIENCE == 0:  # noqa: SIM102
+            if tl.load(error) != 0:
+                left = left * 0
+    return tl.atomic_add(flag, 0, sem="acquire", scope="sys")  # what came before the flag is seen, too
+
+
 @quick
 @triton.jit(do_not_specialize=["me", "polls", "flags", "theirs", "call", "piece"])
 def _carried(
@@ -56,15 +69,8 @@ def _carried(
     inside = columns < SIZE
     scale, shift, added_scale = scales(weight, bias, behind, columns, inside, NORM, BEHIND, LAYER)
     mine = tl.load(delta + row * delta_stride + columns, mask=inside, other=0.0)
-    flag, left = (tl.load(table + me) + flags + row // piece * 8).to(tl.pointer_type(tl.int64)), polls
-    seen = tl.load(flag, volatile=True)
-    while (seen != call) & (left > 0):
-        seen = tl.load(flag, volatile=True)
-        left -= 1
-        if left % PATIENCE == 0:  # noqa: SIM102
-            if tl.load(error) != 0:
-                left = left * 0
-    seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")  # what came before the flag is seen, too
+    flag = (tl.load(table + me) + flags + row // piece * 8).to(tl.pointer_type(tl.int64))
+    seen = awaited(flag, call, error, polls)
     if seen != call:  # noqa: SIM102
         if tl.load(error) == 0:
             tl.store(error, 2 - me)

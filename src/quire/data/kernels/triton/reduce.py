@@ -48,7 +48,7 @@ class Peers(NamedTuple):
     """One rank's end: `table` [ranks] int64 are the addresses of all ranks' exchange memories, as this rank reaches
     them, `counters` [PROGRAMS] int64 its own, zeros at first, and `error` [1] int64 tells who was waited for in vain,
     from 1 on. `polls` is how often a flag is looked at. `addresses` are those of the table, for the host, and behind
-    BYTES there are `more` bytes for kernels.triton.carried."""
+    BYTES there are `more` bytes for kernels.triton.carried and owned."""
 
     table: Tensor
     counters: Tensor

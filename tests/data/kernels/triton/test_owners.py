@@ -1,0 +1,331 @@
+"""Sums that three ranks and more have carried: every rank's streams are simulated, the kernels interpreted."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import memory_checker
+import pytest
+import torch
+from device_streams import World
+from torch import Tensor
+
+from quire.data.kernels.triton import carried, norm, owned, reduce
+from quire.parallel import carrier as module
+from quire.parallel import peer_memory, peers
+from quire.parallel.carrier import Carrier, Owners, carrier_of
+from quire.parallel.device_exchange import REHEARSED, DeviceExchange
+from quire.vocabulary.layout import Part
+
+if torch.cuda.is_available():
+    pytest.skip("kernels are interpreted here", allow_module_level=True)
+
+CPU = torch.device("cpu")
+SIZE, EPS, ROOM, POLLS = 16, 1e-5, 1 << 14, 20
+KINDS = ("rms", "sum", "layer", "behind")
+
+
+def summed(every: list[Tensor]) -> Tensor:
+    """In rank order, in fp32; rounded once."""
+    total = every[0].float()
+    for other in every[1:]:
+        total = total + other.float()
+    return total.to(every[0].dtype)
+
+
+class Ranks:
+    """So many, whose GPUs are `world`. What a call leaves is in `found`, what it should leave in `wanted`, by rank."""
+
+    def __init__(self, world: World, ranks: int) -> None:
+        self.world, self.ranks = world, ranks
+        self.memories = [torch.zeros(reduce.BYTES + ROOM, dtype=torch.uint8) for _ in range(ranks)]
+        self.addresses = tuple(memory.data_ptr() for memory in self.memories)
+        self.carriers, self.computing = [], []
+        for rank in range(ranks):
+            world.owner = rank
+            ours = reduce.Peers(
+                torch.tensor(self.addresses), torch.zeros(reduce.PROGRAMS, dtype=torch.int64),
+                torch.zeros(1, dtype=torch.int64), rank, ranks, POLLS, self.addresses, ROOM,
+            )  # fmt: skip
+            self.carriers.append(carrier_of(ours, CPU))
+            self.computing.append(torch.cuda.Stream())
+        self.found: list[list[tuple[Tensor, ...]]] = [[] for _ in range(ranks)]
+        self.wanted: list[tuple[Tensor, ...]] = []
+
+    def call(self, rows: int, kind: str, silent: int | None = None, hasty: int | None = None) -> None:
+        """Queue a product, its sum and what follows; rank `silent` does nothing, `hasty` doesn't await the sums."""
+        number = len(self.wanted)
+        torch.manual_seed(number)
+        every = [torch.randn(rows, SIZE) for _ in self.carriers]
+        for rank, one in enumerate(every):
+            one.view(-1)[rank :: self.ranks + 2], one.view(-1)[self.ranks + 1 :: self.ranks + 2] = 0.0, -0.0
+        x, weight = torch.randn(rows, SIZE), torch.randn(SIZE)
+        bias, behind = (torch.randn(SIZE) if kind == one else None for one in ("layer", "behind"))
+        self.wanted.append(wanted(summed(every), x.clone(), weight, bias, behind, kind))
+        for rank, carrier in enumerate(self.carriers):
+            if rank == silent:
+                continue
+            with self.world.on(self.computing[rank]):
+                delta, mine = torch.empty(rows, SIZE), x.clone()
+                for piece in carrier.pieces(rows, delta.nbytes):
+                    self.world.put(partial(delta[piece].copy_, every[rank][piece]))
+                    carrier.send(delta, piece)
+                if rank == hasty:
+                    carrier.delta = None
+                elif kind == "sum":
+                    self.found[rank].append((carrier.finish(None, None, None, 0.0, None).view(-1),))
+                else:
+                    self.found[rank].append((carrier.finish(mine, weight, bias, EPS, behind), mine))
+                if kind != "sum":
+                    self.world.put(partial(delta.fill_, torch.nan))  # it's somebody else's memory
+
+    def wrong(self) -> set[int]:
+        """Of which ranks something isn't what it should be, to the bit."""
+        return {
+            rank
+            for rank, found in enumerate(self.found)
+            for got, want in zip(found, self.wanted)
+            if not all(torch.equal(one.view(torch.int32), two.view(torch.int32)) for one, two in zip(got, want))
+        }
+
+    @property
+    def missed(self) -> list[int]:
+        """Whom each rank names, from 1 on."""
+        return [int(carrier.peers.error) for carrier in self.carriers]
+
+
+def wanted(total: Tensor, x: Tensor, weight: Tensor, bias: Any, behind: Any, kind: str) -> tuple[Tensor, ...]:
+    if kind == "sum":
+        return ((total + 0.0).view(-1),)
+    if bias is not None:
+        return norm.layer_norm(x, weight, bias, EPS, delta=total), x
+    return norm.rms_norm(x, weight, EPS, delta=total, behind=behind), x
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], Ranks]:
+    """Of a seed, and a number of ranks."""
+    monkeypatch.setattr(memory_checker.Bounds, "check", lambda *args: None)  # kernels write what isn't given to them
+    monkeypatch.setattr(module, "LEAST", 3)
+    monkeypatch.setattr(module, "LEAST_BYTES", 1)
+    add_up, add_norm = owned.add_up, owned.add_norm
+
+    def make(seed: int, ranks: int) -> Ranks:
+        world = World(seed)
+        world.install(monkeypatch)
+        monkeypatch.setattr(owned, "add_up", lambda *given: world.put(partial(add_up, *given)))
+        monkeypatch.setattr(Owners, "add_norm", staticmethod(partial(queued, world, add_norm)))
+        return Ranks(world, ranks)
+
+    return make
+
+
+def queued(world: World, add_norm: Callable[..., None], ours: reduce.Peers, call: int, piece: int, *given: Any) -> None:
+    """A kernel that waits for flags: it begins at any time, but here no sooner than it can end."""
+    rows = len(given[1])
+    begins = range(0, rows, piece)
+    pieces = [slice(at, min(at + piece, rows)) for at in begins]
+    base = ours.addresses[ours.rank]
+    words = [
+        ctypes.c_int64.from_address(base + owned.flag_at(owned.SUMS, number, owner))
+        for number, some in enumerate(pieces)
+        for owner in range(ours.ranks)
+        if owned.owned(some, owner, ours.ranks).start < some.stop
+    ]
+    work = partial(add_norm, ours, call, piece, *given)
+    world.put(work, lambda: all(word.value == call for word in words), work)
+
+
+@pytest.mark.parametrize(("ranks", "seeds"), [(4, 2), (3, 3), (8, 1)])
+def test_sums_are_those_in_rank_order_whatever_runs_first(
+    made: Callable[[int, int], Ranks], ranks: int, seeds: int
+) -> None:
+    for seed in range(seeds):
+        group = made(seed, ranks)
+        # In the last pieces, and in the fourth call's of four rows, some ranks own nothing.
+        for rows, kind in zip((7, 9, 6, 26, 10, 13), 2 * KINDS):
+            group.call(rows, kind)
+        group.world.run()
+        assert not any(group.missed), "somebody was waited for in vain"
+        assert all(len(found) == 6 for found in group.found)
+        assert not group.wrong()
+
+
+def test_sums_that_nobody_wants_after_all_are_waited_for(made: Callable[[int, int], Ranks]) -> None:
+    group = made(0, 3)
+    group.call(7, "rms")
+    for rank, carrier in enumerate(group.carriers):
+        with group.world.on(group.computing[rank]):
+            other = torch.ones(6, SIZE)
+            for piece in carrier.pieces(6, other.nbytes):
+                carrier.send(other, piece)
+            carrier.drop()
+            assert carrier.delta is None
+    group.call(7, "layer")
+    group.world.run()
+    assert not any(group.missed)
+    assert not group.wrong()
+
+
+def test_a_rank_without_a_word_is_named_and_all_queues_end(made: Callable[[int, int], Ranks]) -> None:
+    for seed in range(4):
+        group = made(seed, 4)
+        group.call(9, "rms")
+        for _ in range(2):
+            group.call(9, "sum", silent=2)
+        group.world.run()
+        assert group.missed == [3, 3, 0, 3]
+
+
+@pytest.mark.parametrize(("phase", "shift"), [(owned.PARTS, -1), (owned.SUMS, -1), (owned.SUMS, 1)])
+def test_a_flag_of_another_call_is_none(
+    made: Callable[[int, int], Ranks], monkeypatch: pytest.MonkeyPatch, phase: int, shift: int
+) -> None:
+    """Rank 1's of the second call; of parts only an earlier one, as a stream that waits for them takes a later one."""
+    group = made(0, 3)
+    write, ours = peer_memory.write, {owned.flag_at(phase, number, 1) for number in range(carried.PIECES)}
+
+    def planted(address: int, value: int, stream: int) -> None:
+        there = {address - base for base in group.addresses}
+        write(address, value + shift * (value == 2 and bool(there & ours)), stream)
+
+    monkeypatch.setattr(peer_memory, "write", planted)
+    for _ in range(2):
+        group.call(7, "sum")
+    group.world.run()
+    assert {0, 2} & {rank for rank, missed in enumerate(group.missed) if missed == 2}
+
+
+def test_a_share_that_goes_to_another_owner_is_noticed(
+    made: Callable[[int, int], Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0's to ranks 1 and 2, changed over."""
+    group = made(0, 3)
+    copy, (_, one, two) = peer_memory.copy, group.addresses
+
+    def planted(target: int, source: int, nbytes: int, stream: int) -> None:
+        if group.world.streams[stream].owner == 0 and target in range(one, one + reduce.BYTES + ROOM):
+            target += two - one
+        elif group.world.streams[stream].owner == 0:
+            target += one - two
+        copy(target, source, nbytes, stream)
+
+    monkeypatch.setattr(peer_memory, "copy", planted)
+    group.call(7, "rms")
+    group.world.run()
+    assert group.wrong() == {0, 1, 2}
+
+
+def test_a_region_that_is_written_before_it_was_read_is_noticed(made: Callable[[int, int], Ranks]) -> None:
+    """By a rank that doesn't await a call's sums before it sends what the next one's are made of."""
+    group = made(0, 3)
+    group.call(7, "rms", hasty=1)
+    group.call(7, "rms")
+    group.world.run(first=1)
+    assert {0, 2} & group.wrong()
+
+
+def test_a_region_that_is_written_again_after_it_was_read_is_right(made: Callable[[int, int], Ranks]) -> None:
+    """The same without haste, though one rank's streams are in front of all others'."""
+    for first in range(3):
+        group = made(0, 3)
+        for rows in (7, 9, 7):
+            group.call(rows, "rms")
+        group.world.run(first)
+        assert not group.wrong()
+
+
+@pytest.mark.parametrize("ranks", range(3, reduce.MOST + 1))
+def test_a_whole_step_of_a_wide_model_is_carried(
+    made: Callable[[int, int], Ranks], monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    """8,192 rows of 8,192 numbers of 16 bits, and no byte behind the memory that is planned."""
+    one = made(0, ranks).carriers[0]
+    monkeypatch.setattr(module, "LEAST", 1024)
+    monkeypatch.setattr(module, "LEAST_BYTES", 16 << 20)
+    one.peers = one.peers._replace(more=carried.memory(peers.MORE))
+    whole, row = reduce.BYTES + carried.memory(peers.MORE), 8192 * 2
+    pieces = one.pieces(8192, 8192 * row)
+    assert len(pieces) == carried.PIECES
+    assert one.pieces(8193, 8193 * row) == ()
+    assert owned.region_at(one.peers, owned.PARTS) % 16 == owned.region_at(one.peers, owned.SUMS) % 16 == 0
+    assert owned.flag_at(owned.SUMS, carried.PIECES, 0) <= owned.region_at(one.peers, owned.PARTS)
+    for rows in (2048, 2049, 5000, 8191, 8192):
+        pieces = one.pieces(rows, rows * row)
+        first, share = owned.places(ranks, pieces[0].stop, pieces[-1])
+        parts = owned.region_at(one.peers, owned.PARTS) + (first + (ranks - 1) * share) * row
+        sums = owned.region_at(one.peers, owned.SUMS) + rows * row
+        assert parts <= owned.region_at(one.peers, owned.SUMS)
+        assert sums <= whole
+    assert sums == whole, "none is planned that isn't used"
+
+
+class Launched:
+    """A kernel whose launches are told of."""
+
+    def __init__(self, name: str, told: list[str]) -> None:
+        self.name, self.kernel, self.told = name, getattr(owned, name), told
+
+    def __getitem__(self, grid: Any) -> Any:
+        self.told.append(self.name)
+        return self.kernel[grid]
+
+
+def test_a_rehearsal_launches_what_a_call_does_within_its_scratch(
+    made: Callable[[int, int], Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of rows as long as others are exchanged at most: 64 KiB."""
+    group, told = made(0, 8), list[str]()
+    for name in ("_add_up", "_finish"):
+        monkeypatch.setattr(owned, name, Launched(name, told))
+    whole = reduce.BYTES + REHEARSED
+    scratch = torch.zeros(whole + REHEARSED, dtype=torch.uint8)
+    scratch[whole:] = 0xFF  # whoever reads this has no number
+    there = (scratch.data_ptr(),) * 8
+    alone = group.carriers[7].peers._replace(table=torch.tensor(there), addresses=there, polls=0, more=REHEARSED)
+    x, delta = torch.ones(2, 3, 1 << 14).unbind(0)
+    group.carriers[7].rehearse(alone, x, delta, torch.ones(1 << 14), None, EPS, None)
+    group.world.run()
+    assert sorted(told) == ["_add_up", "_finish", "_finish"]
+    assert group.carriers[7].call == 0
+    assert (scratch[whole:] == 0xFF).all()
+    sums = owned.region_at(alone, owned.SUMS)
+    assert torch.equal(scratch[sums : sums + (1 << 16)].view(torch.float32), delta[0])
+    assert torch.equal(delta, torch.ones_like(delta)), "a rehearsal changes nothing"
+
+
+class Host:
+    """Where ranks meet that all are alike."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+
+    def gather(self, x: Tensor) -> Tensor:
+        return x.expand(self.ranks, *x.shape)
+
+
+@pytest.mark.parametrize(("ranks", "kind"), [(3, Owners), (8, Owners), (2, Carrier)])
+def test_any_number_of_ranks_has_memory_for_what_is_carried(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, kind: type[Carrier]
+) -> None:
+    World(0).install(monkeypatch)
+    exported, host = [], Host(ranks)
+
+    def export(nbytes: int) -> peer_memory.Exported:
+        exported.append(nbytes)
+        return peer_memory.Exported(1 << 20, b"")
+
+    monkeypatch.setattr(peer_memory, "export", export)
+    monkeypatch.setattr(peer_memory, "opened", lambda handle: 1 << 20)
+    monkeypatch.setattr(peer_memory, "write", lambda *args: None)
+    monkeypatch.setattr(peers, "_unreachable", lambda *args: "")
+    found, why = peers.open_peers(Part(0, ranks), CPU, range(ranks), host, 1.0)  # type: ignore[arg-type]
+    assert why == ""
+    assert exported == [reduce.BYTES + found.more]
+    assert found.more == carried.memory(peers.MORE)
+    exchange = DeviceExchange(Part(0, ranks), CPU, host, found, None)  # type: ignore[arg-type]
+    assert type(exchange.carrier) is kind
+    assert len(exchange.pieces(8192, 8192 * 8192 * 2)) == carried.PIECES

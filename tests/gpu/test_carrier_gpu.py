@@ -1,0 +1,64 @@
+"""Four ranks' large sums, which copy engines carry, on two GPUs that they share or on four: exact in every bit, and a
+rank that sends nothing is named. Two processes take turns on a GPU, so it says nothing of how long it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from carrier_ranks import EXACT, LAPS, LATE
+
+from quire.config import EngineConfig
+from quire.link.child import BOOT
+from quire.parallel import devices, starting
+from quire.parallel.frames import Hello
+from quire.parallel.remote import RemoteRunner
+from quire.parallel.sides import start_program
+from quire.vocabulary.layout import Layout
+
+RANKS, PATIENCE = 4, 30.0
+PROGRAM = ("-P", "-c", BOOT, str(Path(__file__).parent), "carrier_ranks")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(150),
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[RemoteRunner]:
+    if torch.cuda.device_count() < RANKS:
+        monkeypatch.setenv(devices.SHARE, "1")
+    config = EngineConfig(tp=RANKS, device="cuda")
+    runner = RemoteRunner(RANKS, PATIENCE, partial(start_program, program=PROGRAM))
+    try:
+        starting.meet(runner, config)
+        meeting = runner.meeting.descriptors
+        runner.hello([Hello(config, part, (), 1, PATIENCE, meeting) for part in Layout(RANKS).parts()])
+        runner.wait()
+        yield runner
+    finally:
+        runner.close()
+
+
+def found(ranks: RemoteRunner, rows: int, way: int) -> list[dict[str, Any]]:
+    ranks.warm_up(rows, way)
+    told = ranks.ask("found")
+    assert not [one["missing"] for one in told if "missing" in one]
+    return told
+
+
+def test_sums_of_four_ranks_are_exact_and_who_is_missing_is_named(ranks: RemoteRunner) -> None:
+    """Of 2,048 rows of 8,192 numbers, and of a last piece of one row, of which some ranks own nothing; then one that
+    comes too late, behind whom sums are exact again."""
+    for rows, pieces in ((2048, 2), (2049, 3)):
+        for rank, one in enumerate(found(ranks, rows, EXACT)):
+            assert one == {"wrong": 0, "pieces": pieces, "calls": 2 * LAPS}, f"rank {rank}, {rows} rows: {one}"
+    named = [one["named"] for one in found(ranks, 2048, LATE)]
+    assert named == [RANKS] * (RANKS - 1) + [0], f"rank {RANKS - 1} was missed, and ranks name {named}, from 1 on"
+    for rank, one in enumerate(found(ranks, 2048, EXACT)):
+        assert one["wrong"] == 0, f"rank {rank}, once all are there again: {one}"
