@@ -102,8 +102,8 @@ class Owners(Carrier):
     """The same of more ranks, each of which adds up its share of every piece. That is done on a second stream, which
     waits for the others' parts by the driver's means: no program does, so the product has the GPU until all are there.
 
-    Such a wait has no bounds. So nothing waits for that stream but the kernel of `finish`, which waits for all sums,
-    this rank's own too (delta was read then); when it gives up it lets the stream go on. Ranks queue the same in one
+    Such a wait has no bounds. So nothing waits for that stream but the kernels of `finish`, which have, for all sums,
+    this rank's own too (delta was read then); when they give up they let the stream go on. Ranks queue the same in one
     order in which it could be done one by one: it doesn't matter which streams share a queue of the device."""
 
     add_norm = staticmethod(owned.add_norm)

@@ -30,10 +30,12 @@ class Piece:
 
 
 class World:
-    """All streams; `owner` is whose those are that are made now."""
+    """All streams; `owner` is whose those are that are made now, and `full` has the owners on whose GPUs a kernel waits
+    with as many programs as there is room for."""
 
     def __init__(self, seed: int) -> None:
         self.draw, self.streams, self.owner = random.Random(seed), list[Stream](), 0
+        self.full = set[int]()
         self.current = Stream(self)
 
     def run(self, first: int | None = None) -> None:
@@ -59,6 +61,18 @@ class World:
     def put(self, do: Callable[[], object], ready: Callable[[], bool] = lambda: True, late: Any = None) -> None:
         """Queue something on the current stream."""
         self.current.queue.append(Piece(do, ready, late))
+
+    def fill(self, do: Callable[[], object], ready: Callable[[], bool]) -> None:
+        """Queue a kernel that begins at once, and then waits with as many programs as there is room for; it gives up
+        where there is nothing else to be done."""
+        owner = self.current.owner
+
+        def end() -> None:
+            do()
+            self.full.discard(owner)
+
+        self.put(lambda: self.full.add(owner))
+        self.put(end, ready, end)
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "Stream", lambda *args, **options: Stream(self))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import memory_checker
 import pytest
@@ -25,6 +25,7 @@ if torch.cuda.is_available():
 
 CPU = torch.device("cpu")
 SIZE, EPS, ROOM, POLLS = 16, 1e-5, 1 << 14, 20
+KERNELS = ("_add_up", "_await_own", "_finish")
 KINDS = ("rms", "sum", "layer", "behind")
 
 
@@ -111,32 +112,57 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], Ranks]:
     monkeypatch.setattr(memory_checker.Bounds, "check", lambda *args: None)  # kernels write what isn't given to them
     monkeypatch.setattr(module, "LEAST", 3)
     monkeypatch.setattr(module, "LEAST_BYTES", 1)
-    add_up, add_norm = owned.add_up, owned.add_norm
+    kernels = {name: getattr(owned, name) for name in KERNELS}
 
     def make(seed: int, ranks: int) -> Ranks:
         world = World(seed)
         world.install(monkeypatch)
-        monkeypatch.setattr(owned, "add_up", lambda *given: world.put(partial(add_up, *given)))
-        monkeypatch.setattr(Owners, "add_norm", staticmethod(partial(queued, world, add_norm)))
+        for name, kernel in kernels.items():
+            monkeypatch.setattr(owned, name, Queued(world, name, kernel))
         return Ranks(world, ranks)
 
     return make
 
 
-def queued(world: World, add_norm: Callable[..., None], ours: reduce.Peers, call: int, piece: int, *given: Any) -> None:
-    """A kernel that waits for flags: it begins at any time, but here no sooner than it can end."""
-    rows = len(given[1])
-    begins = range(0, rows, piece)
-    pieces = [slice(at, min(at + piece, rows)) for at in begins]
-    base = ours.addresses[ours.rank]
+class Queued:
+    """A kernel that is launched on a simulated stream; `launches` are the names of all, as they come."""
+
+    launches: ClassVar[list[str]] = []
+
+    def __init__(self, world: World, name: str, kernel: Any) -> None:
+        self.world, self.name, self.kernel = world, name, kernel
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return partial(self.launch, grid)
+
+    def launch(self, grid: tuple[int, ...], *given: Any, **options: Any) -> None:
+        def work() -> None:
+            self.launches.append(self.name)
+            self.kernel[grid](*given, **options)
+
+        world, owner = self.world, self.world.current.owner
+        if self.name == "_add_up":
+            world.put(work, lambda: owner not in world.full)
+        elif self.name == "_await_own":
+            table, _, me, _, _, _, call, piece, rows, ranks = given[:10]
+            world.put(work, said(table, me, call, piece, rows, ranks, [me]), work)
+        else:
+            table, me, (call, piece, rows), ranks = given[6], given[8], given[13:16], len(given[6])
+            world.fill(work, said(table, me, call, piece, rows, ranks, range(ranks)))
+
+
+def said(
+    table: Tensor, me: int, call: int, piece: int, rows: int, ranks: int, owners: Iterable[int]
+) -> Callable[[], bool]:
+    """Whether all sums of these owners have come to rank `me`."""
+    pieces = [slice(at, min(at + piece, rows)) for at in range(0, rows, piece)]
     words = [
-        ctypes.c_int64.from_address(base + owned.flag_at(owned.SUMS, number, owner))
+        ctypes.c_int64.from_address(int(table[me]) + owned.flag_at(owned.SUMS, number, owner))
         for number, some in enumerate(pieces)
-        for owner in range(ours.ranks)
-        if owned.owned(some, owner, ours.ranks).start < some.stop
+        for owner in owners
+        if owned.owned(some, owner, ranks).start < some.stop
     ]
-    work = partial(add_norm, ours, call, piece, *given)
-    world.put(work, lambda: all(word.value == call for word in words), work)
+    return lambda: all(word.value == call for word in words)
 
 
 @pytest.mark.parametrize(("ranks", "seeds"), [(4, 2), (3, 3), (8, 1)])
@@ -263,24 +289,12 @@ def test_a_whole_step_of_a_wide_model_is_carried(
     assert sums == whole, "none is planned that isn't used"
 
 
-class Launched:
-    """A kernel whose launches are told of."""
-
-    def __init__(self, name: str, told: list[str]) -> None:
-        self.name, self.kernel, self.told = name, getattr(owned, name), told
-
-    def __getitem__(self, grid: Any) -> Any:
-        self.told.append(self.name)
-        return self.kernel[grid]
-
-
 def test_a_rehearsal_launches_what_a_call_does_within_its_scratch(
     made: Callable[[int, int], Ranks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of rows as long as others are exchanged at most: 64 KiB."""
-    group, told = made(0, 8), list[str]()
-    for name in ("_add_up", "_finish"):
-        monkeypatch.setattr(owned, name, Launched(name, told))
+    group = made(0, 8)
+    monkeypatch.setattr(Queued, "launches", told := [])
     whole = reduce.BYTES + REHEARSED
     scratch = torch.zeros(whole + REHEARSED, dtype=torch.uint8)
     scratch[whole:] = 0xFF  # whoever reads this has no number
@@ -289,12 +303,31 @@ def test_a_rehearsal_launches_what_a_call_does_within_its_scratch(
     x, delta = torch.ones(2, 3, 1 << 14).unbind(0)
     group.carriers[7].rehearse(alone, x, delta, torch.ones(1 << 14), None, EPS, None)
     group.world.run()
-    assert sorted(told) == ["_add_up", "_finish", "_finish"]
+    assert set(told) == set(KERNELS)
     assert group.carriers[7].call == 0
     assert (scratch[whole:] == 0xFF).all()
     sums = owned.region_at(alone, owned.SUMS)
     assert torch.equal(scratch[sums : sums + (1 << 16)].view(torch.float32), delta[0])
     assert torch.equal(delta, torch.ones_like(delta)), "a rehearsal changes nothing"
+
+
+def test_own_sums_are_awaited_wherever_a_rank_has_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 8 rows in pieces of 3 and 2, of which ranks 0 and 1 own a row each, and rank 2 of the first two."""
+    monkeypatch.setattr(memory_checker.Bounds, "check", lambda *args: None)
+    for me in range(3):
+        has = range(2 if me == 2 else 3)
+        for missing in (None, 0, 1, 2):
+            memory, error = (
+                torch.zeros(reduce.BYTES + carried.HEAD, dtype=torch.uint8),
+                torch.zeros(1, dtype=torch.int64),
+            )
+            words, said = memory.view(torch.int64), (owned.flag_at(owned.PARTS, 0, 0), owned.flag_at(owned.SUMS, 0, 0))
+            words[said[0] // 8 : said[1] // 8] = 5
+            for number in set(has) - {missing}:
+                words[owned.flag_at(owned.SUMS, number, me) // 8] = 5
+            table = torch.tensor([memory.data_ptr()] * 3)
+            owned._await_own[(1,)](table, error, me, POLLS, *said, 5, 3, 8, 3, reduce.MOST, num_warps=1)
+            assert error.item() == (me + 1 if missing in has else 0)
 
 
 class Host:

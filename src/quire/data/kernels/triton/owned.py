@@ -94,6 +94,28 @@ def _give_up(said, call, error, me, owner, RANKS: tl.constexpr):
             tl.atomic_max((said + r * 8).to(tl.pointer_type(tl.int64)), call, sem="release", scope="sys")
 
 
+@triton.jit
+def _length(number, piece, rows):
+    """Rows of a piece."""
+    return tl.minimum(rows - number * piece, piece)
+
+
+@quick
+@triton.jit(do_not_specialize=["me", "polls", "parts_said", "sums_said", "call", "piece", "rows"])
+def _await_own(
+    table, error, me, polls, parts_said, sums_said, call, piece, rows, RANKS: tl.constexpr, MOST: tl.constexpr
+):  # fmt: skip
+    """Wait for the sums that this rank itself takes, in one program: those of _finish have a GPU to themselves while
+    they wait for others', and on every GPU _add_up would find no room."""
+    for number in range((rows + piece - 1) // piece):
+        length = _length(number, piece, rows)
+        if me * tl.cdiv(length, RANKS) < length:
+            mine = tl.load(table + me) + number * (MOST * 8)
+            seen = awaited((mine + sums_said + me * 8).to(tl.pointer_type(tl.int64)), call, error, polls)
+            if seen != call:
+                _give_up(mine + parts_said, call, error, me, me, RANKS)
+
+
 @quick
 @triton.jit(do_not_specialize=["me", "polls", "parts_said", "sums_said", "sums", "call", "piece", "rows"])
 def _finish(
@@ -109,8 +131,7 @@ def _finish(
     inside = columns < SIZE
     scale, shift, added_scale = scales(weight, bias, behind, columns, inside, NORM, BEHIND, LAYER)
     number = row // piece
-    length = tl.minimum(rows - number * piece, piece)
-    owner = row % piece // ((length + RANKS - 1) // RANKS)
+    owner = row % piece // tl.cdiv(_length(number, piece, rows), RANKS)
     mine = tl.load(table + me) + number * (MOST * 8)
     seen = awaited((mine + sums_said + owner * 8).to(tl.pointer_type(tl.int64)), call, error, polls)
     if seen != call:
@@ -138,14 +159,16 @@ def add_norm(
     peers: Peers, call: int, piece: int, x: Tensor | None, delta: Tensor, weight: Tensor | None, bias: Tensor | None,
     eps: float, behind: Tensor | None, out: Tensor | None,
 ) -> None:  # fmt: skip
-    """As carried.add_norm, of the sums that come: delta, whose parts were sent, is written without x alone."""
+    """As carried.add_norm, of the sums that come: delta, whose parts were sent, is written without x alone. In two
+    launches, the first of which leaves nearly all of the GPU to `add_up`."""
     rows, size = delta.shape
     assert delta.is_contiguous(), "rows are dense, as they were sent"
     assert rows <= PIECES * piece, f"{rows} rows are more than {PIECES} pieces of {piece}"
-    block = power_of_2(size)
+    block, said = power_of_2(size), (flag_at(PARTS, 0, 0), flag_at(SUMS, 0, 0))
+    whose = (peers.table, peers.error, peers.rank, peers.polls)
+    _await_own[(1,)](*whose, *said, call, piece, rows, peers.ranks, MOST, num_warps=1)
     _finish[(rows,)](
-        x, delta, behind, weight, bias, out, peers.table, peers.error, peers.rank, peers.polls,
-        flag_at(PARTS, 0, 0), flag_at(SUMS, 0, 0), region_at(peers, SUMS), call, piece, rows,
+        x, delta, behind, weight, bias, out, *whose, *said, region_at(peers, SUMS), call, piece, rows,
         0 if x is None else x.stride(0), delta.stride(0), 0 if out is None else out.stride(0), eps,
         size, block, x is not None, behind is not None, bias is not None, peers.ranks, MOST, num_warps=warps_of(block),
     )  # fmt: skip
