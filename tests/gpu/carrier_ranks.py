@@ -28,7 +28,7 @@ class Carried(Timed):
         self.first = torch.ones_like(delta)
         self.pieces = self.exchange.pieces(rows, delta.nbytes)
         if carrier is None or not self.pieces:
-            self.found = {"missing": f"{rows} rows are not carried: {'; '.join(self.notices) or 'no peers'}"}
+            self.found = {"missing": f"{rows} rows are not carried: {'; '.join(self.seat.notices) or 'no carrier'}"}
             return
         self._compile(lambda: self.norms[0](self.first.clone(), delta.clone()))
         before = carrier.call

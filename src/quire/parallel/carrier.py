@@ -102,9 +102,10 @@ class Owners(Carrier):
     """The same of more ranks, each of which adds up its share of every piece. That is done on a second stream, which
     waits for the others' parts by the driver's means: no program does, so the product has the GPU until all are there.
 
-    Such a wait has no bounds. So nothing waits for that stream but the kernels of `finish`, which have, for all sums,
-    this rank's own too (delta was read then); when they give up they let the stream go on. Ranks queue the same in one
-    order in which it could be done one by one: it doesn't matter which streams share a queue of the device."""
+    Such a wait has no bounds. So nothing waits for that stream but the kernels of `finish`, which have: one for this
+    rank's own sums, behind which it has sent all and read delta, and one for the others', which may fill the GPU then.
+    When they give up they let the stream go on. All ranks queue the same, in an order in which it could be done one by
+    one: it doesn't matter which streams share a queue of the device."""
 
     add_norm = staticmethod(owned.add_norm)
 
@@ -152,7 +153,7 @@ class Owners(Carrier):
         at = owned.region_at(peers, owned.SUMS) + own.start * row
         for other in self._others:
             self._copy(peers.addresses[other] + at, mine + at, own, row, stream)
-        for rank in (me, *self._others):
+        for rank in (*self._others, me):  # behind the copies: its own word says that this rank has sent all
             peer_memory.write(peers.addresses[rank] + owned.flag_at(owned.SUMS, number, me), self.call, stream)
 
     def _copy(self, target: int, source: int, rows: slice, row: int, stream: int) -> None:

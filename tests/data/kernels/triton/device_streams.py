@@ -62,6 +62,11 @@ class World:
         """Queue something on the current stream."""
         self.current.queue.append(Piece(do, ready, late))
 
+    def brief(self, do: Callable[[], object]) -> None:
+        """Queue a kernel that waits for nothing, but takes room."""
+        owner = self.current.owner
+        self.put(do, lambda: owner not in self.full)
+
     def fill(self, do: Callable[[], object], ready: Callable[[], bool]) -> None:
         """Queue a kernel that begins at once, and then waits with as many programs as there is room for; it gives up
         where there is nothing else to be done."""
@@ -84,8 +89,9 @@ class World:
             monkeypatch.setattr(peer_memory, name, getattr(self, name))
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        """It takes room, as within one GPU a copy may be a kernel."""
         with self.on(self.streams[stream]):
-            self.put(lambda: ctypes.memmove(target, source, nbytes))
+            self.brief(lambda: ctypes.memmove(target, source, nbytes))
 
     def write(self, address: int, value: int, stream: int) -> None:
         word = ctypes.c_int64.from_address(address)

@@ -105,8 +105,8 @@ def _length(number, piece, rows):
 def _await_own(
     table, error, me, polls, parts_said, sums_said, call, piece, rows, RANKS: tl.constexpr, MOST: tl.constexpr
 ):  # fmt: skip
-    """Wait for the sums that this rank itself takes, in one program: those of _finish have a GPU to themselves while
-    they wait for others', and on every GPU _add_up would find no room."""
+    """Wait for the sums that this rank itself takes and sends, in one program. Those of _finish fill the GPU while they
+    wait for others' sums, and if they did so on every GPU, _add_up would find room on none."""
     for number in range((rows + piece - 1) // piece):
         length = _length(number, piece, rows)
         if me * tl.cdiv(length, RANKS) < length:
