@@ -79,9 +79,14 @@ class Seat(devices.Seat):
         return {"name": "a CPU", "index": self.index, "free": 3 << 30, "total": 4 << 30}
 
 
-def main() -> None:
-    reduce.PROGRAMS, peers.MORE = 4, 0  # what is carried takes a GPU's streams
+def reach() -> None:
+    """Each other's memory, and nothing that takes a GPU's streams, as what is carried does."""
+    reduce.PROGRAMS, peers.MORE = 4, 0
     peer_memory.export, peer_memory.opened, peers._unreachable = export, opened, lambda *_: ""
+
+
+def main() -> None:
+    reach()
     peer_memory.tensor, peer_memory.write, peer_memory.wait = tensor, write, wait
     peer_memory.copy = lambda target, source, nbytes, stream: ctypes.memmove(target, source, nbytes)
     DevicePipes._stream = lambda pipes: 0

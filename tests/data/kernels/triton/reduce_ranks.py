@@ -194,7 +194,7 @@ def by_carriers(rank: Rank) -> None:
 def by_owners(rank: Rank) -> None:
     """The same by an Owners, whose streams do at once what they are given: all that ranks wait for was sent before.
     Sums have the bits of those in two phases."""
-    immediate(rank)
+    immediate()
     one, size = Owners(rank.peers, torch.device("cpu")), 48
     for call, kind in enumerate(("rms", "layer", "behind", "sum", "rms"), 1):
         rows = (11, 8, 13, 9, 14)[call - 1]
@@ -226,7 +226,7 @@ class Immediate:
     def wait_event(self, event: Any) -> None: ...
 
 
-def immediate(rank: Rank) -> None:
+def immediate() -> None:
     """A device without streams."""
 
     def wait(address: int, value: int, stream: int) -> None:

@@ -1,0 +1,50 @@
+"""Ranks without a model that have rows carried, as on GPUs (tests/gpu/carrier_ranks.py), but of pieces of shared memory
+and by interpreted kernels: everything but the calls of CUDA. A program, see parallel/test_carried_ranks.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import carrier_ranks
+import peer_ranks
+import reduce_ranks
+import torch
+
+from quire.bench import exchange_rank
+from quire.data.kernels.triton import norm
+from quire.parallel import device_exchange, peers, rank
+from quire.parallel.frames import Hello
+from quire.parallel.questions import QUESTIONS
+
+REPLAYS = 2  # beside carrier_ranks' ways
+
+
+class Carried(carrier_ranks.Carried):
+    """`warm_up(rows, REPLAYS)`: what the bench's replays have carried."""
+
+    def __init__(self, hello: Hello, seat: Any) -> None:
+        super().__init__(hello, seat)
+        for one in self.norms:
+            one.kernel = norm.rms_norm
+
+    def warm_up(self, rows: int, way: int) -> None:
+        if way != REPLAYS:
+            super().warm_up(rows, way)
+            return
+        exchange_rank.CARRIED = rows, 1
+        wrong = torch.zeros(1, dtype=torch.int64)
+        carried = self._carrying(wrong)
+        assert carried is not None, "rows are carried"
+        for _ in range(3):
+            carried()
+        self.exchange.check()
+        self.found = {"wrong": int(wrong)}
+
+
+def main() -> None:
+    peer_ranks.reach()
+    reduce_ranks.immediate()
+    peers.MORE, device_exchange.LARGE = 1 << 20, 16
+    exchange_rank.SIZE, exchange_rank.DTYPE = 64, torch.float32
+    QUESTIONS["found"] = lambda runner: runner.found
+    rank.main(Carried, peer_ranks.Seat)
