@@ -115,25 +115,44 @@ def build(config: EngineConfig, progress: bool = False, member: Member | None = 
 
     renderer = None if config.skip_tokenizer_init else Renderer()  # its process comes up while torch is imported
     source = read_source(config)
+    ranks = ranks_of(config, source)
     try:
         reserve(config, source)
         import_module("torch")
         tokenizer, chat = read_text(config, source, renderer)
         named = tokenizer.eos_ids if tokenizer is not None else ()
-        engine, plan, notices = build_engine(config, source, named, progress, member)
+        engine, plan, notices = build_engine(config, source, named, progress, member, ranks)
         sight = read_sight(config, source, tokenizer)
         return Built(engine, source.spec, tokenizer, chat, plan, notices, source.defaults, source.name, sight)
+    except BaseException:
+        if ranks is not None:
+            ranks.abandon()
+        raise
     finally:
         memory().settle()  # of a start that failed, too
 
 
-def build_engine(
-    config: EngineConfig, source: Source, named: tuple[int, ...], progress: bool = False, member: Member | None = None
-) -> tuple[Engine, MemoryPlan, tuple[str, ...]]:
-    """The engine of `source`, whose tokenizer has the end tokens `named`; its memory plan, and what is to be said. The
-    memory is that of `member`, if any. With ranks in processes of their own the model is there, and not here."""
+def ranks_of(config: EngineConfig, source: Source) -> RemoteRunner | None:
+    """Ranks in processes of their own, if there are any, which load libraries while this one does. Those of Ray come
+    later, once it is known what GPUs there are. StartupError for a model that they can't share out."""
     if config.ray_address and config.executor != "ray":
         raise StartupError(f"--ray-address is given, and --executor is {config.executor}", "Use --executor ray")
+    if not config.remote or config.executor == "ray":
+        return None
+    from quire.parallel.remote import RemoteRunner
+
+    source.divided(Part(0, config.tp, 0, config.pp))
+    return RemoteRunner(Layout(config.tp, config.pp), config.rank_timeout)
+
+
+def build_engine(
+    config: EngineConfig, source: Source, named: tuple[int, ...], progress: bool = False, member: Member | None = None,
+    ranks: RemoteRunner | None = None,
+) -> tuple[Engine, MemoryPlan, tuple[str, ...]]:  # fmt: skip
+    """The engine of `source`, whose tokenizer has the end tokens `named`; its memory plan, and what is to be said. The
+    memory is that of `member`, if any. With ranks in processes of their own the model is there, and not here; `ranks`
+    were started already, and end if this fails."""
+    ranks = ranks or ranks_of(config, source)
     if not config.remote:
         if config.on_rank_failure == "restart":
             cause = "--on-rank-failure is restart, and the model is where the engine is"
@@ -144,17 +163,17 @@ def build_engine(
     from quire.parallel.remote import RemoteRunner
     from quire.parallel.starting import started_by
 
-    device = device_of(config)
-    source = _divided(config, source, device)
-    if device != "cpu":
-        check_gpus(config.tp, config.pp)
-    start = started_by(config, device)
-    # They load libraries while the model is looked at.
-    ranks = RemoteRunner(Layout(config.tp, config.pp), config.rank_timeout, **start)
     try:
+        device = device_of(config)
+        source = _divided(config, source, device)
+        if device != "cpu":
+            check_gpus(config.tp, config.pp)
+        if ranks is None:
+            ranks = RemoteRunner(Layout(config.tp, config.pp), config.rank_timeout, **started_by(config, device))
         return _assembled(config, source, named, progress, None, ranks)
     except BaseException:
-        ranks.abandon()
+        if ranks is not None:
+            ranks.abandon()
         raise
 
 
