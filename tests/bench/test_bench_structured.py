@@ -1,4 +1,4 @@
-"""`quire bench structured`: three results of the bundled model, and a made-up vocabulary of the asked size."""
+"""`quire bench structured`: four results of the bundled model, and a made-up vocabulary of the asked size."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ def test_structured(tmp_path: Path) -> None:
     least, out = matching.JUMP, tmp_path / "found.json"
     given = ["--rows", "2", "--tokens", "8", "--repeat", "1", "--vocabulary", "1500", "--max-model-len", "160"]
     assert main(["structured", *given, "--max-num-seqs", "2", "--out", str(out)]) == 0
-    rows, forced, masks = json.loads(out.read_text())["results"]
-    assert set(rows["tokens_per_second"]) == {"free", "schema"}
+    rows, one, forced, masks = json.loads(out.read_text())["results"]
+    assert (rows["held"], one["held"]) == (2, 1)
+    assert set(rows["tokens_per_second"]) == set(one["tokens_per_second"]) == {"free", "schema"}
     assert forced["times"] > 0
     assert all(masks[name]["mask_us"]["p50"] <= masks[name]["mask_us"]["p99"] for name in ("text", "record", "counted"))
     assert least == matching.JUMP

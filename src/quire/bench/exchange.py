@@ -22,7 +22,7 @@ from quire.vocabulary.layout import Layout
 ROWS = (1, 32, 128, 512)
 PROGRAM = program_of("quire.bench.exchange_rank")
 MORE = (768, 1024, 1536)  # rows of 12 to 24 MiB, beside 512 of 8, where sums in one and in two phases are compared
-PROMPTS = (4096,)  # rows of a product that are exchanged while it is computed
+PROMPTS = (4096, 8192)  # rows of a product that are exchanged while it is computed
 WAYS = (
     "quire", "beside a product", "replays", "one-shot", "two-shot", "NCCL", "gloo", "torch one-shot", "torch two-shot",
 )  # fmt: skip

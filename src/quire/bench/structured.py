@@ -1,5 +1,5 @@
-"""What structured output costs: rows of one schema beside as many that may draw anything; forced tokens in one row
-beside one a step; and masks over a large vocabulary, by themselves.
+"""What structured output costs: rows of one schema, or one among others, beside as many that may draw anything; forced
+tokens in one row beside one a step; and masks over a large vocabulary, by themselves.
 
 The model is whichever it is: what it says is of no account, so one without weights or a tokenizer does too. Then, and
 for the masks, the vocabulary is a made-up one: bytes, and words of syllables with and without a space before them.
@@ -57,7 +57,7 @@ def flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """A result for each of the three."""
+    """A result for each of the four."""
     if min(args.rows, args.tokens, args.repeat) < 1 or not 1000 <= args.vocabulary <= 2**20:
         raise StartupError("--rows, --tokens, --repeat and --vocabulary", "Give positive numbers, 1000 to 2**20 tokens")
     with built(config_from(args)) as made:
@@ -65,24 +65,26 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         ends = tuple(engine.scheduler.eos_ids) or (0,)
         grammars = Grammars(made.tokenizer or made_up(size, ends[0]), size, ends)
         results = [
-            {"what": "rows of one schema", "model": made.name, **_rows(engine, grammars, args)},
+            {"what": "rows of one schema", "model": made.name, **_rows(engine, grammars, args, args.rows)},
+            {"what": "one row of a schema, others free", "model": made.name, **_rows(engine, grammars, args, 1)},
             {"what": "forced tokens at once", "model": made.name, **_forced(engine, grammars, args)},
         ]
     return [*results, {"what": "masks alone", **_masks(args.vocabulary, args.rows)}]
 
 
-def _rows(engine: Engine, grammars: Grammars, args: argparse.Namespace) -> dict[str, Any]:
-    """Tokens a second of rows without a form, and of rows with one, in turns."""
+def _rows(engine: Engine, grammars: Grammars, args: argparse.Namespace, held: int) -> dict[str, Any]:
+    """Tokens a second of rows without a form, and of as many of which `held` have one, in turns."""
     grammar = grammars.get(form(SENTENCES))
     speeds: dict[bool, list[float]] = {False: [], True: []}
     for i in range(args.repeat + 1):
         for matched in (False, True):
-            speed = _speed(engine, args.rows, args.tokens, grammar if matched else None)
+            speed = _speed(engine, args.rows, args.tokens, grammar, held if matched else 0)
             if i:  # the first warms up
                 speeds[matched].append(speed)
     free, matched = median(speeds[False]), median(speeds[True])
-    return {"rows": args.rows, "tokens_per_second": {"free": free, "schema": matched}, "lost": 1 - matched / free,
-            "runs": {"free": speeds[False], "schema": speeds[True]}}  # fmt: skip
+    runs = {"free": speeds[False], "schema": speeds[True]}
+    return {"rows": args.rows, "held": held, "lost": 1 - matched / free,
+            "tokens_per_second": {"free": free, "schema": matched}, "runs": runs}  # fmt: skip
 
 
 def _forced(engine: Engine, grammars: Grammars, args: argparse.Namespace) -> dict[str, Any]:
@@ -92,7 +94,7 @@ def _forced(engine: Engine, grammars: Grammars, args: argparse.Namespace) -> dic
     for i in range(args.repeat + 1):
         for at_once in (False, True):
             with _jumping(at_once):
-                speed = _speed(engine, args.rows, 2048, grammar)
+                speed = _speed(engine, args.rows, 2048, grammar, args.rows)
             if i:
                 speeds[at_once].append(speed)
     slow, fast = median(speeds[False]), median(speeds[True])
@@ -110,12 +112,14 @@ def _jumping(at_once: bool) -> Iterator[None]:
         matching.JUMP = least
 
 
-def _speed(engine: Engine, rows: int, tokens: int, grammar: CompiledGrammar | None) -> float:
-    """Tokens a second of so many rows, from their first token to their last."""
+def _speed(engine: Engine, rows: int, tokens: int, grammar: CompiledGrammar, held: int) -> float:
+    """Tokens a second of so many rows, of which the grammar holds `held`, from their first token to their last."""
     for i in range(rows):
+        matched = i < held
         params = SamplingParams(
             temperature=1, seed=i, max_tokens=min(tokens, engine.limits.max_len - PROMPT - 1), detokenize=False,
-            ignore_eos=grammar is None, structured=None if grammar is None else form(SENTENCES), grammar=grammar,
+            ignore_eos=not matched, structured=form(SENTENCES) if matched else None,
+            grammar=grammar if matched else None,
         )  # fmt: skip
         engine.add(str(i), [(5 * j) % 900 + 10 for j in range(PROMPT)], params)
     drawn, began = 0, 0.0
