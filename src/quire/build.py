@@ -6,6 +6,7 @@ The one place where the planes are joined. Every failure is a StartupError with 
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ from quire.data.models.quantization import BLOCKS, FP8, Few, scheme_of
 from quire.errors import StartupError
 from quire.files import LIMITS, read_object
 from quire.link.collector import paused
+from quire.parallel.caches import cache_apart
 from quire.plan_log import logged
 from quire.reserve import reserve
 from quire.shard import attention_of, heads_of, native, shard_runner, stage_of
@@ -269,6 +271,8 @@ def _runner(
 
     kind, where = getattr(torch, dtype), torch.device(device)
     if ranks is None:
+        if device != "cpu":
+            os.environ.update(cache_apart())
         common = member.pool.bytes_of if member else None
         return shard_runner(config, source, kind, where, eos_ids, max_len, progress, common)
     from quire.parallel import starting

@@ -1,4 +1,4 @@
-"""Where Triton keeps what it compiles, if its own folder can't be written: ranks find there what the first one made."""
+"""Where Triton keeps what it compiles, if its own folder can't be written: other ranks, and the next start, find it."""
 
 from __future__ import annotations
 
