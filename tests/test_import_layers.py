@@ -22,8 +22,8 @@ KERNELS, LAYERS_OF, MODELS, WEIGHTS = "data.kernels", "data.layers", "data.model
 CONTROL = SAID | {"control"}
 DATA = {KERNELS, LAYERS_OF, MODELS, WEIGHTS, "data.runner"}
 JOINS = {
-    "budget", "build", "source", "reserve", "llm", "async_llm", "plan_log", "plan_replay", "pool", "vattention",
-    "jenga", "shard",
+    "budget", "build", "formats", "source", "reserve", "llm", "async_llm", "plan_log", "plan_replay", "pool",
+    "vattention", "jenga", "shard",
 }  # fmt: skip
 BELOW = CONTROL | DATA | {"files", "sim", "text", "link", "parallel", *JOINS}
 TOP = {"server", "cli", "bench", "reproduce", "__main__"}

@@ -15,10 +15,11 @@ from test_equality import Compared, Oracle
 from test_fp8_engine import SEED, negative_logs
 from test_tapes import all_of, an_engine, tapes_of
 
-from quire.build import build, model_id, plan
+from quire.build import build, plan
 from quire.config import EngineConfig
 from quire.data.kernels.cpu.loading import library
 from quire.errors import StartupError
+from quire.formats import model_id
 from quire.source import read_source
 from quire.vocabulary.params import SamplingParams
 

@@ -27,14 +27,14 @@ from quire.control.memory.virtual import capacity
 from quire.control.recovery import Restarts
 from quire.data.kernels.cpu import loading as kernels
 from quire.data.kernels.cpu.memory import memory
-from quire.data.models.quantization import BLOCKS, FP8, Few, scheme_of
 from quire.errors import StartupError
 from quire.files import LIMITS, read_object
+from quire.formats import ITEMSIZE, device_of, dtype_of, model_id, planned, saved_by_fp8
 from quire.link.collector import paused
 from quire.parallel.caches import cache_apart
 from quire.plan_log import logged
 from quire.reserve import reserve
-from quire.shard import attention_of, heads_of, native, shard_runner, stage_of
+from quire.shard import attention_of, shard_runner, stage_of
 from quire.source import Source, eos_ids, pooling_of, read_sight, read_source, read_text, tiling_of
 from quire.vocabulary.layout import Layout, Part
 from quire.vocabulary.specs import Geometry, ModelSpec
@@ -46,10 +46,6 @@ if TYPE_CHECKING:
     from quire.text.chat import ChatTemplate
     from quire.text.sight import Sight
     from quire.text.tokenizer import Tokenizer
-
-ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
-NARROW = 1024
-"""A hidden size below which a GGUF file's blocks are multiplied exactly: rounding shows most there, and costs least."""
 
 
 class Built(NamedTuple):
@@ -79,7 +75,7 @@ def plan(config: EngineConfig, device_gib: float | None = None) -> list[str]:
     dtype = dtype_of(config, source.config, device)
     source = source.stored(config, ITEMSIZE[dtype])
     saved = saved_by_fp8(config, source, dtype, device, absent)
-    config = _planned(config, source.spec, device, dtype)
+    config = planned(config, source.spec, device, dtype)
     there = None if device_gib is None else int(device_gib * GIB) // (config.ranks if device == "cpu" else 1)
     made = plan_memory(config, source.spec, source.name, dtype, ITEMSIZE[dtype], device, saved, there)
     pages = page_lines(config, source.spec, ITEMSIZE[dtype], made)
@@ -198,8 +194,8 @@ def _assembled(
     config = config.sized(device).of_rank()
     dtype = dtype_of(config, source.config, device)
     source = source.stored(config, ITEMSIZE[dtype])
-    planned = _planned(config, source.spec, device, dtype)
-    plan = member.plan if member is not None else _memory_plan(planned, source, dtype, device, ranks)
+    sized = planned(config, source.spec, device, dtype)
+    plan = member.plan if member is not None else _memory_plan(sized, source, dtype, device, ranks)
     ends = eos_ids(source, named)
     with _enough_memory(device):
         runner = _runner(config, source, dtype, device, ends, plan.max_len, progress, member, ranks)
@@ -321,104 +317,6 @@ def _enough_memory(device: str) -> Iterator[None]:
             f"out of memory on {device} at start: {str(error).splitlines()[0][:200]}",
             "Use a smaller --gpu-memory-utilization, --kv-gib, --swap-gib, --max-num-seqs or --max-num-batched-tokens",
         ) from error
-
-
-def _planned(config: EngineConfig, spec: ModelSpec, device: str, dtype: str) -> EngineConfig:
-    """`config` as memory is planned for it: kernels for CPUs gather no keys and values. StartupError where there are
-    none, and they alone read what it asks for."""
-    import torch
-
-    ours = device == "cpu" and config.memory != "virtual" and native(heads_of(spec), getattr(torch, dtype))
-    if ours and config.attention == "auto":
-        config = replace(config, attention="native")
-    if config.kv_cache_dtype == "int8" and not (ours and config.attention == "native"):
-        raise StartupError(
-            f"--kv-cache-dtype is int8, which only quire's kernels for CPUs read, and {_not_native(config, device)}",
-            "Leave it out",
-        )
-    return config
-
-
-def _not_native(config: EngineConfig, device: str) -> str:
-    """Why kernels for CPUs don't attend."""
-    if config.attention not in ("auto", "native"):
-        return f"--attention is {config.attention}"
-    if device != "cpu":
-        return f"--device is {device}"
-    if config.memory == "virtual":
-        return "--memory is virtual"
-    return kernels.missing() if kernels.library() is None else "they don't take the model's heads, or its --dtype"
-
-
-def device_of(config: EngineConfig) -> str:
-    """What serves: "cuda" or "cpu". StartupError if a GPU is asked for and not there."""
-    if config.device == "cpu":
-        return "cpu"
-    import torch
-
-    if torch.cuda.is_available():
-        return "cuda"
-    if config.device == "cuda":
-        raise StartupError("--device is cuda, but torch finds no GPU", "Use --device cpu, or install torch for CUDA")
-    return "cpu"
-
-
-def dtype_of(config: EngineConfig, model: dict[str, Any], device: str) -> str:
-    """--dtype auto is the checkpoint's; on a CPU, 16-bit formats become bfloat16 where that is fast, else float32.
-
-    There, a model whose weights are in a GGUF file's blocks is in float32, which is exact, if it is narrow, or if there
-    are no kernels of our own that multiply them as they are: bfloat16 would add to what they round."""
-    if config.dtype != "auto":
-        return config.dtype
-    few = device == "cpu" and _multiplies_bits(config, model)
-    if device == "cpu" and model.get(BLOCKS) and (not few or model.get("hidden_size", NARROW) < NARROW):
-        return "float32"
-    said = model.get("dtype") or model.get("torch_dtype") or "float32"
-    said = said if isinstance(said, str) and said in ITEMSIZE else "float32"
-    if device == "cpu" and said != "float32":
-        return "bfloat16" if few or _fast_bfloat16() else "float32"
-    return str(said)
-
-
-def saved_by_fp8(config: EngineConfig, source: Source, dtype: str, device: str, absent: bool = False) -> int:
-    """Bytes that the model's weights take less than in `dtype`, where they are in FP8 or in few bits and `device`
-    computes with them; a GPU that is `absent` does with FP8."""
-    scheme = scheme_of(source.config, config.quantization)
-    if scheme is None or (isinstance(scheme, FP8) and device == "cpu"):
-        return 0
-    import torch
-
-    from quire.data.weights import few, fp8
-
-    kind, parts = getattr(torch, dtype), [Part(0, config.tp, stage, config.pp) for stage in range(config.pp)]
-    if isinstance(scheme, Few):
-        if device != "cpu":
-            return 0
-        return min(few.saved_bytes(source.config, scheme, kind, source.file, part) for part in parts)
-    here = dtype != "float32" if absent else fp8.native(kind, torch.device(device))
-    return min(fp8.saved_bytes(source.config, scheme, ITEMSIZE[dtype], part) for part in parts) if here else 0
-
-
-def model_id(config: EngineConfig, source: Source, dtype: str) -> str:
-    """What tells apart models whose keys and values differ."""
-    rounded = f"kv-{config.kv_cache_dtype}" if config.kv_cache_dtype != "auto" else None
-    return ":".join(filter(None, (source.name, dtype, config.quantization, rounded)))
-
-
-def _multiplies_bits(config: EngineConfig, model: dict[str, Any]) -> bool:
-    """The model has weights of few bits, and there are kernels of our own for them: they round rows in bfloat16 to
-    int8, which every machine multiplies, and leave rows in float32 as they are."""
-    return isinstance(scheme_of(model, config.quantization), Few) and kernels.library() is not None
-
-
-def _fast_bfloat16() -> bool:
-    """This CPU multiplies bfloat16 matrices in hardware, as far as torch tells."""
-    import torch
-
-    try:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    except (AttributeError, RuntimeError):  # a torch built without oneDNN
-        return False
 
 
 def _notices(

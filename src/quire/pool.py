@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.budget import GIB, MemoryPlan, plan_memory
-from quire.build import ITEMSIZE, device_of, dtype_of, model_id, saved_by_fp8
 from quire.config import EngineConfig
 from quire.control.engine import Engine
 from quire.control.memory import Size
@@ -24,6 +23,7 @@ from quire.control.memory.part import Common, Part
 from quire.control.memory.tables import ledger_of
 from quire.control.turns import Turns
 from quire.errors import InputError, StartupError
+from quire.formats import ITEMSIZE, device_of, dtype_of, model_id, saved_by_fp8
 from quire.source import Source, read_source
 
 if TYPE_CHECKING:

@@ -136,7 +136,7 @@ def test_memory_is_as_planned_while_loading_too(name: str, tmp_path: Path) -> No
 
 
 def build_plan(folder: Path) -> int:
-    from quire.build import saved_by_fp8
+    from quire.formats import saved_by_fp8
     from quire.source import read_source
 
     config = EngineConfig(model=str(folder), quantization="fp8", dummy_weights=True)

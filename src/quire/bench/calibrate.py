@@ -23,11 +23,12 @@ from quire.bench.drive import Decoding
 from quire.bench.machine import Others, machine
 from quire.bench.steps import NOTHING, Sample, Timed, bandwidth_of, grid, moves
 from quire.bench.workloads import Job, parse
-from quire.build import ITEMSIZE, build
+from quire.build import build
 from quire.cli.flags import config_from
 from quire.config import EngineConfig
 from quire.data.models import ARCHITECTURES, architecture
 from quire.errors import StartupError
+from quire.formats import ITEMSIZE
 from quire.sim.cost import MOST_DEPTH, Coefficients, Cost, Shape, Work
 from quire.sim.simulate import Arriving, Simulation
 from quire.source import Source, read_source

@@ -22,10 +22,11 @@ from quire.bench.machine import Others
 from quire.bench.spent import ATTENTION, PRODUCT, Spent, Work, watched
 from quire.bench.steps import clock_of
 from quire.bench.workloads import Job, parse
-from quire.build import ITEMSIZE, build
+from quire.build import build
 from quire.cli.flags import config_from
 from quire.control.engine import Engine
 from quire.errors import StartupError
+from quire.formats import ITEMSIZE
 from quire.link.collector import spare_the_loaded
 from quire.sim.cost import Shape, work_of
 from quire.source import read_source

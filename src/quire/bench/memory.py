@@ -20,10 +20,11 @@ import psutil
 from quire.bench.document import table
 from quire.bench.shapes import built
 from quire.bench.workloads import Job, parse
-from quire.build import Built, device_of
+from quire.build import Built
 from quire.cli.flags import config_from
 from quire.config import EngineConfig
 from quire.errors import StartupError
+from quire.formats import device_of
 from quire.source import Source, read_source
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.specs import parts_a_step

@@ -20,13 +20,13 @@ from quire.bench.document import short, table
 from quire.bench.shapes import built
 from quire.bench.steps import Timed, encoder, picture_steps
 from quire.bench.workloads import Job
-from quire.build import ITEMSIZE
 from quire.cli.flags import config_from
 from quire.control.engine import Engine
 from quire.data.kernels.limits import PARTS_AT_ONCE
 from quire.data.models.seeing_settings import PREPARATION
 from quire.data.models.vision.settings import VisionSettings
 from quire.errors import StartupError
+from quire.formats import ITEMSIZE
 from quire.sim.cost import Cost, load
 from quire.source import read_source
 from quire.vocabulary.media import Medium, Pixels

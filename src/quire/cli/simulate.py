@@ -22,7 +22,6 @@ from quire.bench.pictured import Eyes
 from quire.bench.traces import Traced, counter, load_trace
 from quire.bench.workloads import EXPECTED, Workload, parse, poisson
 from quire.budget import activation_bytes
-from quire.build import ITEMSIZE
 from quire.cli.flags import add_engine_flags, config_from
 from quire.cli.parser import Parser
 from quire.config import EngineConfig
@@ -31,6 +30,7 @@ from quire.control.memory.layout import tokens_in
 from quire.data.models.configs import CONFIGS
 from quire.data.models.quantization import fp8_of
 from quire.errors import InputError, StartupError
+from quire.formats import ITEMSIZE
 from quire.sim.cost import Calibration, Cost, load, names
 from quire.sim.runner import Draw
 from quire.sim.simulate import (

@@ -15,13 +15,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from quire.build import ITEMSIZE, Built
+from quire.build import Built
 from quire.cli.simulate import plant_of
 from quire.config import EngineConfig
 from quire.control.assembly import assemble
 from quire.control.engine import Engine
 from quire.control.memory import Size, Usage, build_memory
 from quire.errors import QuireError
+from quire.formats import ITEMSIZE
 from quire.reproduce.serving import MANY, Load
 from quire.sim.simulate import Arriving, Served, Simulation
 
