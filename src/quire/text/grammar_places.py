@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from quire.text.grammar_beginnings import Known, Room
 from quire.text.grammar_complaints import short
+from quire.text.grammar_strings import Strings
 from quire.vocabulary.structured import Structured
 
 if TYPE_CHECKING:
@@ -24,11 +25,12 @@ LEXER = "lexer error"  # what llguidance says of an error that is the lexer's
 
 
 class Shared:
-    """A grammar as llguidance has it: `first` at its beginning, made of `text`; `start` is what is known there."""
+    """A grammar as llguidance has it: `first` at its beginning, made of `text`; `start` is what is known there, and
+    `strings` of its strings."""
 
-    def __init__(self, masker: Masker, text: str) -> None:
+    def __init__(self, masker: Masker, text: str, strings: Strings | None = None) -> None:
         began = time.thread_time()
-        self.masker, self.text = masker, text
+        self.masker, self.text, self.strings = masker, text, strings
         self.first = masker.matcher(text)
         self.seconds = time.thread_time() - began
         self.start = Known(Room())
@@ -42,19 +44,20 @@ class Shared:
             return self
         with self._lock:
             if self._next is None:
-                self._next = Shared(self.masker, self.text)
+                self._next = Shared(self.masker, self.text, self.strings)
             return self._next.sound(patient)
 
 
 class Place:
     """A Matcher (see quire.vocabulary.structured). `_queue` are tokens that must follow, in order, of which `_used`
     have come; `_left` is how many thoughts may have; `_taken` are the grammar's tokens so far, and `_again` says how
-    often it may be made anew; `at` is what is remembered here; `mask` is what may follow, if it was computed already.
+    often it may be made anew; `at` is what is remembered here; `mask` is what may follow, if it was computed already;
+    `_string` says whether here is a free string, if that is known. Tokens that leave it where it is don't count.
     """
 
     __slots__ = (
-        "_after", "_again", "_begun", "_left", "_queue", "_recent", "_taken", "_used", "at", "inner", "mask", "masker",
-        "shared",
+        "_after", "_again", "_begun", "_left", "_queue", "_recent", "_string", "_taken", "_used", "at", "inner", "mask",
+        "masker", "shared",
     )  # fmt: skip
 
     def __init__(self, masker: Masker, shared: Shared | None, asked: Structured) -> None:
@@ -62,6 +65,7 @@ class Place:
         self.inner = None if shared is None else shared.first.deep_copy()
         self.at = None if shared is None else shared.start
         self.mask: bytes | None = None
+        self._string: bool | None = None
         self._taken, self._again = list[int](), AGAIN
         self._begun = not asked.after
         self._recent: deque[int] = deque(maxlen=len(asked.after) or 1)
@@ -107,11 +111,18 @@ class Place:
 
     def accept(self, token: int) -> str:
         """See Matcher."""
+        masker = self.masker
+        if self._string and masker.plain[token]:
+            return ""
         if not self._begun:
             self._think(token)
             return ""
-        inner, masker = self.inner, self.masker
+        inner = self.inner
         if inner is None:
+            return ""
+        if not masker.plain[token]:
+            self._string = None
+        elif self._string is None and self._is_string():
             return ""
         self.mask = None
         if self.shared.spoiled and self.renew():  # type: ignore[union-attr]
@@ -128,6 +139,17 @@ class Place:
         elif self._look():
             return ""
         return self._failed() if inner.is_error() else ""
+
+    def _is_string(self) -> bool:
+        """Find out whether here is a free string. Where it isn't, it isn't behind more characters of a string either,
+        unless this one is too short to end."""
+        strings = self.shared.strings  # type: ignore[union-attr]
+        mask = self.mask if self.mask is not None or self.at is None else self.at.mask
+        if strings is None or mask is None or self.inner is None:
+            self._string = False
+        else:
+            self._string = strings.around(self.inner, mask)
+        return self._string is True
 
     def _failed(self) -> str:
         self.fails()

@@ -22,6 +22,7 @@ from quire.errors import InputError
 from quire.text.grammar_complaints import complaint, short
 from quire.text.grammar_places import Place, Shared
 from quire.text.grammar_source import source_of
+from quire.text.grammar_strings import Tokens, strings_of
 from quire.text.grammar_tokens import Vocabulary
 from quire.text.grammar_trials import TooComplex, Trials
 from quire.vocabulary.structured import ANY, NAME, Structured
@@ -104,7 +105,7 @@ class Grammars:
                 raise InputError(f"{asked.kind}: it is too complex: {error}", NAME) from error
             if why:
                 raise InputError(complaint(asked, source, why), NAME)
-        made = Shared(masker, source)
+        made = Shared(masker, source, strings_of(asked, masker.spoken))
         if why := made.first.get_error() or masker.tried(made.first):
             raise InputError(complaint(asked, source, why), NAME)
         return made
@@ -148,6 +149,8 @@ class Masker:
         self._executor: LLExecutor | None = LLExecutor(min(cores // 2, 16)) if cores > FEW else None
         self.one_by_one = self._executor is None
         self.probes = _probes(words)
+        self.spoken = Tokens(words, eos_ids)
+        self.plain = self.spoken.plain
         ends = np.zeros(32 * self.words, dtype=np.bool_)
         ends[list(eos_ids)] = True
         spoken = np.arange(32 * self.words) < vocab_size
@@ -220,7 +223,7 @@ class CompiledGrammar:
     def masks(self, matchers: Sequence[Any]) -> list[bytes]:
         """See Grammar. Of those that are at one place that is remembered one is computed. Where one spoils the lexer,
         the others' are computed again."""
-        found: list[Any] = [place.known() for place in matchers]
+        found: list[Any] = [place.mask or place.known() for place in matchers]
         missing = [i for i, mask in enumerate(found) if mask is None]
         for i in missing:
             matchers[i].renew()
@@ -233,7 +236,7 @@ class CompiledGrammar:
             broken = [place.fails() for place in firsts]
             for place, some, mask, fails in zip(firsts, alike.values(), masks, broken):
                 for i in some:
-                    found[i] = mask
+                    found[i] = matchers[i].mask = mask
                     if place.at is not None and not fails and not place.shared.spoiled:
                         place.at.keep(mask)
             missing = [i for i in missing if matchers[i].renew()]

@@ -1,0 +1,142 @@
+"""Free strings: tokens that leave a grammar where it is aren't told to it, and nothing else is skipped."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import echo_service
+import pytest
+
+from quire.bench.structured import made_up
+from quire.text.grammar_strings import LONGEST, Strings, strings_of
+from quire.text.grammars import CompiledGrammar, Grammars, Place
+from quire.vocabulary.structured import Structured, StructuredOutputsParams
+
+SIZE, END = 3000, 0
+FREE = {"type": "string"}
+
+
+@pytest.fixture(scope="module")
+def words() -> Grammars:
+    return Grammars(made_up(SIZE), SIZE, (END,))
+
+
+@pytest.fixture(scope="module")
+def walked() -> Grammars:
+    """The same; nothing is known of their strings."""
+    return Grammars(made_up(SIZE), SIZE, (END,))
+
+
+def form(schema: Any, compact: bool = False) -> Structured:
+    return StructuredOutputsParams(json=schema, disable_any_whitespace=compact).structured()
+
+
+def listed(item: Any) -> dict[str, Any]:
+    return {"type": "array", "items": item, "minItems": 3}
+
+
+def place_of(grammar: CompiledGrammar, remembered: bool) -> Place:
+    place = grammar.matcher()
+    if not remembered:
+        place.at = None
+    return place
+
+
+@pytest.mark.parametrize("schema", [
+    listed({}),
+    listed(FREE),
+    listed({"type": "string", "minLength": 9}),
+    listed({"anyOf": [FREE, {"type": "null"}]}),
+    {"type": "object", "properties": {"da": FREE, "gus": {"enum": ["one", "two words", 3]}, "n": {"type": "integer"}},
+     "required": ["da", "gus", "n"], "additionalProperties": {"type": "string", "maxLength": 12}},
+    {"type": "array", "prefixItems": [{"type": "string", "maxLength": 30}, FREE], "minItems": 4,
+     "items": {"$ref": "#/$defs/part"}, "$defs": {"part": {"type": ["string", "number", "boolean"]}}},
+    listed({"type": "object", "properties": {"k": FREE, "kk": {"type": "string", "minLength": 3, "maxLength": LONGEST}},
+            "required": ["k", "kk"], "additionalProperties": FREE}),
+])  # fmt: skip
+def test_what_may_follow_is_what_it_is_where_every_token_is_told(
+    words: Grammars, walked: Grammars, schema: Any
+) -> None:
+    grammar, other, rng, skipped = words.get(form(schema)), walked.get(form(schema)), random.Random(0), 0
+    assert other.shared is not None
+    other.shared.strings = None
+    plain = grammar.masker.plain
+    for walk in range(12):
+        place, told = place_of(grammar, walk % 2 == 0), place_of(other, walk % 2 == 0)
+        for _ in range(60):
+            [mask] = grammar.masks([place])
+            assert [mask] == other.masks([told])
+            assert place.forced() == told.forced()
+            allowed = grammar.masker.allowed(mask).tolist()
+            texts = [token for token in allowed if plain[token]]
+            token = rng.choice(texts if texts and rng.random() < 0.6 else allowed)
+            assert place.accept(token) == told.accept(token) == ""
+            if token == END:
+                break
+        skipped += len(told._taken) - len(place._taken)
+    assert skipped > 20
+
+
+class Counted:
+    """One of llguidance's matchers, and how often it is told of a token."""
+
+    def __init__(self, inner: Any, told: list[int]) -> None:
+        self.inner, self.told = inner, told
+
+    def consume_token(self, token: int) -> bool:
+        self.told.append(token)
+        return bool(self.inner.consume_token(token))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+def told_of(schema: Any, begin: str, text: str) -> int:
+    """How many of the characters of `text`, each a token, a grammar is told of behind those of `begin`."""
+    tokenizer = echo_service.tokenizer()
+    grammar = Grammars(tokenizer, echo_service.VOCAB, (0,)).get(form(schema, compact=True))
+    place, told = grammar.matcher(), list[int]()
+    for token in tokenizer.encode(begin, add_special_tokens=False):
+        grammar.masks([place])
+        assert place.accept(token) == ""
+    place.inner = Counted(place.inner, told)  # type: ignore[assignment]
+    for each in text:
+        grammar.masks([place])
+        [token] = tokenizer.encode(each, add_special_tokens=False)
+        assert place.accept(token) == ""
+    return len(told)
+
+
+@pytest.mark.parametrize(("schema", "begin", "told"), [
+    (listed(FREE), '["', 0),
+    (listed({"type": "string", "maxLength": 200}), '["', 9),
+    (listed({"type": "string", "minLength": 5}), '["', 5),
+    ({"type": "object"}, '{"', 9),  # a key
+    ({"type": "object"}, '{"k":"', 0),
+    ({"properties": {"k": {"maxLength": 9}}}, '{"k":"', 9),
+    ({"properties": {"k": {"maxLength": 9}}}, '{"m":"', 0),
+    ({"enum": ["some text"]}, '"', 9),
+    (listed({"type": "string", "pattern": "^[a-z ]*$"}), '["', 9),
+])  # fmt: skip
+def test_a_grammar_is_told_of_what_moves_it(schema: Any, begin: str, told: int) -> None:
+    assert told_of(schema, begin, "some text") == told
+
+
+@pytest.mark.parametrize("schema", [
+    {"pattern": "a"}, {"format": "date"}, {"allOf": [FREE, FREE]}, {"oneOf": [FREE, {"type": "null"}]},
+    {"patternProperties": {"a": FREE}}, {"anyOf": [FREE, {"const": "a"}]}, {"anyOf": [FREE, FREE]},
+    {"anyOf": [FREE, {"type": "null"}], "maxLength": 3}, {"$ref": "#/$defs/a", "minLength": 3, "$defs": {"a": FREE}},
+    {"type": "string", "enum": ["a"], "maxLength": 3}, {"maxLength": LONGEST + 1},
+    {"x-guidance": {"whitespace_pattern": "x"}}, {"items": {"x-guidance": {}}},
+])  # fmt: skip
+def test_schemas_of_whose_strings_nothing_is_known(words: Grammars, schema: Any) -> None:
+    tokens = words._made_masker().spoken
+    assert isinstance(strings_of(form({"items": {"anyOf": [FREE, {"type": "null"}]}}), tokens), Strings)
+    for within in (schema, {"properties": {"a": schema}}, {"$defs": {"a": {"items": schema}}}):
+        assert strings_of(form(within), tokens) is None
+
+
+def test_nothing_is_known_of_other_forms(words: Grammars) -> None:
+    asked = StructuredOutputsParams(regex='"[a-z]*"').structured()
+    assert strings_of(asked, words._made_masker().spoken) is None
