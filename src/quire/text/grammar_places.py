@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING
 
 from quire.text.grammar_beginnings import Known, Room
 from quire.text.grammar_complaints import short
-from quire.text.grammar_strings import Strings
+from quire.text.grammar_strings import FREE, Strings
 from quire.vocabulary.structured import Structured
 
 if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
     from quire.text.grammars import Masker
 
 AGAIN = 2  # times that an output may go on in its grammar made anew
@@ -26,12 +28,15 @@ LEXER = "lexer error"  # what llguidance says of an error that is the lexer's
 
 class Shared:
     """A grammar as llguidance has it: `first` at its beginning, made of `text`; `start` is what is known there, and
-    `strings` of its strings."""
+    `strings` of its strings. `brief` is the same as `first`, over the vocabulary of `counted`, where strings of counted
+    characters are the dearest."""
 
     def __init__(self, masker: Masker, text: str, strings: Strings | None = None) -> None:
         began = time.thread_time()
         self.masker, self.text, self.strings = masker, text, strings
         self.first = masker.matcher(text)
+        self.counted = masker.counted if strings is not None and strings.most else None
+        self.brief = None if self.counted is None else masker.matcher(text, self.counted.tokenizer)
         self.seconds = time.thread_time() - began
         self.start = Known(Room())
         self.spoiled = False  # its lexer has too many states
@@ -52,12 +57,14 @@ class Place:
     """A Matcher (see quire.vocabulary.structured). `_queue` are tokens that must follow, in order, of which `_used`
     have come; `_left` is how many thoughts may have; `_taken` are the grammar's tokens so far, and `_again` says how
     often it may be made anew; `at` is what is remembered here; `mask` is what may follow, if it was computed already;
-    `_string` says whether here is a free string, if that is known. Tokens that leave it where it is don't count.
+    `_string` says whether here is a free string, if that is known: tokens that leave it where it is don't count. In a
+    counted one there is `_room` for so many characters, and `_brief` is the place over the vocabulary for these; of
+    `_taken` it was told the first `_said`, and `inner` the first `_told`.
     """
 
     __slots__ = (
-        "_after", "_again", "_begun", "_left", "_queue", "_recent", "_string", "_taken", "_used", "at", "inner", "mask",
-        "masker", "shared",
+        "_after", "_again", "_begun", "_brief", "_left", "_queue", "_recent", "_room", "_said", "_string", "_taken",
+        "_told", "_used", "at", "inner", "mask", "masker", "shared",
     )  # fmt: skip
 
     def __init__(self, masker: Masker, shared: Shared | None, asked: Structured) -> None:
@@ -66,6 +73,8 @@ class Place:
         self.at = None if shared is None else shared.start
         self.mask: bytes | None = None
         self._string: bool | None = None
+        self._brief: LLMatcher | None = None
+        self._room = self._said = self._told = 0
         self._taken, self._again = list[int](), AGAIN
         self._begun = not asked.after
         self._recent: deque[int] = deque(maxlen=len(asked.after) or 1)
@@ -99,12 +108,17 @@ class Place:
                 self._queue = at.queue
                 return False
         elif masker.one_by_one:
+            if self._counted_mask() is not None:
+                self._queue = ()
+                return True
             self.mask = mask = inner.compute_bitmask()[: masker.size]
             for one, bit, other, its in masker.probes:  # no function: every row is here in every step
                 if mask[one] & bit and mask[other] & its:
                     self._queue = ()
                     return True
         self._queue = (masker.end,) if inner.is_stopped() else tuple(inner.compute_ff_tokens())
+        if self._queue:
+            self.mask = None  # of several end tokens it has all
         if at is not None and not inner.is_error():
             at.follow(self._queue)
         return False
@@ -122,16 +136,21 @@ class Place:
             return ""
         if not masker.plain[token]:
             self._string = None
-        elif self._string is None and self._is_string():
+        elif self._string is None and self._is_free():
             return ""
         self.mask = None
+        if self._room and self._fits(token):
+            return ""
         if self.shared.spoiled and self.renew():  # type: ignore[union-attr]
             inner = self.inner
+        if self._told < len(self._taken):
+            self._tell()
         if token in masker.eos_ids:
             return "" if inner.is_accepting() else f"token {token} ends the output before its grammar does"
         if not inner.consume_token(token):
             return self._failed()
         self._taken.append(token)
+        self._told += 1
         if self.at is not None:
             self.at = self.at.then(token)
         if self._queue and self._used + 1 < len(self._queue) and self._queue[self._used] == token:
@@ -140,16 +159,51 @@ class Place:
             return ""
         return self._failed() if inner.is_error() else ""
 
-    def _is_string(self) -> bool:
-        """Find out whether here is a free string. Where it isn't, it isn't behind more characters of a string either,
-        unless this one is too short to end."""
-        strings = self.shared.strings  # type: ignore[union-attr]
-        mask = self.mask if self.mask is not None or self.at is None else self.at.mask
-        if strings is None or mask is None or self.inner is None:
-            self._string = False
-        else:
-            self._string = strings.around(self.inner, mask)
+    def _is_free(self) -> bool:
+        """Find out whether here is a free string, or a counted one. Where none is, none is behind more characters of a
+        string either, unless this one is too short to end."""
+        assert self.inner is not None and self.shared is not None, "it has a grammar"  # noqa: PT018
+        shared = self.shared
+        room = 0 if shared.strings is None else shared.strings.room(self.inner)
+        self._string = None if room is None else room == FREE
+        if room and room != FREE and shared.counted is not None and shared.brief is not None:
+            self._brief = self._brief or shared.brief.deep_copy()
+            if shared.counted.tell(self._brief, self._taken[self._said :]):
+                self._said, self._room = len(self._taken), room
         return self._string is True
+
+    def _fits(self, token: int) -> bool:
+        """Whether there is room for characters more behind the token, in a counted string: then `inner` needn't be told
+        of it yet."""
+        assert self.shared is not None and self.shared.counted is not None, "it counts"  # noqa: PT018
+        count = self.shared.counted.characters[token]
+        self._room = max(0, self._room - count) if count else 0
+        if not self._room or not self.shared.counted.pass_over(self._brief, count):
+            self._room = 0
+            return False
+        self._taken.append(token)
+        self._said += 1
+        if self.at is not None:
+            self.at = self.at.then(token)
+        return True
+
+    def _counted_mask(self) -> bytes | None:
+        """What may follow in a counted string; None: this isn't one, or not one with room for a character."""
+        counted = None if self.shared is None else self.shared.counted
+        if counted is None or (self._string is None and self._is_free()) or not self._room:
+            return None
+        mask = counted.mask(self._brief, self._room)
+        if self._brief.is_error():
+            self._room = 0
+            self._tell()
+            return None
+        self.mask = mask
+        return mask
+
+    def _tell(self) -> None:
+        assert self.inner is not None, "it has a grammar"
+        self.inner.consume_tokens(self._taken[self._told :])
+        self._told = len(self._taken)
 
     def _failed(self) -> str:
         self.fails()
@@ -175,6 +229,7 @@ class Place:
         self.shared = self.shared.sound()
         self.inner, self.at, self.mask = self.shared.first.deep_copy(), None, None
         self.inner.consume_tokens(self._taken)
+        self._told = len(self._taken)
         return True
 
     def forced(self) -> tuple[int, ...]:
@@ -192,7 +247,10 @@ class Place:
         if not self._queue:
             if not self._begun:
                 return self.masker.unending
-            return self.masker.everything if self.inner is None else self.at.mask if self.at is not None else None
+            if self.inner is None:
+                return self.masker.everything
+            known = None if self.at is None else self.at.mask
+            return self._counted_mask() if known is None else known
         mask, token = bytearray(self.masker.size), self._queue[self._used]
         mask[token // 8] = 1 << token % 8
         return bytes(mask)
@@ -203,5 +261,6 @@ class Place:
         for name in Place.__slots__:
             setattr(other, name, getattr(self, name))
         other.inner = None if self.inner is None else self.inner.deep_copy()
+        other._brief = None if self._brief is None else self._brief.deep_copy()
         other._recent, other._taken = self._recent.copy(), self._taken.copy()
         return other

@@ -1,8 +1,9 @@
-"""Free strings: places in a JSON text where most tokens leave a grammar where it is.
+"""Strings within a JSON text: free ones, in which most tokens leave a grammar where it is, and counted ones.
 
 Within a string of any characters what may follow is the same before and behind a token of such characters, so nobody
-need ask llguidance about these, which are most of an output that has text in it. llguidance doesn't say where it is; it
-is told by what may follow there, for schemas whose strings are looked through here.
+need ask llguidance about these, which are most of an output that has text in it. Within one of counted characters it
+depends on how many are left (grammar_counted.py). llguidance doesn't say where it is; it is told by what may follow
+there, for schemas whose strings are looked through here.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ if TYPE_CHECKING:
     from quire.text.grammar_tokens import Vocabulary
 
 PLAIN = re.compile(r'[^"\\\x00-\x1F\x7F]+')  # characters that stand for themselves in a JSON string
-LONGEST = 256  # characters that a counted string may have beside free ones
+LONGEST = 512  # characters that counted strings of a schema may have, each kind once: for each llguidance's lexer makes
+# a state, and of these only so many before the next mask is made (strings of 256 take a third of what it is given)
 MAX_DEPTH = 64  # of a schema, as far as it is looked into here
+FREE = 1 << 30  # characters: any number
 PROBES = 64  # tokens of some letters that are kept
 SINGLE = frozenset(("null", "boolean", "integer", "number"))  # types without strings
 REMARKS = frozenset(("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment",
@@ -60,24 +63,27 @@ def _is_plain(token: bytes) -> bool:
 
 
 class Strings:
-    """Where a grammar is in a free string. `byte` and `bit` are those of a token in a mask that may be spoken nowhere
-    but in free and counted strings."""
+    """Where a grammar is in a string. `probe` is a token, of some letters, that may be spoken nowhere but in free and
+    counted strings, `letter` one of a letter, `closing` a quote and a colon; of counted strings none has more than
+    `most` characters, and `more` are how many must come behind the probe in some."""
 
-    __slots__ = ("bit", "byte", "closing", "run")
+    __slots__ = ("_closing", "_ends", "_probe", "_run", "most")
 
-    def __init__(self, probe: int, closing: list[int], run: int) -> None:
-        self.byte, self.bit, self.closing = probe // 8, 1 << probe % 8, closing
-        self.run = [probe] * run  # longer than a counted string
+    def __init__(self, probe: int, letter: int, closing: list[int], most: int, more: Iterable[int]) -> None:
+        self._probe, self._closing, self.most = [probe], closing, most
+        self._run = [letter] * (most + 1)
+        self._ends = [[probe, *[letter] * count, *closing] for count in sorted({*more})]
 
-    def around(self, inner: LLMatcher, mask: bytes) -> bool | None:
-        """Whether the place that `mask` is of is within a free string, and of a value: it may end here, and no colon
-        follows then. None: it may not end yet."""
-        if not mask[self.byte] & self.bit:
-            return False
-        closing = inner.validate_tokens(self.closing)
-        if closing != 1:
-            return False if closing else None
-        return inner.validate_tokens(self.run) == len(self.run)
+    def room(self, inner: LLMatcher) -> int | None:
+        """How many characters more there may be in a string here that is a value; FREE: any number. 0: it isn't known
+        to be one. None: any number, but it may not end yet. A value's string may end, and no colon follows then."""
+        if not inner.validate_tokens(self._probe):
+            return 0
+        closing = inner.validate_tokens(self._closing)
+        if closing != 1 and (closing or not any(inner.validate_tokens(end) == len(end) - 1 for end in self._ends)):
+            return 0
+        room = inner.validate_tokens(self._run)
+        return room if room <= self.most else FREE if closing else None
 
 
 def strings_of(asked: Structured, tokens: Tokens) -> Strings | None:
@@ -85,16 +91,18 @@ def strings_of(asked: Structured, tokens: Tokens) -> Strings | None:
     if asked.kind not in ("json", "json_object") or None in tokens.closing:
         return None
     schema = read_json(asked) if asked.kind == "json" else {"type": "object"}
-    lengths = [0]
+    counted = {(0, 0)}  # least and most characters
     for at in _schemas(schema, 0, root=True):
         if at is None:
             return None
-        lengths.append(at.get("maxLength", 0))
+        counted.add((int(at.get("minLength", 0)), int(at.get("maxLength", 0))))
     said = ALWAYS + json.dumps(schema, ensure_ascii=False)
     probe = next(((id, text) for id, text in tokens.letters if text not in said), None)
-    if probe is None or max(lengths) > LONGEST:
+    letter = next((id for id, text in tokens.letters if len(text) == 1), None)
+    if probe is None or letter is None or sum(map(max, counted)) > LONGEST:
         return None
-    return Strings(probe[0], tokens.closing, int(max(lengths)) // len(probe[1]) + 1)
+    ends = (max(0, least - len(probe[1])) for least, _ in counted)
+    return Strings(probe[0], letter, tokens.closing, max(most for _, most in counted), ends)
 
 
 def _schemas(at: Any, depth: int, root: bool = False) -> Iterator[dict[str, Any] | None]:

@@ -20,6 +20,7 @@ import numpy as np
 
 from quire.errors import InputError
 from quire.text.grammar_complaints import complaint, short
+from quire.text.grammar_counted import LEAST, Counted
 from quire.text.grammar_places import Place, Shared
 from quire.text.grammar_source import source_of
 from quire.text.grammar_strings import Tokens, strings_of
@@ -151,15 +152,16 @@ class Masker:
         self.probes = _probes(words)
         self.spoken = Tokens(words, eos_ids)
         self.plain = self.spoken.plain
+        self.counted = Counted(words, self.spoken, eos_ids) if vocab_size >= LEAST else None
         ends = np.zeros(32 * self.words, dtype=np.bool_)
         ends[list(eos_ids)] = True
         spoken = np.arange(32 * self.words) < vocab_size
         self.everything = np.packbits(spoken, bitorder="little").tobytes()
         self.unending = np.packbits(spoken & ~ends, bitorder="little").tobytes()  # all tokens but those that end
 
-    def matcher(self, grammar: str) -> LLMatcher:
+    def matcher(self, grammar: str, tokenizer: LLTokenizer | None = None) -> LLMatcher:
         """At the beginning of llguidance's own form of a grammar. Its error says why it can't be used."""
-        return self._matcher(self.tokenizer, grammar, log_level=0, limits=self._limits)
+        return self._matcher(tokenizer or self.tokenizer, grammar, log_level=0, limits=self._limits)
 
     def tried(self, first: LLMatcher) -> str:
         """Why a grammar can't be used that compiled: no text fulfils it, or it grows too complex or slow within some
