@@ -24,12 +24,13 @@ class Masks:
         self.vocab_size, self.device = vocab_size, device
         self.words = -(-vocab_size // 32)
         self.some = False
-        self._place = np.full(slots, -1, dtype=np.int64)  # by slot: which of `_bits` is its own
-        self._bits = np.zeros((0, self.words), dtype=np.int32)
+        self._place = np.full(slots, -1, dtype=np.int64)  # by slot: the slot, if it has a mask in this step
+        self._bits = np.zeros((slots, self.words), dtype=np.int32)  # by slot; those that nobody touches take no memory
+        self._kept: list[bytes | None] = [None] * slots  # what is in `_bits`: in many rows what it was a step ago
         self._staging, self._side = None, None
         if device.type == "cuda":  # bits are on their way while the logits are computed
             self._staging, self._side = Staging(device, size=1 << 21), torch.cuda.Stream(device)
-        self._tape: tuple[np.ndarray, np.ndarray] | None = None  # what a tape reads: places and bits of its rows
+        self._tape: np.ndarray | None = None  # the slots of a tape's rows, as far as they have masks
 
     def take(self, masks: Sequence[Mask]) -> None:
         """The masks of a step, before its rows are sampled; they hold until the next step's."""
@@ -38,10 +39,16 @@ class Masks:
         self.some = bool(masks)
         if not masks:
             return
-        slots, bits = zip(*masks)
+        kept = self._kept
+        slots = [mask[0] for mask in masks]
+        self._place[slots] = slots
+        if not (new := [mask for mask in masks if kept[mask[0]] is not mask[1]]):
+            return
+        slots, bits = map(list, zip(*new))
         assert {*map(len, bits)} == {4 * self.words}, f"a mask doesn't have {4 * self.words} bytes"
-        self._bits = np.frombuffer(bytearray().join(bits), dtype="<i4").reshape(-1, self.words)
-        self._place[np.array(slots)] = np.arange(len(masks))
+        self._bits[slots] = np.frombuffer(b"".join(bits), dtype="<i4").reshape(-1, self.words)
+        for slot, one in new:
+            kept[slot] = one
 
     def of(self, slots: Sequence[int] | np.ndarray) -> np.ndarray:
         """Which of these slots have a mask."""
@@ -57,7 +64,9 @@ class Masks:
             from quire.data.kernels.triton.masking import mask_logits
 
             with torch.cuda.stream(self._side):
-                sent = self._staging.upload_all([places, self._bits])
+                rows = np.flatnonzero(places >= 0)
+                bits, places[rows] = self._bits[places[rows]], np.arange(len(rows))
+                sent = self._staging.upload_all([places, bits])
             now = torch.cuda.current_stream(self.device)
             now.wait_stream(self._side)
             sent[0].record_stream(now)  # both are of one piece of memory
@@ -76,9 +85,8 @@ class Masks:
         """A tape's tail that masks its rows, up to `largest` of them, and goes on as `after`. `fill` comes before."""
         from quire.data.kernels.cpu import masking
 
-        # Zeros that nobody touches take no memory.
-        places, bits = torch.zeros(largest, dtype=torch.int64), torch.zeros((largest, self.words), dtype=torch.int32)
-        self._tape = places.numpy(), bits.numpy()
+        places, bits = torch.zeros(largest, dtype=torch.int64), torch.from_numpy(self._bits)
+        self._tape = places.numpy()
 
         def tail(logits: Tensor, slots: Tensor) -> Any:
             masking.mask_logits(logits, places[: len(logits)], bits)
@@ -89,6 +97,4 @@ class Masks:
     def fill(self, slots: np.ndarray) -> None:
         """What the tail reads at its next replay, for rows of these slots; padding has no mask."""
         assert self._tape is not None, "there is a tail"
-        places, bits = self._tape
-        places[: len(slots)], places[len(slots) :] = self._place[slots], -1
-        bits[: len(self._bits)] = self._bits
+        self._tape[: len(slots)], self._tape[len(slots) :] = self._place[slots], -1
