@@ -140,3 +140,15 @@ def test_schemas_of_whose_strings_nothing_is_known(words: Grammars, schema: Any)
 def test_nothing_is_known_of_other_forms(words: Grammars) -> None:
     asked = StructuredOutputsParams(regex='"[a-z]*"').structured()
     assert strings_of(asked, words._made_masker().spoken) is None
+
+
+@pytest.mark.parametrize("begin", ['["\\', '["\\u', '["\\u001', '["a\\'])
+def test_within_an_escape_is_no_free_string(words: Grammars, begin: str) -> None:
+    grammar = words.get(form(listed(FREE)))
+    place = grammar.matcher()
+    for each in begin:
+        [token] = words.tokenizer.encode(each, add_special_tokens=False)
+        assert place.accept(token) == ""
+    assert place.inner is not None
+    assert not place._is_free()
+    assert not any(place.inner.validate_tokens([token]) for token, _ in grammar.masker.spoken.letters)

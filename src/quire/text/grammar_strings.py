@@ -38,19 +38,21 @@ KNOWN = REMARKS | frozenset((
 ALONE = ("anyOf", "$ref", "enum", "const")
 """Keywords beside which no other may say what the same value is; enum and const may have a type."""
 OWN_OPTIONS = frozenset(("whitespace_flexible", "lenient"))
+ESCAPED = b"bfnrtuabcdefABCDEF"  # what an escape may go on with
 ALWAYS = "true false null eE"  # what may be spoken though no schema says it
 
 
 class Tokens:
     """Of a vocabulary: `plain` says of each token whether it is whole characters that stand for themselves; a quote and
-    a colon; and tokens of letters, the longest first."""
+    a colon; and tokens of letters that go on with no escape, the longest first."""
 
     def __init__(self, words: Vocabulary, ends: Iterable[int]) -> None:
         self.plain = bytearray(map(_is_plain, words.tokens))
         for id in (*words.special_token_ids, *ends):
             self.plain[id] = False
         self.closing = [words.find(b'"'), words.find(b":")]
-        letters = [(id, token.decode()) for id, token in enumerate(words.tokens) if self.plain[id] and token.isalpha()]
+        letters = [(id, token.decode()) for id, token in enumerate(words.tokens)
+                   if self.plain[id] and token.isalpha() and token[0] not in ESCAPED]  # fmt: skip
         singles = [one for one in letters if len(one[1]) == 1]
         self.letters = [*[one for one in letters if 3 <= len(one[1]) <= 6][:PROBES], *singles]
 
@@ -63,20 +65,26 @@ def _is_plain(token: bytes) -> bool:
 
 
 class Strings:
-    """Where a grammar is in a string. `probe` is a token, of some letters, that may be spoken nowhere but in free and
-    counted strings, `letter` one of a letter, `closing` a quote and a colon; of counted strings none has more than
-    `most` characters, and `more` are how many must come behind the probe in some."""
+    """Where a grammar is in a string. `probe` is a token, and its letters, that may be spoken nowhere but in free and
+    counted strings, `letter` a token of one letter, `closing` a quote and a colon; of counted strings none has more
+    than `most` characters, and those in `least` are how many some must have."""
 
-    __slots__ = ("_closing", "_ends", "_probe", "_run", "most")
+    __slots__ = ("_closing", "_ends", "_probe", "_run", "_whole", "most")
 
-    def __init__(self, probe: int, letter: int, closing: list[int], most: int, more: Iterable[int]) -> None:
-        self._probe, self._closing, self.most = [probe], closing, most
+    def __init__(self, probe: tuple[int, str], letter: int, closing: list[int], most: int, least: set[int]) -> None:
+        token, text = probe
+        self._probe, self._closing, self.most = [token], closing, most
         self._run = [letter] * (most + 1)
-        self._ends = [[probe, *[letter] * count, *closing] for count in sorted({*more})]
+        self._whole = None if any(least) else [token, *closing]
+        self._ends = [[token, *[letter] * (count - len(text)), *closing] for count in sorted(least)]
 
     def room(self, inner: LLMatcher) -> int | None:
         """How many characters more there may be in a string here that is a value; FREE: any number. 0: it isn't known
         to be one. None: any number, but it may not end yet. A value's string may end, and no colon follows then."""
+        if self._whole is not None:  # any may end anywhere
+            if inner.validate_tokens(self._whole) != 2:
+                return 0
+            return FREE if not self.most or (room := inner.validate_tokens(self._run)) > self.most else room
         if not inner.validate_tokens(self._probe):
             return 0
         closing = inner.validate_tokens(self._closing)
@@ -101,8 +109,7 @@ def strings_of(asked: Structured, tokens: Tokens) -> Strings | None:
     letter = next((id for id, text in tokens.letters if len(text) == 1), None)
     if probe is None or letter is None or sum(map(max, counted)) > LONGEST:
         return None
-    ends = (max(0, least - len(probe[1])) for least, _ in counted)
-    return Strings(probe[0], letter, tokens.closing, max(most for _, most in counted), ends)
+    return Strings(probe, letter, tokens.closing, max(most for _, most in counted), {least for least, _ in counted})
 
 
 def _schemas(at: Any, depth: int, root: bool = False) -> Iterator[dict[str, Any] | None]:
