@@ -165,3 +165,15 @@ def test_every_tile_is_rehearsed(tokens: int, slots: int) -> None:
         )
     possible = range(1, min(tokens, SCORED_AT_ONCE) + 1)
     assert set.union(*(tiles(n, 128256) for n in possible)) == set.union(*(tiles(n, 128256) for n in scored))
+
+
+@pytest.mark.parametrize(
+    ("size", "depth", "rows"),
+    [(6144, 4096, 8), (4096, 4096, 8), (28672, 4096, 8), (4096, 14336, 8), (128256, 4096, 8), (2560, 8192, 8),
+     (5120, 8192, 16), (8192, 4096, 16), (8192, 2048, 16), (14336, 8192, 16), (8192, 14336, 8), (128256, 8192, 8)],
+)  # fmt: skip
+def test_few_rows_of_larger_weights_have_the_tiles_of_more(size: int, depth: int, rows: int) -> None:
+    """Llama-3-8B's have those that were measured with them; so do the head and what is deep of Llama-3-70B's."""
+    assert {kernels.few_rows(few, size, depth).rows for few in (2, 5, 8)} == {rows}
+    assert kernels.few_rows(1, size, depth).rows == 0
+    assert kernels.few_rows(9, size, depth).rows == 16

@@ -101,8 +101,17 @@ GROUP = 128
 """Numbers of a row of an FP8 weight that have a scale in common, where there are several."""
 
 
+# The largest numbers of rows, and the greatest depth, of weights that 8 rows' tiles were measured with. Of larger ones,
+# such as a rank's of Llama-3-70B, 16 rows take less time in theirs than 8 in these (by 5 to 30 %, "deep" ones and the
+# head aside: docs/measurements/h200_kernels_70b_tp2.json and tp4), as programs don't come out even.
+KNOWN = {"square": (4096, 8192), "middle": (6144, 8192), "tall": (65536, 4096)}
+
+
 def few_rows(rows: int, size: int, depth: int, fp8: bool = False) -> Tile:
     """The tile for a weight [size, depth]."""
+    if not fp8 and 1 < rows <= 8:
+        most, deepest = KNOWN.get(_shape(size, depth, TILES[8]), (size, depth))
+        rows = 16 if size > most or depth > deepest else rows
     tile = _found(TILES_FP8 if fp8 else TILES, rows, size, depth)
     return tile._replace(depth=min(tile.depth, max(16, power_of_2(depth))))
 
@@ -119,11 +128,13 @@ def rounded_rows(rows: int, size: int, depth: int, groups: bool) -> Tile:
 
 def _found(tiles: dict[int, dict[str, Tile]], rows: int, size: int, depth: int) -> Tile:
     block = next(block for block in tiles if rows <= block)
+    return tiles[block][_shape(size, depth, tiles[block])]
+
+
+def _shape(size: int, depth: int, named: dict[str, Tile]) -> str:
     if size > 8192:
-        shape = "vocabulary" if size >= 65536 and "vocabulary" in tiles[block] else "tall"
-    else:
-        shape = "deep" if depth > 8192 else "square" if size <= 5120 else "middle"
-    return tiles[block][shape]
+        return "vocabulary" if size >= 65536 and "vocabulary" in named else "tall"
+    return "deep" if depth > 8192 else "square" if size <= 5120 else "middle"
 
 
 def any_rows(rows: int, size: int, dtype: torch.dtype, bulk: bool) -> Tile:
