@@ -9,7 +9,12 @@ from contextlib import suppress
 
 import pytest
 
-from quire.link.child import Interrupts
+from quire.link.child import Child, Interrupts
+
+SPARED = (
+    "import signal, time; from quire.link.child import leave, spare_signals; time.sleep(0.2); spare_signals(); "
+    "leave(7 if not signal.pthread_sigmask(signal.SIG_BLOCK, ()) else 8)"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -39,3 +44,12 @@ def test_where_they_are_ignored_they_stay_so() -> None:
         interrupts.heed()
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def test_an_interrupt_before_a_program_spares_it_is_dropped() -> None:
+    """A terminal's Ctrl-C is for all of the group: no program says how it was interrupted."""
+    child = Child(1, ("-c", SPARED))
+    child.process.send_signal(signal.SIGINT)
+    assert child.status(30) == "ended with status 7"
+    child.connections[0].close()
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())

@@ -11,8 +11,8 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn, Self
 
@@ -42,9 +42,10 @@ class Child:
         try:
             pairs += [socket.socketpair() for _ in range(fronts)]
             theirs = [*(pair[1].fileno() for pair in pairs), *more]
-            self.process = subprocess.Popen(
-                [sys.executable, *program, *map(str, theirs)], stdin=subprocess.DEVNULL, pass_fds=theirs
-            )
+            with _interrupts_held_up():
+                self.process = subprocess.Popen(
+                    [sys.executable, *program, *map(str, theirs)], stdin=subprocess.DEVNULL, pass_fds=theirs
+                )
         except OSError as error:
             for ours, _ in pairs:
                 ours.close()
@@ -82,6 +83,16 @@ class Child:
                 self.process.wait(KILLED)
             return False
         return True
+
+
+@contextmanager
+def _interrupts_held_up() -> Iterator[None]:
+    """A program that is started within is told of no interrupt until it spares them: it would die with a traceback."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def status_of(code: int) -> str:
@@ -146,6 +157,7 @@ def spare_signals() -> None:
     """In a program: Ctrl-C and SIGTERM, which a terminal or a service manager sends to all, are the first front's."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))  # see Child
 
 
 def leave(status: int) -> NoReturn:
