@@ -38,7 +38,7 @@ from quire.shard import attention_of, shard_runner, stage_of
 from quire.source import Source, eos_ids, pooling_of, read_sight, read_source, read_text, tiling_of
 from quire.vocabulary.layout import Layout, Part
 from quire.vocabulary.specs import Geometry, ModelSpec
-from quire.vocabulary.stages import uneven
+from quire.vocabulary.stages import check_stages, uneven
 
 if TYPE_CHECKING:
     from quire.parallel.remote import RemoteRunner
@@ -90,20 +90,28 @@ def plan(config: EngineConfig, device_gib: float | None = None) -> list[str]:
 def _divided(config: EngineConfig, source: Source, device: str) -> Source:
     """The same with the spec of a rank's part: of stages one that has as much as any. StartupError for a model that so
     many can't share. `device` is "cuda" or "cpu", and need not be here."""
-    part = Part(0, config.tp, 0, config.pp)
-    source = source.divided(part)
+    source = _shared_out(config, source)
     if config.pp == 1:
         return source
     import torch
 
+    spec = stage_of(source, getattr(torch, dtype_of(config, source.config, device)), config.tp, config.pp)
+    return source._replace(spec=spec)
+
+
+def _shared_out(config: EngineConfig, source: Source) -> Source:
+    """The same with the spec of a rank's part of each layer, and as much of it said as needs no torch."""
+    source = source.divided(Part(0, config.tp, 0, config.pp))
+    if config.pp == 1:
+        return source
     if config.memory == "virtual" and uneven(source.spec, config.pp):
         raise StartupError(
             f"--memory is virtual, and of {len(source.spec.layers)} layers --pp {config.pp} makes stages that don't "
             "have as many of each kind",
             "Use --memory paged, or another --pp",
         )
-    spec = stage_of(source, getattr(torch, dtype_of(config, source.config, device)), config.tp, config.pp)
-    return source._replace(spec=spec)
+    check_stages(source.spec, config.pp)
+    return source
 
 
 @paused()
@@ -119,8 +127,8 @@ def build(config: EngineConfig, progress: bool = False, member: Member | None = 
         import_module("torch")
         tokenizer, chat = read_text(config, source, renderer)
         named = tokenizer.eos_ids if tokenizer is not None else ()
-        engine, plan, notices = build_engine(config, source, named, progress, member, ranks)
         sight = read_sight(config, source, tokenizer)
+        engine, plan, notices = build_engine(config, source, named, progress, member, ranks)
         return Built(engine, source.spec, tokenizer, chat, plan, notices, source.defaults, source.name, sight)
     except BaseException:
         if ranks is not None:
@@ -132,14 +140,18 @@ def build(config: EngineConfig, progress: bool = False, member: Member | None = 
 
 def ranks_of(config: EngineConfig, source: Source) -> RemoteRunner | None:
     """Ranks in processes of their own, if there are any, which load libraries while this one does. Those of Ray come
-    later, once it is known what GPUs there are. StartupError for a model that they can't share out."""
+    later, once it is known what GPUs there are, and so do those for which there don't seem to be enough. StartupError
+    for a model that they can't share out."""
     if config.ray_address and config.executor != "ray":
         raise StartupError(f"--ray-address is given, and --executor is {config.executor}", "Use --executor ray")
     if not config.remote or config.executor == "ray":
         return None
+    from quire.parallel.devices import may_start
     from quire.parallel.remote import RemoteRunner
 
-    source.divided(Part(0, config.tp, 0, config.pp))
+    _shared_out(config, source)
+    if not may_start(config.device, config.ranks):
+        return None
     return RemoteRunner(Layout(config.tp, config.pp), config.rank_timeout)
 
 

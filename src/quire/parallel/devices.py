@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from glob import glob
 from typing import TYPE_CHECKING, Any
 
 from quire.errors import StartupError
@@ -20,8 +21,22 @@ if TYPE_CHECKING:
     from quire.parallel.shared import SharedExchange
 
 SHARE = "QUIRE_SHARE_GPU"
+FILES = "/dev/nvidia[0-9]*"  # a GPU each
 GIB = 2**30
 log = logging.getLogger("quire.parallel")
+
+
+def may_start(device: str, ranks: int) -> bool:
+    """Whether it is likely, before torch is imported and `check_gpus` says it, that so many ranks have what to compute
+    on: by the GPUs' files, and by how many CUDA_VISIBLE_DEVICES names."""
+    if device == "cpu":
+        return True
+    count, named = len(glob(FILES)), os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        count = min(count, len(list(filter(None, map(str.strip, named.split(","))))))
+    if count == 0:
+        return device == "auto"
+    return ranks <= count or sharing()
 
 
 def check_gpus(tp: int, pp: int = 1) -> None:

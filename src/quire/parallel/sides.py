@@ -34,6 +34,7 @@ class Keeper(threading.Thread):
         self._start_all, self._up, self.let_go = start, threading.Event(), threading.Event()
         self._children: list[Child] = []
         self._error: BaseException | None = None
+        self._unwanted = False
 
     def run(self) -> None:
         """On its thread."""
@@ -44,11 +45,19 @@ class Keeper(threading.Thread):
             self.let_go.set()
         self._up.set()
         self.let_go.wait()
+        if self._unwanted:
+            drop(self._children)
 
     def children(self) -> list[Child]:
-        """They are started. Raises what starting them raised."""
+        """They are started. Raises what starting them raised. An interrupt meanwhile leaves none."""
         self.start()
-        self._up.wait()
+        try:
+            self._up.wait()
+        except BaseException:
+            self._unwanted = True
+            self.let_go.set()
+            self.join(KILLED / 5)  # Ray may take long to start them: they end once it has
+            raise
         if self._error is not None:
             raise self._error
         return self._children
@@ -90,10 +99,17 @@ def started(start: Start, ranks: int, ring: Ring, meeting: Meeting) -> list[Chil
         for rank in range(ranks):
             children.append(start(rank, (ring.descriptor, ring.events[rank], *meeting.descriptors)))
     except BaseException:
-        for child in children:
-            child.end(0.0)
+        drop(children)
         raise
     return children
+
+
+def drop(children: list[Child]) -> None:
+    """End ranks that nobody knows yet."""
+    for child in children:
+        child.end(0.0)
+        for connection in child.connections:
+            connection.close()
 
 
 def end(children: list[Child], ring: Ring, meeting: Meeting, keeper: Keeper) -> None:

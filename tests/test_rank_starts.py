@@ -1,0 +1,129 @@
+"""Ranks are started before torch is imported: what ends them, and what never starts any."""
+
+from __future__ import annotations
+
+import threading
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire import build as building
+from quire.build import build
+from quire.config import EngineConfig
+from quire.errors import StartupError
+from quire.link.child import Child
+from quire.parallel import devices, remote
+from quire.parallel.sides import Keeper
+
+UNEVEN = {"pp": 3, "memory": "virtual"}
+
+
+class Stand:
+    """In the place of ranks."""
+
+    ended = 0
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        """They are there at once."""
+
+    def abandon(self) -> None:
+        """Counts."""
+        Stand.ended += 1
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> type[Stand]:
+    monkeypatch.setattr(Stand, "ended", 0)
+    monkeypatch.setattr(remote, "RemoteRunner", Stand)
+    return Stand
+
+
+@pytest.mark.parametrize("step", ["reserve", "import_module", "read_text", "read_sight", "build_engine"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), StartupError("no"), RuntimeError("no")])
+def test_whatever_goes_wrong_ends_them(
+    ranks: type[Stand], monkeypatch: pytest.MonkeyPatch, step: str, error: BaseException
+) -> None:
+    def wrong(*_: Any) -> None:
+        raise error
+
+    if step != "import_module":
+        import_module("torch")
+    monkeypatch.setattr(building, step, wrong)
+    with pytest.raises(type(error)) as raised:
+        build(EngineConfig(tp=2, device="cpu"))
+    assert raised.value is error
+    assert ranks.ended == 1
+
+
+def test_pictures_are_known_before_an_engine_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose ranks nobody would end: Ray's are its own."""
+
+    def wrong(*_: Any) -> None:
+        raise StartupError("no such token")
+
+    monkeypatch.setattr(building, "read_sight", wrong)
+    monkeypatch.setattr(building, "build_engine", lambda *_: pytest.fail("an engine is built"))
+    with pytest.raises(StartupError, match="no such token"):
+        build(EngineConfig(device="cpu"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"tp": 3}, "--tp is 3, which doesn't divide the model"),
+        ({"pp": 63}, "--pp is 63, and the model has"),
+        ({"tp": 2, "ray_address": "127.0.0.1:1"}, "--ray-address is given, and --executor is auto"),
+        ({"model_config": "llama3-8b", "dummy_weights": True, "skip_tokenizer_init": True} | UNEVEN,
+         "--memory is virtual, and of 32 layers --pp 3"),
+        ({"tp": 2, "device": "cuda"}, "--device is cuda, but torch finds no GPU"),
+    ],
+)  # fmt: skip
+def test_what_is_refused_starts_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, settings: dict[str, Any], told: str
+) -> None:
+    monkeypatch.setattr(remote, "RemoteRunner", lambda *_, **__: pytest.fail("ranks are started"))
+    monkeypatch.setattr(devices, "FILES", f"{tmp_path}/nvidia[0-9]*")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(StartupError, match=told):
+        build(EngineConfig(**{"device": "cpu"} | settings))
+
+
+def test_gpus_are_counted_before_torch_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    monkeypatch.setattr(devices, "FILES", f"{tmp_path}/nvidia[0-9]*")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.delenv("QUIRE_SHARE_GPU", raising=False)
+    assert [devices.may_start(device, 2) for device in ("cpu", "auto", "cuda")] == [True, True, True]
+    assert [devices.may_start(device, 3) for device in ("cpu", "auto", "cuda")] == [True, False, False]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert not devices.may_start("auto", 2)
+    monkeypatch.setenv("QUIRE_SHARE_GPU", "1")
+    assert devices.may_start("auto", 3)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert [devices.may_start(device, 2) for device in ("auto", "cuda")] == [True, False]
+
+
+def test_an_interrupt_while_they_start_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Child] = []
+    interrupted = threading.Event()
+
+    def start() -> list[Child]:
+        interrupted.wait(10)
+        started.append(Child(1, ("-c", "import time; time.sleep(60)")))
+        return started
+
+    def interrupt() -> None:
+        interrupted.set()
+        raise KeyboardInterrupt
+
+    keeper = Keeper(start)
+    monkeypatch.setattr(keeper._up, "wait", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        keeper.children()
+    keeper.join(10)
+    assert not keeper.is_alive()
+    assert started[0].ended()
+    assert started[0].connections[0].fileno() == -1
