@@ -78,8 +78,8 @@ class Student(torch.nn.Module):
 
     def misread(self, batch: Batch) -> torch.Tensor:
         """The tokens as the model reads them: now and then an answer has another colour, number, shape or place than
-        it gave, or lacks a word. So what comes next has to be seen in the picture; else pairs that never met would be
-        held to be impossible."""
+        it gave, where both are words of one token, or lacks a word. So what comes next has to be seen in the picture;
+        else pairs that never met would be held to be impossible."""
         ids = batch["ids"].long()
         sizes, answers = self.sizes[ids], batch["answer"] > 0
         another = (torch.rand(ids.shape, device=ids.device) * sizes).long()
