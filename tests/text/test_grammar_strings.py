@@ -118,6 +118,9 @@ def told_of(schema: Any, begin: str, text: str) -> int:
     ({"properties": {"k": {"maxLength": 9}}}, '{"m":"', 0),
     ({"enum": ["some text"]}, '"', 9),
     (listed({"type": "string", "pattern": "^[a-z ]*$"}), '["', 9),
+    ({"$ref": "#/examples/0", "examples": [{"type": "string", "pattern": "^[a-z ]*$"}]}, '"', 9),
+    ({"$ref": "#/$defs/a%2Ftitle", "$defs": {"a": {"title": {"type": "string", "pattern": "^[a-z ]*$"}}}}, '"', 9),
+    ({"$ref": "#/$defs/a/items", "$defs": {"a": {"items": FREE}}}, '"', 0),
 ])  # fmt: skip
 def test_a_grammar_is_told_of_what_moves_it(schema: Any, begin: str, told: int) -> None:
     assert told_of(schema, begin, "some text") == told
@@ -129,12 +132,25 @@ def test_a_grammar_is_told_of_what_moves_it(schema: Any, begin: str, told: int) 
     {"anyOf": [FREE, {"type": "null"}], "maxLength": 3}, {"$ref": "#/$defs/a", "minLength": 3, "$defs": {"a": FREE}},
     {"type": "string", "enum": ["a"], "maxLength": 3}, {"maxLength": LONGEST + 1},
     {"x-guidance": {"whitespace_pattern": "x"}}, {"items": {"x-guidance": {}}},
+    {"$ref": "#/default"}, {"$ref": "#/enum/0"}, {"$ref": "#/properties/a/const/b"}, {"$ref": "#/$defs/a/title"},
+    {"$ref": "#/$defs/a%2Ftitle"}, {"$ref": "other"}, {"maxLength": -1}, {"minLength": True},
 ])  # fmt: skip
 def test_schemas_of_whose_strings_nothing_is_known(words: Grammars, schema: Any) -> None:
     tokens = words._made_masker().spoken
     assert isinstance(strings_of(form({"items": {"anyOf": [FREE, {"type": "null"}]}}), tokens), Strings)
     for within in (schema, {"properties": {"a": schema}}, {"$defs": {"a": {"items": schema}}}):
         assert strings_of(form(within), tokens) is None
+
+
+@pytest.mark.parametrize("odd", [
+    {"minLength": None}, {"minLength": "x"}, {"maxLength": []}, {"properties": None}, {"properties": [FREE]},
+    {"anyOf": 5}, {"anyOf": None}, {"$defs": 1}, {"items": 5},
+])  # fmt: skip
+def test_what_is_no_schema_where_nothing_refers_to_it_is_no_error(words: Grammars, odd: Any) -> None:
+    grammar = words.get(form({"type": "string", "$defs": {"a": odd}}))
+    assert grammar.shared is not None
+    assert grammar.shared.strings is None
+    assert grammar.masks([grammar.matcher()])
 
 
 def test_nothing_is_known_of_other_forms(words: Grammars) -> None:

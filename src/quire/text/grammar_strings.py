@@ -37,6 +37,12 @@ KNOWN = REMARKS | frozenset((
 """Keywords that are understood here; of a schema with others nothing is known."""
 ALONE = ("anyOf", "$ref", "enum", "const")
 """Keywords beside which no other may say what the same value is; enum and const may have a type."""
+SHAPES = {"properties": dict, "$defs": dict, "definitions": dict, "anyOf": list, "minLength": int, "maxLength": int,
+          "$ref": str}  # fmt: skip
+"""Of keywords that are looked into here. llguidance itself looks at none that nothing refers to, or of another type."""
+INSIDE = re.compile(
+    r"#(/(\$defs|definitions|properties)/[^/%]*|/(items|additionalProperties)(?![^/])|/(prefixItems|anyOf)/[0-9]+)*"
+)  # where a $ref may lead: to what is looked through; not into an example, a default or a constant
 OWN_OPTIONS = frozenset(("whitespace_flexible", "lenient"))
 ESCAPED = b"bfnrtuabcdefABCDEF"  # what an escape may go on with
 ALWAYS = "true false null eE"  # what may be spoken though no schema says it
@@ -103,7 +109,7 @@ def strings_of(asked: Structured, tokens: Tokens) -> Strings | None:
     for at in _schemas(schema, 0, root=True):
         if at is None:
             return None
-        counted.add((int(at.get("minLength", 0)), int(at.get("maxLength", 0))))
+        counted.add((at.get("minLength", 0), at.get("maxLength", 0)))
     said = ALWAYS + json.dumps(schema, ensure_ascii=False)
     probe = next(((id, text) for id, text in tokens.letters if text not in said), None)
     letter = next((id for id, text in tokens.letters if len(text) == 1), None)
@@ -137,7 +143,9 @@ def _understood(at: dict[str, Any], root: bool) -> bool:
     if not (isinstance(options, dict) and OWN_OPTIONS.issuperset(options)):
         return False
     names = at.keys() - REMARKS - {"$defs", "definitions"} - ({OPTIONS} if root else set())
-    if not KNOWN.issuperset(names):
+    if not KNOWN.issuperset(names) or not all(type(at[name]) is SHAPES[name] for name in SHAPES.keys() & at.keys()):
+        return False
+    if at.get("minLength", 0) < 0 or at.get("maxLength", 0) < 0 or not INSIDE.fullmatch(at.get("$ref", "#")):
         return False
     if not names.isdisjoint(ALONE):
         if len(names - {"type"}) != 1 or ("type" in names and not names.isdisjoint(("anyOf", "$ref"))):
