@@ -187,6 +187,16 @@ def test_a_copy_goes_its_own_way(grammars: Grammars) -> None:
     assert "can't go on" in place.accept(ids[3])
 
 
+def test_no_end_token_is_text() -> None:
+    """Not one either that the tokenizer spells a text with."""
+    one, other = (echo_service.tokenizer().encode(letter, add_special_tokens=False)[0] for letter in "xz")
+    grammars = Grammars(echo_service.tokenizer(), VOCAB, (END, one))
+    place = grammars.get(form(regex="[xz]{2}")).matcher()
+    assert allowed(grammars, place) == [other]
+    assert place.copy().accept(other) == ""
+    assert "ends the output before" in place.accept(one)
+
+
 def test_masks_together_are_those_alone(grammars: Grammars) -> None:
     places = [grammars.get(form(regex=f"[a-e]{{{i + 1}}}|x*")).matcher() for i in range(6)]
     together = grammars.get(form(regex="a")).masks(places)

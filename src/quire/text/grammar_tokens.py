@@ -4,6 +4,7 @@ From tokenizer.json it would make the same, but for seconds in which no other th
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -11,14 +12,14 @@ if TYPE_CHECKING:
 
 
 class Vocabulary:
-    """What llguidance.TokenizerWrapper asks of a tokenizer."""
+    """What llguidance.TokenizerWrapper asks of a tokenizer. None of the tokens `ends` is text."""
 
     bos_token_id = None
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, end: int) -> None:
-        self.tokenizer, self.eos_token_id = tokenizer, end
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, ends: Collection[int]) -> None:
+        self.tokenizer, self.eos_token_id = tokenizer, min(ends)
         self.tokens = [tokenizer.token_bytes(id) for id in range(vocab_size)]
-        self.special_token_ids = sorted(id for id in {*tokenizer.special_ids, end} if id < vocab_size)
+        self.special_token_ids = sorted(id for id in {*tokenizer.special_ids, *ends} if id < vocab_size)
         special = set(self.special_token_ids)
         self._ids = {token: id for id, token in enumerate(self.tokens) if token and id not in special}
         self._longest = max(map(len, self._ids), default=1)

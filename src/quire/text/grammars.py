@@ -134,7 +134,7 @@ class Masker:
             raise InputError("structured output needs an end token, and this model has none", NAME)
         hint = "structured output can't be had with this tokenizer"
         try:
-            words = Vocabulary(tokenizer, vocab_size, min(eos_ids))
+            words = Vocabulary(tokenizer, vocab_size, eos_ids)
             plain = LLTokenizer(TokenizerWrapper(words), n_vocab=vocab_size, eos_token=[*eos_ids], slices=[])
             # In two steps: other threads run between them.
             self.tokenizer: LLTokenizer = plain.with_slices(list(SLICES))
