@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+import re
 from typing import Any
 
 import echo_service
 import pytest
 
 from quire.bench.structured import made_up
+from quire.text import grammar_counted, grammar_strings
+from quire.text.grammar_counted import LEAST
 from quire.text.grammar_strings import LONGEST, Strings, strings_of
 from quire.text.grammars import CompiledGrammar, Grammars, Place
 from quire.vocabulary.structured import Structured, StructuredOutputsParams
@@ -156,6 +159,25 @@ def test_what_is_no_schema_where_nothing_refers_to_it_is_no_error(words: Grammar
 def test_nothing_is_known_of_other_forms(words: Grammars) -> None:
     asked = StructuredOutputsParams(regex='"[a-z]*"').structured()
     assert strings_of(asked, words._made_masker().spoken) is None
+
+
+@pytest.mark.parametrize("size", [SIZE, LEAST])
+@pytest.mark.parametrize("plain", [r'[^"]+', r'[^"\\\x00-\x1F]+'])
+def test_nothing_is_known_where_llguidance_has_other_strings(
+    size: int, plain: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    masker = Grammars(made_up(size), size, (END,))._made_masker()
+    assert isinstance(strings_of(form(FREE), masker.spoken), Strings)
+    for module in (grammar_strings, grammar_counted):
+        monkeypatch.setattr(module, "PLAIN", re.compile(plain))
+    masker = Grammars(made_up(size), size, (END,))._made_masker()
+    assert strings_of(form(FREE), masker.spoken) is None
+
+
+def test_nothing_is_known_where_llguidance_counts_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_counted.Counted, "mask", lambda *_: b"")
+    masker = Grammars(made_up(LEAST), LEAST, (END,))._made_masker()
+    assert strings_of(form(FREE), masker.spoken) is None
 
 
 @pytest.mark.parametrize("begin", ['["\\', '["\\u', '["\\u001', '["a\\'])

@@ -158,10 +158,32 @@ class Masker:
         spoken = np.arange(32 * self.words) < vocab_size
         self.everything = np.packbits(spoken, bitorder="little").tobytes()
         self.unending = np.packbits(spoken & ~ends, bitorder="little").tobytes()  # all tokens but those that end
+        if not self._as_supposed():
+            self.spoken.closing = [None, None]  # nothing is known of any strings
 
     def matcher(self, grammar: str, tokenizer: LLTokenizer | None = None) -> LLMatcher:
         """At the beginning of llguidance's own form of a grammar. Its error says why it can't be used."""
         return self._matcher(tokenizer or self.tokenizer, grammar, log_level=0, limits=self._limits)
+
+    def _as_supposed(self) -> bool:
+        """Whether strings are, for this llguidance, what grammar_strings.py takes them for: plain tokens stand in free
+        ones, and in counted ones those fit that have no more characters than are left."""
+        quote, _ = self.spoken.closing
+        if quote is None:
+            return True
+        free = self.matcher(self._matcher.grammar_from_json_schema('{"type": "string"}'))
+        free.consume_token(quote)
+        plain = np.packbits(np.frombuffer(self.plain, np.bool_), bitorder="little")
+        if (plain & ~np.frombuffer(free.compute_bitmask(), np.uint8)[: len(plain)]).any():
+            return False
+        if self.counted is None:
+            return True
+        two = self._matcher.grammar_from_json_schema('{"type": "string", "maxLength": 2}')
+        inner, brief = self.matcher(two), self.matcher(two, self.counted.tokenizer)
+        inner.consume_token(quote)
+        return self.counted.tell(brief, [quote]) and (
+            self.counted.mask(brief, 2) == inner.compute_bitmask()[: self.size]
+        )
 
     def tried(self, first: LLMatcher) -> str:
         """Why a grammar can't be used that compiled: no text fulfils it, or it grows too complex or slow within some
