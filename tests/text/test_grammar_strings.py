@@ -113,6 +113,7 @@ def told_of(schema: Any, begin: str, text: str) -> int:
 
 @pytest.mark.parametrize(("schema", "begin", "told"), [
     (listed(FREE), '["', 0),
+    (listed(FREE), '["a\\', 1),
     (listed({"type": "string", "maxLength": 200}), '["', 9),
     (listed({"type": "string", "minLength": 5}), '["', 5),
     ({"type": "object"}, '{"', 9),  # a key
@@ -126,7 +127,7 @@ def told_of(schema: Any, begin: str, text: str) -> int:
     ({"$ref": "#/$defs/a/items", "$defs": {"a": {"items": FREE}}}, '"', 0),
 ])  # fmt: skip
 def test_a_grammar_is_told_of_what_moves_it(schema: Any, begin: str, told: int) -> None:
-    assert told_of(schema, begin, "some text") == told
+    assert told_of(schema, begin, "next part" if begin.endswith("\\") else "some text") == told
 
 
 @pytest.mark.parametrize("schema", [

@@ -161,11 +161,12 @@ class Place:
 
     def _is_free(self) -> bool:
         """Find out whether here is a free string, or a counted one. Where none is, none is behind more characters of a
-        string either, unless this one is too short to end."""
+        string either, unless this one is too short to end, or here is within an escape."""
         assert self.inner is not None and self.shared is not None, "it has a grammar"  # noqa: PT018
         shared = self.shared
         room = 0 if shared.strings is None else shared.strings.room(self.inner)
-        self._string = None if room is None else room == FREE
+        within = room == 0 and bool(self._taken) and self._taken[-1] in self.masker.spoken.escaping
+        self._string = None if room is None or within else room == FREE
         if room and room != FREE and shared.counted is not None and shared.brief is not None:
             self._brief = self._brief or shared.brief.deep_copy()
             if shared.counted.tell(self._brief, self._taken[self._said :]):

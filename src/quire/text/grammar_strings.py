@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from quire.text.grammar_tokens import Vocabulary
 
 PLAIN = re.compile(r'[^"\\\x00-\x1F\x7F]+')  # characters that stand for themselves in a JSON string
+OPEN = re.compile(rb"(?<!\\)\\(\\\\)*(u[0-9A-Fa-f]{0,3})?$")  # an escape that isn't whole
 LONGEST = 512  # characters that counted strings of a schema may have, each kind once: for each llguidance's lexer makes
 # a state, and of these only so many before the next mask is made (strings of 256 take a third of what it is given)
 MAX_DEPTH = 64  # of a schema, as far as it is looked into here
@@ -50,12 +51,13 @@ ALWAYS = "true false null eE"  # what may be spoken though no schema says it
 
 class Tokens:
     """Of a vocabulary: `plain` says of each token whether it is whole characters that stand for themselves; a quote and
-    a colon; and tokens of letters that go on with no escape, the longest first."""
+    a colon; tokens of letters that go on with no escape, the longest first; and those that end within an escape."""
 
     def __init__(self, words: Vocabulary, ends: Iterable[int]) -> None:
         self.plain = bytearray(map(_is_plain, words.tokens))
         for id in (*words.special_token_ids, *ends):
             self.plain[id] = False
+        self.escaping = frozenset(id for id, token in enumerate(words.tokens) if b"\\" in token and OPEN.search(token))
         self.closing = [words.find(b'"'), words.find(b":")]
         letters = [(id, token.decode()) for id, token in enumerate(words.tokens)
                    if self.plain[id] and token.isalpha() and token[0] not in ESCAPED]  # fmt: skip
