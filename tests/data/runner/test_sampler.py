@@ -20,13 +20,14 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from quire.data.kernels.cpu.loading import library
 from quire.data.runner import penalties
 from quire.data.runner.draws import SCALE, draw, noise, token_weights
 from quire.data.runner.logprobs import details_of, top_of
 from quire.data.runner.rules import Rules
 from quire.data.runner.sampler import Drawn, Sampler
 from quire.vocabulary.params import MAX_LOGPROBS, SamplingParams
-from quire.vocabulary.plan import Birth, Row, Sampled
+from quire.vocabulary.plan import Birth, Mask, Row, Sampled
 from quire.vocabulary.seeds import branch_seed
 
 VOCAB = 500  # not a multiple of the block that draws are searched in
@@ -227,6 +228,18 @@ def test_rows_are_plain_while_greedy_is_all_they_ask() -> None:
     for slot, (values, tail) in enumerate([({"min_p": 0.1}, "random"), ({"top_k": 3}, "cut"), ({"top_p": 0.9}, "cut")]):
         born(sampler, slot, SamplingParams(**values), (1,), 1, slot)
         assert [sampler.tail_of([Row(other, (7,), 6, 1) for other in (3, slot)])] == [tail]
+
+
+@pytest.mark.skipif(library() is None or DEVICE.type == "cuda", reason="it is of kernels for CPUs")
+def test_under_masks_rows_are_cut_only_where_one_asks_for_it() -> None:
+    sampler = a_sampler()
+    for slot, values in enumerate(({"temperature": 0}, {"temperature": 1.0}, {"top_k": 3})):
+        born(sampler, slot, SamplingParams(**values), (1,), 1, slot)
+    sampler.inner.masks.take([Mask(0, b"\xff" * (4 * sampler.inner.masks.words))])
+    tails = [sampler.tail_of([Row(slot, (7,), 6, 1) for slot in slots]) for slots in ((0,), (0, 1), (0, 1, 2))]
+    assert tails == ["masked random", "masked random", "masked cut"]
+    sampler.inner.masks.take([])
+    assert sampler.tail_of([Row(0, (7,), 6, 1)]) == "greedy"
 
 
 def test_the_first_draw_of_each_row_becomes_its_last() -> None:

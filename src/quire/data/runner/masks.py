@@ -85,8 +85,9 @@ class Masks:
         """A tape's tail that masks its rows, up to `largest` of them, and goes on as `after`. `fill` comes before."""
         from quire.data.kernels.cpu import masking
 
-        places, bits = torch.zeros(largest, dtype=torch.int64), torch.from_numpy(self._bits)
-        self._tape = places.numpy()
+        if self._tape is None or len(self._tape) != largest:  # all tails of a tape have one
+            self._tape = np.full(largest, -1, dtype=np.int64)
+        places, bits = torch.from_numpy(self._tape), torch.from_numpy(self._bits)
 
         def tail(logits: Tensor, slots: Tensor) -> Any:
             masking.mask_logits(logits, places[: len(logits)], bits)

@@ -110,12 +110,12 @@ class Sampler:
         assert self._fused is not None, "graphs sample by kernels"
         tails = self._fused.tails(last, largest)
         if isinstance(self._fused, NativeSampling):
-            tails["masked"] = self.masks.tail(tails["cut"], largest)
+            tails |= {f"masked {name}": self.masks.tail(tails[name], largest) for name in TAILS[1:]}
         return tails
 
     def tail_of(self, rows: Sequence[Row]) -> str:
-        """The tail that samples `rows`: "greedy", "random", "cut" or, on a CPU, "masked"; or "" where that takes
-        `sample`: for rows with several draws, log-probabilities, masks, biases, penalties, a method."""
+        """The tail that samples `rows`: "greedy", "random", "cut", on a CPU the latter two "masked" too; or "" where
+        that takes `sample`: for rows with several draws, log-probabilities, masks, biases, penalties, a method."""
         if self.masks.some and not isinstance(self._fused, NativeSampling):
             return ""
         rows = Rows.of(rows)
@@ -125,7 +125,8 @@ class Sampler:
             return ""
         if self._waiting and any(end < self._until[slot] for slot, end in zip(slots, rows.ends)):
             return ""
-        return "masked" if self.masks.some else TAILS[max(tails, default=0)]
+        kind = max(tails, default=0)
+        return f"masked {TAILS[max(kind, 1)]}" if self.masks.some else TAILS[kind]
 
     def fill(self, rows: Sequence[Row]) -> None:
         """Before the replay of a graph or tape whose tail is neither "greedy" nor "": give it what `rows` ask for, and
