@@ -4,21 +4,17 @@ rank that sends nothing is named. Two processes take turns on a GPU, so it says 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from carrier_ranks import EXACT, LAPS, LATE
+from ranks_alone import joined
 
-from quire.config import EngineConfig
 from quire.link.child import BOOT
-from quire.parallel import devices, starting
-from quire.parallel.frames import Hello
+from quire.parallel import devices
 from quire.parallel.remote import RemoteRunner
-from quire.parallel.sides import start_program
-from quire.vocabulary.layout import Layout
 
 RANKS, PATIENCE = 4, 30.0
 PROGRAM = ("-P", "-c", BOOT, str(Path(__file__).parent), "carrier_ranks")
@@ -33,16 +29,8 @@ pytestmark = [
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[RemoteRunner]:
     if torch.cuda.device_count() < RANKS:
         monkeypatch.setenv(devices.SHARE, "1")
-    config = EngineConfig(tp=RANKS, device="cuda")
-    runner = RemoteRunner(RANKS, PATIENCE, partial(start_program, program=PROGRAM))
-    try:
-        starting.meet(runner, config)
-        meeting = runner.meeting.descriptors
-        runner.hello([Hello(config, part, (), 1, PATIENCE, meeting) for part in Layout(RANKS).parts()])
-        runner.wait()
+    with joined(RANKS, PROGRAM, PATIENCE) as runner:
         yield runner
-    finally:
-        runner.close()
 
 
 def found(ranks: RemoteRunner, rows: int, way: int) -> list[dict[str, Any]]:

@@ -35,6 +35,7 @@ def random(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor
 
 
 def summed(every: list[Tensor]) -> Tensor:
+    """In rank order, in fp32; rounded once."""
     total = every[0].float()
     for other in every[1:]:
         total = total + other.float()

@@ -11,6 +11,7 @@ import memory_checker
 import pytest
 import torch
 from device_streams import World
+from reduce_ranks import summed
 from torch import Tensor
 
 from quire.data.kernels.triton import carried, norm, owned, reduce
@@ -27,14 +28,6 @@ CPU = torch.device("cpu")
 SIZE, EPS, ROOM, POLLS = 16, 1e-5, 1 << 14, 20
 KERNELS = ("_add_up", "_await_own", "_finish")
 KINDS = ("rms", "sum", "layer", "behind")
-
-
-def summed(every: list[Tensor]) -> Tensor:
-    """In rank order, in fp32; rounded once."""
-    total = every[0].float()
-    for other in every[1:]:
-        total = total + other.float()
-    return total.to(every[0].dtype)
 
 
 class Ranks:
