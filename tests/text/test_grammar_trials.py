@@ -46,18 +46,24 @@ def process(grammars: Grammars) -> subprocess.Popen[bytes]:
     return found
 
 
-def gone(pid: int) -> bool:
-    """Within some seconds."""
+def becomes(pid: int, states: str) -> bool:
+    """Is a process, within some seconds, in one of these states (of /proc, "X" once it's gone)? A signal takes a
+    moment to arrive."""
     end = time.monotonic() + 10
     while time.monotonic() < end:
         try:
             state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         except OSError:
-            return True
-        if state == "Z":  # ended, and nobody asked how
+            state = "X"
+        if state in states:
             return True
         time.sleep(0.02)
     return False
+
+
+def gone(pid: int) -> bool:
+    """Within some seconds; also one that ended, and nobody asked how."""
+    return becomes(pid, "XZ")
 
 
 def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *changes: tuple[str, str]) -> None:
@@ -139,6 +145,7 @@ def test_one_that_was_killed_is_another_one(grammars: Grammars) -> None:
         get(grammars, regex=f"a{number}")
         first = process(grammars)
         first.send_signal(number)
+        assert gone(first.pid)
         get(grammars, regex=f"b{number}")
         assert process(grammars).pid != first.pid
 
@@ -164,6 +171,7 @@ def test_one_that_does_not_answer_is_left(grammars: Grammars, monkeypatch: pytes
     monkeypatch.setattr(grammar_trials, "WAIT_SECONDS", 0.2)
     first = process(grammars)
     first.send_signal(signal.SIGSTOP)
+    assert becomes(first.pid, "T")
     with pytest.raises(Overloaded, match=r"could not be tried within 0\.2 s"):
         get(grammars, regex="b")
     assert gone(first.pid)
