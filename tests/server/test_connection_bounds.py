@@ -290,7 +290,8 @@ def test_a_request_for_another_protocol_is_answered_in_this_one(
     with connect(running_class) as client:
         client.sendall(GET + b"Connection: upgrade\r\nUpgrade: websocket\r\n\r\n")
         assert b" 200 OK" in client.recv(1000)
-    assert not caplog.records
+    mine = [one.getMessage() for one in caplog.records if not one.getMessage().startswith("connections refused")]
+    assert not mine  # what tests before this one had refused is told a second later
 
 
 def test_a_response_that_nobody_reads(caplog: pytest.LogCaptureFixture) -> None:

@@ -177,6 +177,17 @@ def test_a_prefix_that_does_not_fit_is_one_line(tmp_path: Path) -> None:
     assert "the prefix 'rules' can't be registered: a prefix of 22 tokens" in error.strip().splitlines()[-1]
 
 
+def until_it_handles(pid: int, number: signal.Signals) -> None:
+    """Wait for the process to have a handler for a signal."""
+    for _ in range(600):
+        handled = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
+        assert handled, "no process"
+        if int(handled[1], 16) >> (number - 1) & 1:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"no handler for {number.name} in 30 s")
+
+
 def test_sigterm_while_prefixes_are_computed(tmp_path: Path) -> None:
     file = tmp_path / "prefixes.json"
     file.write_text(json.dumps({f"p{i}": {"token_ids": [i] * 100} for i in range(1, 5)}))
@@ -185,7 +196,8 @@ def test_sigterm_while_prefixes_are_computed(tmp_path: Path) -> None:
     for line in child.stdout:
         if line.startswith("an echo"):
             break
-    time.sleep(1)  # 8 s of prefixes are under way
+    until_it_handles(child.pid, signal.SIGTERM)
+    time.sleep(0.5)  # 8 s of prefixes are under way
     child.send_signal(signal.SIGTERM)
     began = time.monotonic()
     out, _ = child.communicate(timeout=30)
