@@ -68,7 +68,7 @@ class Fronts:
         while self.engine.unfinished:
             self.host._turn()
         self.engine.scheduler.memory.check()
-        assert (len(self.engine.requests), len(self.engine.shown), self.host.pictures.bytes) == (0, 0, 0)
+        assert (len(self.engine.requests), len(self.engine.pictures.kept), self.host.pictures.bytes) == (0, 0, 0)
         steps = [one for one in self.told if isinstance(one, Stepped)]
         return [token for one in steps for own, output in one.outputs if own == number for token in output.tokens]
 

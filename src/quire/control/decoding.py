@@ -40,6 +40,21 @@ def append(
     return tuple(seq.tokens[start:])
 
 
+def top_of(request: Request, eos_ids: frozenset[int]) -> int:
+    """How many most likely tokens a row returns with its sample; -1: no log-probabilities at all."""
+    top = request.params.top
+    if request.method is not None:
+        return max(top, request.method.top(context_of(request.params, request.max_tokens, eos_ids)))
+    return max(top, 0) if request.params.ranked else top
+
+
+def score(row: Row, seq: Sequence, sampled: Sampled) -> None:
+    """Take in what a row says of its prompt's tokens. A recomputed prompt is scored again: what came first counts."""
+    for i, top in enumerate(sampled.scores):
+        if row.start + i == len(seq.prompt_tops):
+            seq.prompt_tops.append(top)
+
+
 def pooled(request: Request, seq: Sequence, row: Row, sampled: Sampled) -> bool:
     """Take in what a row of a request with pooling brought; whether the sequence ends there. After a preemption that
     dropped it its rows come again, from the first on where all of them count."""

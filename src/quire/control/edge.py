@@ -50,11 +50,25 @@ class Limits(NamedTuple):
                 "prompt",
             )
 
-    def pooled(self, params: SamplingParams, default: str) -> SamplingParams:
-        """Parameters with pooling, settled. InputError where there are no embeddings."""
-        self.check_embedding()
-        kind = default if params.pooling == "auto" else params.pooling
-        return replace(params, pooling=kind, max_tokens=1, min_tokens=0)
+    def settled(self, params: SamplingParams, pooling: str, partial: bool) -> SamplingParams:
+        """Parameters that an engine can follow, words in them being token ids; with `pooling` if they leave it open.
+        InputError otherwise. `partial`: layers keep a part of each prompt, or its tokens see all of it."""
+        params.check_vocabulary(self.vocab_size)
+        if params.prompt_logprobs is not None and partial:
+            raise InputError(
+                f"prompt_logprobs is {params.prompt_logprobs}, and the model's layers keep a part of each prompt, or "
+                "each of its tokens sees all of it: it couldn't be scored again after a preemption, or not at all",
+                "prompt_logprobs",
+            )
+        if params.pooling is not None:
+            self.check_embedding()
+            kind = pooling if params.pooling == "auto" else params.pooling
+            params = replace(params, pooling=kind, max_tokens=1, min_tokens=0)
+        if params.bad_words:
+            raise InputError("bad_words need a tokenizer to make token ids of them", "bad_words")
+        if params.structured is not None and params.grammar is None:
+            raise InputError("structured output needs a tokenizer to make a grammar of it", "structured_outputs")
+        return params
 
     def check_embedding(self, dimensions: int | None = None) -> None:
         """InputError where there are no embeddings, or none of so many numbers."""

@@ -6,17 +6,18 @@ Time comes in as a function, so that a simulator is this engine with another run
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from functools import partial
 from typing import Any, NamedTuple
 
 from quire.control.checked import Checked, checked_method
 from quire.control.decoding import context_of
-from quire.control.edge import Limits, check_media, check_pixels, check_salt
+from quire.control.edge import Limits, check_media, check_salt
 from quire.control.matching import masks_of
 from quire.control.outcomes import Outcomes, Output, Stats
+from quire.control.pictures import Pictures
 from quire.control.recent import Recent
 from quire.control.recovery import Restarts, recover
 from quire.control.request import Request, Sequence
@@ -61,7 +62,7 @@ class Engine:
         """`tiling` is how the model's pictures are cut; None: they are taken as they come. `pooling`: that of requests
         that leave it to the engine."""
         self.scheduler, self.runner, self.limits, self.clock = scheduler, runner, limits, clock
-        self.tiling, self.pooling = tiling, pooling
+        self.pooling, self.pictures = pooling, Pictures(tiling)
         self.depth = depth or runner.depth
         self.seed = seed
         self.requests: dict[str, Request] = {}
@@ -78,8 +79,6 @@ class Engine:
         self.restarts: Restarts | None = None  # what to do once the runner is lost; None: nothing
         self.again: set[str] = set()  # requests that compute registered prefixes once more
         self.prefixes: dict[str, int] = {}  # registered ones, and those being computed: their lengths
-        self.seen: Counter[bytes] = Counter()  # pictures, and how many requests have them
-        self.shown: dict[bytes, Pixels] = {}  # those that the runner keeps
         self.rest = Rest(self)
         self.grammars: Maker | None = None  # where fronts send forms of outputs to it
 
@@ -120,32 +119,19 @@ class Engine:
         self.rest.check_awake()
         self.limits.check_queue(len(prompts), len(self.scheduler.waiting))
         check_salt(salt)
-        params.check_vocabulary(self.limits.vocab_size)
-        if params.prompt_logprobs is not None and self.scheduler.part is not None:
-            raise InputError(
-                f"prompt_logprobs is {params.prompt_logprobs}, and the model's layers keep a part of each prompt, or "
-                "each of its tokens sees all of it: it couldn't be scored again after a preemption, or not at all",
-                "prompt_logprobs",
-            )
-        if params.pooling is not None:
-            params = self.limits.pooled(params, self.pooling)
-        if params.bad_words:
-            raise InputError("bad_words need a tokenizer to make token ids of them", "bad_words")
-        if params.structured is not None and params.grammar is None:
-            raise InputError("structured output needs a tokenizer to make a grammar of it", "structured_outputs")
+        params = self.limits.settled(params, self.pooling, self.scheduler.part is not None)
         accepted: dict[str, Accepted] = {}
         for i, (id, prompt) in enumerate(prompts):
             if id in self.requests or id in accepted:
                 raise InputError(f"request id {id[:80]!r} is in use", "request_id")
             accepted[id] = self._accept(prompt, params, waits, tuple(media[i]) if media else ())
         if media:
-            self._look(accepted.values(), pixels)
+            joins = not self.scheduler.memory.geometry.sight
+            self.pictures.check([one.media for one in accepted.values()], pixels, joins)
         for id, one in accepted.items():
             self._queue(id, one, params, salt, prefix)
-        for picture in pixels:
-            if picture.key not in self.shown and picture.key in self.seen:
-                self.shown[picture.key] = picture
-                self.say(self.runner.see, picture)
+        for picture in self.pictures.keep(pixels):
+            self.say(self.runner.see, picture)
 
     def _accept(self, prompt: Seq[int], params: SamplingParams, waits: bool, media: tuple[Medium, ...]) -> Accepted:
         geometry = self.scheduler.memory.geometry
@@ -173,17 +159,6 @@ class Engine:
             method.settle(context_of(params, max_tokens, self.scheduler.eos_ids))
         return Accepted(tokens, max_tokens, width, method, media)
 
-    def _look(self, accepted: Iterable[Accepted], pixels: Seq[Pixels]) -> None:
-        """InputError for pictures without pixels, or with others than they say: those that count are the first ones of
-        their key."""
-        there = {picture.key: picture for picture in reversed(pixels)} | self.shown
-        for i, medium in ((i, medium) for one in accepted for i, medium in enumerate(one.media)):
-            if medium.key not in there:
-                raise InputError("the pixels of a picture are missing", "media")
-            if self.tiling is not None:
-                joins = not self.scheduler.memory.geometry.sight
-                check_pixels(i, medium, there[medium.key], self.tiling, joins)
-
     def _queue(self, id: str, accepted: Accepted, params: SamplingParams, salt: str, prefix: str | None) -> None:
         seed = params.seed % 2**63 if params.seed is not None else branch_seed(self.seed, self.added << 20)
         self.added += 1
@@ -195,7 +170,7 @@ class Engine:
             seq.reusable = 0
         request = Request(id, seq, params, arrival=self.clock(), max_tokens=accepted.max_tokens)
         request.method, request.prefix, request.media = accepted.method, prefix, accepted.media
-        self.seen.update({medium.key for medium in accepted.media})
+        self.pictures.came(accepted.media)
         self.requests[id] = request
         self.scheduler.add(request)
 
@@ -233,12 +208,8 @@ class Engine:
     def _forget(self, request: Request) -> None:
         """A request has ended. The runner keeps no picture that only this one had."""
         del self.requests[request.id]
-        for key in {medium.key for medium in request.media}:
-            self.seen[key] -= 1
-            if not self.seen[key]:
-                del self.seen[key]
-                self.shown.pop(key, None)
-                self.say(self.runner.forget, key)
+        for key in self.pictures.left(request.media):
+            self.say(self.runner.forget, key)
 
     def say(self, say: Callable[[Any], None], what: Any) -> None:
         """Say what the runner is to keep. To one that is lost it will be said when there is another one."""

@@ -85,7 +85,7 @@ def recover(engine: Engine, lost: RanksLost) -> list[Output]:
         engine.stats.restarts += restarts.count - count
     outputs = engine.told(engine.outcomes.of(start_over(engine.scheduler, memory), engine.clock()))
     engine.rest.again()
-    for picture in engine.shown.values():
+    for picture in engine.pictures.kept.values():
         engine.say(engine.runner.see, picture)
     if prefixes is not None:
         again = [_prefix(engine, name, prefix.tokens) for name, prefix in prefixes.registered.items()]

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from quire.control.branching import Branching, Hands
 from quire.control.costs import DEFAULT, Costs
-from quire.control.decoding import append, context_of, pooled
+from quire.control.decoding import append, pooled, score, top_of
 from quire.control.matching import masks_of, waits
 from quire.control.memory import KVMemory, Later
 from quire.control.request import Event, Request, Sequence, Status
@@ -280,20 +280,13 @@ class Scheduler:
         sampling = request.sampling if parent < 0 else None  # a fork's are its parent's
         history = tuple(seq.tokens) if request.sampling.needs_history else ()
         if request.top is None:
-            request.top = self._top(request)
+            request.top = top_of(request, self.eos_ids)
         slot = self.memory.slot(seq)
         about = seq.seed, seq.prompt_len, history, request.top, seq.media
         self.births.append(Birth(slot, seq.id, parent, sampling, *about))
 
     def _born_of(self, request: Request, seq: Sequence, parent: Sequence) -> None:
         self._born(request, seq, self.memory.slot(parent))
-
-    def _top(self, request: Request) -> int:
-        """How many most likely tokens a row returns with its sample; -1: no log-probabilities at all."""
-        top = request.params.top
-        if request.method is not None:
-            return max(top, request.method.top(context_of(request.params, request.max_tokens, self.eos_ids)))
-        return max(top, 0) if request.params.ranked else top
 
     def _leave(self, seq: Sequence) -> None:
         del self.by_slot[self.memory.slot(seq)]
@@ -309,7 +302,7 @@ class Scheduler:
             request, seq = by_slot[row.slot]
             seq.computed = row.start + len(row.tokens)
             if row.score:
-                self._score(row, seq, sampled)
+                score(row, seq, sampled)
             if seq.finish is None and not sampled.error:  # what a fault computed is not kept for others
                 commit(seq)
             if row.sample:
@@ -371,11 +364,6 @@ class Scheduler:
                 request.live = order
                 return
             self.by_slot[self.memory.slot(child)] = (request, child)
-
-    def _score(self, row: Row, seq: Sequence, sampled: Sampled) -> None:
-        for i, top in enumerate(sampled.scores):
-            if row.start + i == len(seq.prompt_tops):  # a recomputed prompt is scored again; keep the first
-                seq.prompt_tops.append(top)
 
     # Ends
 
