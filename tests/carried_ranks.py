@@ -11,8 +11,9 @@ import reduce_ranks
 import torch
 
 from quire.bench import exchange_rank
+from quire.data.kernels import peer_sizes
 from quire.data.kernels.triton import norm
-from quire.parallel import device_exchange, peers, rank
+from quire.parallel import device_exchange, rank
 from quire.parallel.frames import Hello
 from quire.parallel.questions import QUESTIONS
 
@@ -44,7 +45,7 @@ class Carried(carrier_ranks.Carried):
 def main() -> None:
     peer_ranks.reach()
     reduce_ranks.immediate()
-    peers.MORE, device_exchange.LARGE = 1 << 20, 16
+    peer_sizes.CARRIED, device_exchange.LARGE = 1 << 20, 16
     exchange_rank.SIZE, exchange_rank.DTYPE = 64, torch.float32
     QUESTIONS["found"] = lambda runner: runner.found
     rank.main(Carried, peer_ranks.Seat)

@@ -13,6 +13,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 
+from quire.data.kernels import peer_sizes
 from quire.data.kernels.triton import reduce
 from quire.parallel import devices, peer_memory, peers
 from quire.parallel.device_exchange import DeviceExchange
@@ -81,7 +82,7 @@ class Seat(devices.Seat):
 
 def reach() -> None:
     """Each other's memory, and nothing that takes a GPU's streams, as what is carried does."""
-    reduce.PROGRAMS, peers.MORE = 4, 0
+    reduce.PROGRAMS, peer_sizes.CARRIED = 4, 0
     peer_memory.export, peer_memory.opened, peers._unreachable = export, opened, lambda *_: ""
 
 

@@ -20,6 +20,7 @@ from quire.config import EngineConfig
 from quire.control.memory import Size, build_memory
 from quire.control.memory.buffers import Worker, workers_of
 from quire.control.memory.virtual import Cut, buffers_for
+from quire.data.kernels.peer_sizes import peer_bytes
 from quire.data.models import read_spec, resolve
 from quire.data.models.configs import named_config
 from quire.data.models.quantization import MADE
@@ -43,15 +44,17 @@ def planned(name: str, device_gib: float | None = None, **settings: Any) -> Memo
     return plan_memory(config.of_rank(), spec_of(name, config.tp), name, "float16", 2, "cuda", 0, bytes_)
 
 
-# name, ranks, GiB of a device; Table 1's GB of parameters, GB for KV, thousands of slots
-TABLE_1 = [("opt-66b", 4, 40, 132, 21, 9.7), ("opt-175b", 8, 80, 346, 264, 60.1)]
+# name, ranks, GiB of a device, tokens of a step; Table 1's GB of parameters, GB for KV, thousands of slots
+TABLE_1 = [("opt-66b", 4, 40, 512, 132, 21, 9.7), ("opt-175b", 8, 80, 2048, 346, 264, 60.1)]
 
 
-@pytest.mark.parametrize(("name", "ranks", "device", "parameters", "cache", "slots"), TABLE_1)
-def test_table_1_on_its_devices(name: str, ranks: int, device: int, parameters: int, cache: int, slots: float) -> None:
+@pytest.mark.parametrize(("name", "ranks", "device", "step", "parameters", "cache", "slots"), TABLE_1)
+def test_table_1_on_its_devices(
+    name: str, ranks: int, device: int, step: int, parameters: int, cache: int, slots: float
+) -> None:
     """What the table says, as it rounds, holds on ranks of such devices: what steps need beside fits as well."""
     kv_gib = {21: 21.3, 264: 264.2}[cache]  # both are the table's GB in whole ones: 21.0 GiB are 9.6K slots
-    plan = planned(name, device, tp=ranks, kv_gib=kv_gib, max_num_seqs=256, max_num_batched_tokens=2048,
+    plan = planned(name, device, tp=ranks, kv_gib=kv_gib, max_num_seqs=256, max_num_batched_tokens=step,
                    gpu_memory_utilization=0.99)  # fmt: skip
     assert round(kv_gib) == cache
     assert plan.kv_tokens == kv_gib * GIB // (ranks * plan.token_bytes) // 16 * 16
@@ -177,7 +180,7 @@ def test_the_gpu_with_the_least_room_decides(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(there))
     two = planned("llama3-8b", tp=2, max_num_seqs=1024)
     assert (two.device_bytes, two.free_bytes) == (80 * GIB, 40 * GIB)
-    room = 32 * GIB - two.weights - two.activations
+    room = 32 * GIB - two.weights - two.activations - two.peers
     assert two.kv_tokens == room // two.token_bytes // 16 * 16
     with pytest.raises(StartupError, match="on cuda, each of 4 ranks"):
         planned("llama3-8b", tp=4)  # of these the last has 0.4 GiB
@@ -206,6 +209,35 @@ def test_what_is_exchanged_takes_room(device: str) -> None:
     assert exchange_bytes(config, spec, 2, device) >= rows + 256 * 128256 * 2
     more = exchange_bytes(replace(config, max_num_batched_tokens=4096), spec, 2, device)
     assert more - exchange_bytes(config, spec, 2, device) == rows
+
+
+def test_what_ranks_will_exchange_through_takes_room() -> None:
+    """Of GPUs that aren't opened yet: of those that are it is missing from what is free."""
+    absent = planned("llama3-8b", 40, tp=2, max_num_seqs=1024)
+    spec, config = spec_of("llama3-8b", 2), EngineConfig(tp=2, max_num_seqs=1024)
+    there = plan_memory(config.of_rank(), spec, "m", "float16", 2, "cuda", seen=(40 * GIB, 40 * GIB, "GPU 0"))
+    assert (absent.peers, there.peers) == (peer_bytes(2), 0)
+    assert peer_bytes(2) > 384 * MIB
+    assert abs(there.kv_bytes - absent.kv_bytes - absent.peers) < 16 * absent.token_bytes, "to a page"
+    taken = absent.weights + absent.activations + absent.kv_bytes
+    assert 0 <= int(0.9 * 40 * GIB) - taken - absent.peers < 16 * absent.token_bytes
+    budget.check_again(config, absent, (40 * GIB, taken, "GPU 0"))  # ranks that were started have it
+    text = "384.0 MiB of exchange"
+    with pytest.raises(StartupError, match=f"{text} and 40.00 GiB of KV cache don't fit"):
+        planned("llama3-8b", 40, tp=2, kv_gib=80)
+    with pytest.raises(StartupError) as raised:
+        planned("llama3-8b", 40, kv_gib=40)
+    assert text not in raised.value.cause
+
+
+@pytest.mark.parametrize(("settings", "line"), [
+    ({"tp": 2}, True), ({"tp": 8}, True), ({"tp": 4, "pp": 2}, True), ({}, False), ({"pp": 2}, False),
+    ({"tp": 16}, False), ({"tp": 2, "device": "cpu"}, False),
+], ids=str)  # fmt: skip
+def test_who_exchanges_through_peers_memory(settings: dict[str, Any], line: bool) -> None:
+    """Ranks of a stage, if they are no more than can reach each other."""
+    lines = said("llama3.2-1b", 40, kv_gib=4, **settings)
+    assert lines.get("exchange") == ("384.0 MiB that the other ranks' GPUs reach" if line else None)
 
 
 def said(name: str, device_gib: float | None, **settings: Any) -> dict[str, str]:

@@ -14,6 +14,7 @@ from quire.control.memory import Size, build_memory, longest
 from quire.control.memory.layout import Sheet, Sheets, check_large, layer_sets, page_layout, state_run, states_of
 from quire.data.kernels.cpu.memory import memory
 from quire.data.kernels.limits import MAX_SCORES, MOST_GRAPH_ROWS, MOST_GRAPH_TOKENS, MOST_PARTS, SCORED_AT_ONCE
+from quire.data.kernels.peer_sizes import peer_bytes
 from quire.errors import StartupError
 from quire.vocabulary.layout import Part
 from quire.vocabulary.specs import ModelSpec, parts_a_step
@@ -49,10 +50,11 @@ class MemoryPlan(NamedTuple):
     saved: int = 0  # of the weights, by FP8 or few bits: so many bytes less than in `dtype`
     ranks: int = 1  # of which this is one's, as are all bytes, and the parameters; the others' are the same
     stages: int = 1  # that have so many ranks in all: others may have less of weights than this one
+    peers: int = 0  # what ranks on GPUs will exchange through; 0 where it is there, and missing from what is free
 
     def lines(self) -> list[str]:
         """One screen."""
-        left = self.free_bytes - self.weights - self.activations - self.kv_bytes
+        left = self.free_bytes - self.weights - self.activations - self.peers - self.kv_bytes
         at_full = self.kv_tokens / self.max_len
         rows = [
             ("model", f"{self.model}: {self.parameters:,} parameters in {self.dtype}"
@@ -60,6 +62,7 @@ class MemoryPlan(NamedTuple):
             ("device", f"{self._where()}: {_size(self.free_bytes)} free of {_size(self.device_bytes)}"),
             ("weights", _size(self.weights)),
             ("activations", f"{_size(self.activations)} at most"),
+            *([("exchange", f"{_size(self.peers)} that the other ranks' GPUs reach")] if self.peers else []),
             ("KV cache", f"{_size(self.kv_bytes)} = {self.kv_tokens:,} tokens of {self.token_bytes:,} bytes, "
                          + (f"in pages of {self.page_tokens}" if self.page_tokens else "in pages that are mapped")),
             *self._state(),
@@ -112,10 +115,12 @@ def plan_memory(
 ) -> MemoryPlan:
     """How to divide the device; of several ranks, each one's: `config` and `spec` are a rank's. `saved`: bytes that the
     weights take less than `itemsize` each. `device_bytes`: those of a device that isn't asked, and of which all are
-    free. `seen`: bytes of a rank's device in all, and free, and what to call it, where they are known. StartupError if
-    the model or one token of KV doesn't fit, naming the numbers."""
+    free. `seen`: bytes of a rank's device in all, and free, and what to call it, where they are known: ranks have been
+    started then, and have what they exchange through. StartupError if the model or one token of KV doesn't fit, naming
+    the numbers."""
     config = config.sized(device)
     assert config.max_num_seqs is not None
+    peers = peer_bytes(config.tp) if seen is None and device != "cpu" else 0
     if device_bytes is not None:
         seen = device_bytes, device_bytes, device
     total, free, where = seen or (*rank_memory(config, device), device)
@@ -124,7 +129,7 @@ def plan_memory(
     if device != "cpu":
         activations += replay_bytes(config, spec, itemsize)
     usable = usable_bytes(config, device, total, free)
-    room = usable - weights - activations
+    room = usable - weights - activations - peers
     wanted_len = config.max_model_len or spec.max_len
     if config.max_model_len is not None and config.max_model_len > spec.max_len:
         raise StartupError(
@@ -136,7 +141,7 @@ def plan_memory(
     fixed = config.kv_tokens is not None or config.kv_gib is not None
     if kv.tokens < 2 or (fixed and kv.bytes > room):
         least = max(kv.bytes, config.page_size * kv.token_bytes)
-        raise _no_room(config, device, (weights, activations, least), usable, where)
+        raise _no_room(config, device, (weights, activations, least), usable, where, peers)
     max_len, clipped = longest(config, spec, Size(kv.tokens, wanted_len, itemsize, kv.bytes)), ""
     if max_len < wanted_len:
         if config.max_model_len is not None:
@@ -149,7 +154,7 @@ def plan_memory(
         name, spec.parameters, dtype, device, total, free, weights, activations, kv.bytes, kv.tokens,
         kv.token_bytes, 0 if config.memory == "virtual" else config.page_size, max_len, clipped, config.max_num_seqs,
         spec.state_bytes, config.state_tokens if state_run(config, spec) == config.state_tokens else 0,
-        saved, config.ranks, config.pp,
+        saved, config.ranks, config.pp, peers,
     )  # fmt: skip
 
 
@@ -162,12 +167,15 @@ def check_again(config: EngineConfig, plan: MemoryPlan, seen: tuple[int, int, st
         raise _no_room(config, plan.device, parts, free, where)
 
 
-def _no_room(config: EngineConfig, device: str, parts: tuple[int, int, int], usable: int, where: str) -> StartupError:
-    """`parts` of memory, of weights, activations and KV, are more than `usable`."""
+def _no_room(
+    config: EngineConfig, device: str, parts: tuple[int, int, int], usable: int, where: str, peers: int = 0
+) -> StartupError:
+    """`parts` of memory, of weights, activations and KV, are more than `usable`, with `peers` to exchange through."""
     weights, activations, kv = map(_size, parts)
+    exchange = f", {_size(peers)} of exchange" if peers else ""
     return StartupError(
-        f"out of memory: {weights} of weights, {activations} of activations and {kv} of KV cache don't fit into "
-        f"{_size(max(usable, 0))} on {where}" + (f", each of {config.ranks} ranks" if config.ranks > 1 else ""),
+        f"out of memory: {weights} of weights, {activations} of activations{exchange} and {kv} of KV cache don't fit "
+        f"into {_size(max(usable, 0))} on {where}" + (f", each of {config.ranks} ranks" if config.ranks > 1 else ""),
         "Use a smaller --kv-gib, --max-num-batched-tokens or model"
         + (", or a larger --gpu-memory-utilization" if device != "cpu" else ""),
     )

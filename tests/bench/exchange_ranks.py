@@ -14,6 +14,7 @@ import torch
 
 from quire.bench import exchange, exchange_rank
 from quire.bench.exchange_rank import Timed
+from quire.data.kernels import peer_sizes
 from quire.data.kernels.triton import norm, reduce
 from quire.data.layers.norm import RMSNorm
 from quire.data.layers.prepare import join
@@ -57,7 +58,7 @@ def main() -> None:
     exchange_rank.ON_CPU, exchange_rank.ROUNDS = 1, 1
     reduce.PROGRAMS = 4
     meeting = Meeting(Layout(2))
-    shared = [mmap.mmap(-1, reduce.BYTES) for _ in range(2)]
+    shared = [mmap.mmap(-1, peer_sizes.BYTES) for _ in range(2)]
     addresses = [torch.frombuffer(memory, dtype=torch.uint8).data_ptr() for memory in shared]
     rank = 0 if os.fork() else 1
     host = SharedExchange(Layout(2).parts()[rank], meeting.descriptors, 60.0)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from quire.data.kernels.peer_sizes import BYTES
 from quire.errors import PeerLost
 from quire.parallel.group import Group
 from quire.parallel.shared import AT_START, SharedExchange
@@ -115,7 +116,7 @@ class DeviceExchange:
         ranks together."""
         peers = self.peers
         if peers is not None:
-            scratch = torch.zeros(self.kernels.BYTES + REHEARSED, dtype=torch.uint8, device=self.device)
+            scratch = torch.zeros(BYTES + REHEARSED, dtype=torch.uint8, device=self.device)
             table = torch.full_like(peers.table, scratch.data_ptr())
             counters, error = torch.zeros_like(peers.counters), torch.zeros_like(peers.counters)
             self.peers = peers._replace(table=table, counters=counters, error=error, polls=0, more=REHEARSED)

@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 
+from quire.data.kernels import peer_sizes
 from quire.parallel import peer_memory
 from quire.parallel.peer_memory import HANDLE, PeerError
 from quire.parallel.shared import SharedExchange
 from quire.vocabulary.layout import Part
-
-MORE = 256 << 20  # bytes of rows that are carried: each half holds 8,192 rows of 8,192 numbers
 
 
 def open_peers(
@@ -22,11 +21,11 @@ def open_peers(
     from quire.data.kernels.triton import carried, reduce
 
     why = _unreachable(part, indices)
-    mine = b""
-    more = carried.memory(MORE)
+    mine, nbytes = b"", peer_sizes.peer_bytes(part.ranks)
+    more = nbytes - peer_sizes.BYTES
     if not why:
         try:
-            address, mine = peer_memory.export(reduce.BYTES + more)
+            address, mine = peer_memory.export(nbytes)
         except PeerError as error:
             why = str(error)
     handles = host.gather(torch.tensor(list(mine.ljust(HANDLE, b"\0")), dtype=torch.uint8))
@@ -51,7 +50,7 @@ def open_peers(
         peer_memory.free(address)
         return None, why
     polls = min(int(seconds * reduce.POLLS), 2**31 - 1)
-    counters = torch.zeros(reduce.PROGRAMS, dtype=torch.int64, device=device)
+    counters = torch.zeros(peer_sizes.PROGRAMS, dtype=torch.int64, device=device)
     word = torch.zeros(
         1, dtype=torch.int64, pin_memory=device.type == "cuda"
     )  # the host reads it without asking the device
@@ -61,13 +60,11 @@ def open_peers(
 
 def _unreachable(part: Part, indices: Sequence[int]) -> str:
     """Why this rank's GPU doesn't reach another one's memory, if so."""
-    from quire.data.kernels.triton import reduce
-
     here = indices[part.rank]
-    if part.ranks > reduce.MOST:
-        return f"more than {reduce.MOST} ranks"
-    if 2 * torch.cuda.get_device_properties(here).multi_processor_count < reduce.PROGRAMS:
-        return f"GPU {here} has fewer than {reduce.PROGRAMS // 2} multiprocessors"
+    if part.ranks > peer_sizes.MOST:
+        return f"more than {peer_sizes.MOST} ranks"
+    if 2 * torch.cuda.get_device_properties(here).multi_processor_count < peer_sizes.PROGRAMS:
+        return f"GPU {here} has fewer than {peer_sizes.PROGRAMS // 2} multiprocessors"
     for there in set(indices) - {here}:
         if not torch.cuda.can_device_access_peer(here, there):
             return f"GPU {here} has no access to the memory of GPU {there}"

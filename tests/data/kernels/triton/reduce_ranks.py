@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder
 
+from quire.data.kernels import peer_sizes
 from quire.data.kernels.triton import carried, norm, reduce
 from quire.parallel import carrier, peer_memory
 from quire.parallel.carrier import Owners
@@ -126,7 +127,7 @@ def early(rank: Rank, planted: str = "") -> None:
     """One reads what has come only when another has sent what is for the call that follows: that isn't written over
     it. `planted`: "sums" or "gathers", whose regions are used again one call early."""
     for number, kind in enumerate(("sums", "gathers")):
-        late(rank, ctypes.c_int64.from_address(rank.peers.addresses[0] + reduce.BYTES + 8 * number))
+        late(rank, ctypes.c_int64.from_address(rank.peers.addresses[0] + peer_sizes.BYTES + 8 * number))
         for call in range(2):
             rank.call = call
             rank.add(1, 32, 1) if kind == "sums" else rank.gather(4, dtype=torch.int32)
@@ -144,7 +145,7 @@ def late(rank: Rank, sent: ctypes.c_int64) -> None:
             sent.value = 1
 
     def loaded(builder: InterpreterBuilder, pointers: Any, *more: Any) -> Any:
-        if reduce.FLAGS <= int(pointers.data.flat[0]) - mine < reduce.BYTES:
+        if reduce.FLAGS <= int(pointers.data.flat[0]) - mine < peer_sizes.BYTES:
             told()
             end = time.monotonic() + 60
             while rank.peers.rank == 0 and rank.call == 0 and not sent.value and time.monotonic() < end:
@@ -253,7 +254,7 @@ def silent(rank: Rank) -> None:
 
 def forked(ranks: int, work: Callable[[Rank], None]) -> int:
     """How many ranks failed."""
-    shared = [mmap.mmap(-1, reduce.BYTES + MORE) for _ in range(ranks)]
+    shared = [mmap.mmap(-1, peer_sizes.BYTES + MORE) for _ in range(ranks)]
     addresses = [torch.frombuffer(memory, dtype=torch.uint8).data_ptr() for memory in shared]
     children = []
     for rank in range(ranks):

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.data.kernels import peer_sizes
 from quire.data.kernels.triton import carried, norm, reduce
 from quire.data.layers.cut import columns
 from quire.data.layers.linear import Linear
 from quire.data.layers.norm import RMSNorm
 from quire.data.layers.prepare import join
 from quire.parallel import carrier as module
-from quire.parallel import peers
 from quire.parallel.carrier import Carrier
 from quire.parallel.device_exchange import LARGE, DeviceExchange
 from quire.vocabulary.layout import Part
@@ -55,7 +55,7 @@ def carriers(monkeypatch: pytest.MonkeyPatch) -> tuple[Carrier, Carrier]:
         ctypes.c_int64.from_address(address).value = value
 
     monkeypatch.setattr(module.peer_memory, "write", write)
-    memories = [torch.zeros(reduce.BYTES + ROOM, dtype=torch.uint8) for _ in range(2)]
+    memories = [torch.zeros(peer_sizes.BYTES + ROOM, dtype=torch.uint8) for _ in range(2)]
     addresses = tuple(memory.data_ptr() for memory in memories)
 
     def made(rank: int) -> Carrier:
@@ -85,7 +85,7 @@ def test_rows_are_cut_into_no_more_pieces_than_there_are_flags(carriers: tuple[C
 def test_a_whole_step_of_a_wide_model_is_carried(carriers: tuple[Carrier, Carrier]) -> None:
     """8,192 rows of 8,192 numbers of 16 bits: what a 70B's prompts bring in a step of the usual size."""
     one, _ = carriers
-    one.peers = one.peers._replace(more=carried.memory(peers.MORE))
+    one.peers = one.peers._replace(more=peer_sizes.carried_bytes(peer_sizes.CARRIED))
     assert len(one.pieces(8192, 8192 * 8192 * 2)) == carried.PIECES
     assert one.pieces(8193, 8193 * 8192 * 2) == ()
 

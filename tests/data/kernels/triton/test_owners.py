@@ -14,7 +14,12 @@ from device_streams import World
 from reduce_ranks import summed
 from torch import Tensor
 
+from quire.budget import plan_memory
+from quire.config import EngineConfig
+from quire.data.kernels import peer_sizes
 from quire.data.kernels.triton import carried, norm, owned, reduce
+from quire.data.models import read_spec
+from quire.data.models.configs import named_config
 from quire.parallel import carrier as module
 from quire.parallel import peer_memory, peers
 from quire.parallel.carrier import Carrier, Owners, carrier_of
@@ -35,7 +40,7 @@ class Ranks:
 
     def __init__(self, world: World, ranks: int) -> None:
         self.world, self.ranks = world, ranks
-        self.memories = [torch.zeros(reduce.BYTES + ROOM, dtype=torch.uint8) for _ in range(ranks)]
+        self.memories = [torch.zeros(peer_sizes.BYTES + ROOM, dtype=torch.uint8) for _ in range(ranks)]
         self.addresses = tuple(memory.data_ptr() for memory in self.memories)
         self.carriers, self.computing = [], []
         for rank in range(ranks):
@@ -226,7 +231,7 @@ def test_a_share_that_goes_to_another_owner_is_noticed(
     copy, (_, one, two) = peer_memory.copy, group.addresses
 
     def planted(target: int, source: int, nbytes: int, stream: int) -> None:
-        if group.world.streams[stream].owner == 0 and target in range(one, one + reduce.BYTES + ROOM):
+        if group.world.streams[stream].owner == 0 and target in range(one, one + peer_sizes.BYTES + ROOM):
             target += two - one
         elif group.world.streams[stream].owner == 0:
             target += one - two
@@ -265,8 +270,8 @@ def test_a_whole_step_of_a_wide_model_is_carried(
     one = made(0, ranks).carriers[0]
     monkeypatch.setattr(module, "LEAST", 1024)
     monkeypatch.setattr(module, "LEAST_BYTES", 16 << 20)
-    one.peers = one.peers._replace(more=carried.memory(peers.MORE))
-    whole, row = reduce.BYTES + carried.memory(peers.MORE), 8192 * 2
+    one.peers = one.peers._replace(more=peer_sizes.carried_bytes(peer_sizes.CARRIED))
+    whole, row = peer_sizes.BYTES + peer_sizes.carried_bytes(peer_sizes.CARRIED), 8192 * 2
     pieces = one.pieces(8192, 8192 * row)
     assert len(pieces) == carried.PIECES
     assert one.pieces(8193, 8193 * row) == ()
@@ -288,7 +293,7 @@ def test_a_rehearsal_launches_what_a_call_does_within_its_scratch(
     """Of rows as long as others are exchanged at most: 64 KiB."""
     group = made(0, 8)
     monkeypatch.setattr(Queued, "launches", told := [])
-    whole = reduce.BYTES + REHEARSED
+    whole = peer_sizes.BYTES + REHEARSED
     scratch = torch.zeros(whole + REHEARSED, dtype=torch.uint8)
     scratch[whole:] = 0xFF  # whoever reads this has no number
     there = (scratch.data_ptr(),) * 8
@@ -311,7 +316,7 @@ def test_own_sums_are_awaited_wherever_a_rank_has_rows(monkeypatch: pytest.Monke
         has = range(2 if me == 2 else 3)
         for missing in (None, 0, 1, 2):
             memory, error = (
-                torch.zeros(reduce.BYTES + carried.HEAD, dtype=torch.uint8),
+                torch.zeros(peer_sizes.BYTES + carried.HEAD, dtype=torch.uint8),
                 torch.zeros(1, dtype=torch.int64),
             )
             words, said = memory.view(torch.int64), (owned.flag_at(owned.PARTS, 0, 0), owned.flag_at(owned.SUMS, 0, 0))
@@ -333,6 +338,12 @@ class Host:
         return x.expand(self.ranks, *x.shape)
 
 
+def planned(ranks: int) -> int:
+    """Bytes that a memory plan has for a rank's exchange."""
+    config, spec = EngineConfig(tp=ranks), read_spec(named_config("opt-66b"), Part(0, ranks))
+    return plan_memory(config.of_rank(), spec, "opt-66b", "float16", 2, "cuda", device_bytes=256 << 30).peers
+
+
 @pytest.mark.parametrize(("ranks", "kind"), [(3, Owners), (8, Owners), (2, Carrier)])
 def test_any_number_of_ranks_has_memory_for_what_is_carried(
     monkeypatch: pytest.MonkeyPatch, ranks: int, kind: type[Carrier]
@@ -350,8 +361,16 @@ def test_any_number_of_ranks_has_memory_for_what_is_carried(
     monkeypatch.setattr(peers, "_unreachable", lambda *args: "")
     found, why = peers.open_peers(Part(0, ranks), CPU, range(ranks), host, 1.0)  # type: ignore[arg-type]
     assert why == ""
-    assert exported == [reduce.BYTES + found.more]
-    assert found.more == carried.memory(peers.MORE)
+    assert exported == [planned(ranks)], "what a rank allocates is in the memory plan"
+    assert exported == [peer_sizes.BYTES + found.more]
+    assert found.more == peer_sizes.carried_bytes(peer_sizes.CARRIED)
     exchange = DeviceExchange(Part(0, ranks), CPU, host, found, None)  # type: ignore[arg-type]
     assert type(exchange.carrier) is kind
     assert len(exchange.pieces(8192, 8192 * 8192 * 2)) == carried.PIECES
+
+
+def test_more_ranks_than_reach_each_other_have_no_such_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_memory, "export", lambda nbytes: pytest.fail("memory is allocated"))
+    found, why = peers.open_peers(Part(0, 9), CPU, range(9), Host(9), 1.0)  # type: ignore[arg-type]
+    assert (found, why) == (None, "more than 8 ranks")
+    assert planned(9) == 0

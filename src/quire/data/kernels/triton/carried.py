@@ -3,8 +3,8 @@ comes next. A rank's rows are written into the other's memory piece by piece, ea
 each a flag. Here they are added to one's own, in fp32 and in rank order, as `kernels.triton.reduce` adds them, with the
 residual sum and the norm behind; each row waits for its piece's flag alone.
 
-The memory lies behind reduce.BYTES: flags, of PIECES of two turns, then two regions that are used in turn. Calls are
-counted by the host, and the turn by that number; a flag is the number of the call. So none of this is captured.
+The memory lies behind peer_sizes.BYTES: flags, of PIECES of two turns, then two regions that are used in turn. Calls
+are counted by the host, and the turn by that number; a flag is the number of the call. So none of this is captured.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.data.kernels.peer_sizes import BYTES, HEAD
 from quire.data.kernels.triton.launch import power_of_2
 from quire.data.kernels.triton.norm import warps_of
 from quire.data.kernels.triton.quick import quick
-from quire.data.kernels.triton.reduce import BYTES, PATIENCE, Peers, at, finish, rounded, scales
+from quire.data.kernels.triton.reduce import PATIENCE, Peers, at, finish, rounded, scales
 
 PIECES = 8  # at most
-HEAD = 4096  # bytes before the regions, for flags
 
 
 def flag_at(turn: int, piece: int) -> int:
@@ -35,11 +35,6 @@ def rows_at(peers: Peers, turn: int) -> int:
 def room(peers: Peers) -> int:
     """Bytes of rows that a region holds."""
     return max(peers.more - HEAD, 0) // 2 // 16 * 16
-
-
-def memory(rows: int) -> int:
-    """Bytes behind reduce.BYTES whose regions hold together so many bytes of rows."""
-    return rows + HEAD if rows else 0
 
 
 @triton.jit

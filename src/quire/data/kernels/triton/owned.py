@@ -3,9 +3,9 @@ each piece every rank owns a share of the rows: the others send it their parts o
 rank order, rounds once, and sends the sums to all. So each rank sends less than twice the rows' bytes, however many
 ranks there are. What follows, the residual sum and the norm, each has for itself; a row waits for its owner's flag.
 
-The memory lies behind reduce.BYTES: flags, of each phase, piece and rank, then two regions. In that of PARTS what came
-for a piece lies by the rank that sent it; that of SUMS has all rows in their order. A flag is the number of the call,
-which the host counts, so none of this is captured.
+The memory lies behind peer_sizes.BYTES: flags, of each phase, piece and rank, then two regions. In that of PARTS what
+came for a piece lies by the rank that sent it; that of SUMS has all rows in their order. A flag is the number of the
+call, which the host counts, so none of this is captured.
 
 There is no second turn. A rank sends parts when it has read all sums of the call before, and each owner had added up
 its parts of that call before it sent these. An owner sends sums when parts have come from everybody, each of whom had
@@ -18,11 +18,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.data.kernels.peer_sizes import BYTES, MOST
 from quire.data.kernels.triton.carried import PIECES, awaited, rows_at
 from quire.data.kernels.triton.launch import cdiv, power_of_2
 from quire.data.kernels.triton.norm import warps_of
 from quire.data.kernels.triton.quick import quick
-from quire.data.kernels.triton.reduce import BYTES, MOST, Peers, at, finish, rounded, scales
+from quire.data.kernels.triton.reduce import Peers, at, finish, rounded, scales
 
 PARTS, SUMS = 0, 1  # what is sent: to a row's owner, and by it
 

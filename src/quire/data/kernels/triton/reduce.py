@@ -26,17 +26,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.data.kernels.peer_sizes import FLAGS, MOST, PROGRAMS, REGION, WHOLE
 from quire.data.kernels.triton.launch import cdiv, power_of_2
 from quire.data.kernels.triton.norm import normed, residual, warps_of
 from quire.data.kernels.triton.quick import quick
 
-PROGRAMS = 256  # at most, two of them a multiprocessor; all of a launch run at a time on every GPU that has peers
 REGISTERS = 128  # of a thread, at most, so that two programs of up to 8 warps have room
-MOST = 8  # ranks
-REGION = 128 * 1024  # bytes of a program's exchange memory, of each of two turns
-FLAGS = PROGRAMS * 2 * MOST * 8  # bytes; by program, phase and rank
-WHOLE = FLAGS + PROGRAMS * 2 * REGION  # where the regions of what is sent whole begin
-BYTES = WHOLE + PROGRAMS * 2 * REGION
 POLLS = 1 << 20  # of a flag in a second, about
 PATIENCE = tl.constexpr(4096)  # polls between two looks at whether others have given up
 ONE_SHOT = {2: 1 << 40, 3: 1 << 20, 4: 1 << 19}  # bytes that are at most sent whole, by ranks
@@ -48,7 +43,7 @@ class Peers(NamedTuple):
     """One rank's end: `table` [ranks] int64 are the addresses of all ranks' exchange memories, as this rank reaches
     them, `counters` [PROGRAMS] int64 its own, zeros at first, and `error` [1] int64 tells who was waited for in vain,
     from 1 on. `polls` is how often a flag is looked at. `addresses` are those of the table, for the host, and behind
-    BYTES there are `more` bytes for kernels.triton.carried and owned."""
+    peer_sizes.BYTES there are `more` bytes for kernels.triton.carried and owned."""
 
     table: Tensor
     counters: Tensor
