@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from quire.errors import StartupError
 from quire.link.child import Child
 from quire.parallel import devices, remote
 from quire.parallel.sides import Keeper
+from quire.source import Source, read_source
 
 UNEVEN = {"pp": 3, "memory": "virtual"}
 
@@ -23,10 +25,11 @@ UNEVEN = {"pp": 3, "memory": "virtual"}
 class Stand:
     """In the place of ranks."""
 
-    ended = 0
+    started = ended = 0
 
     def __init__(self, *_: Any, **__: Any) -> None:
         """They are there at once."""
+        Stand.started += 1
 
     def abandon(self) -> None:
         """Counts."""
@@ -35,6 +38,7 @@ class Stand:
 
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> type[Stand]:
+    monkeypatch.setattr(Stand, "started", 0)
     monkeypatch.setattr(Stand, "ended", 0)
     monkeypatch.setattr(remote, "RemoteRunner", Stand)
     return Stand
@@ -104,6 +108,67 @@ def test_gpus_are_counted_before_torch_is_there(monkeypatch: pytest.MonkeyPatch,
     assert devices.may_start("auto", 3)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert [devices.may_start(device, 2) for device in ("auto", "cuda")] == [True, False]
+
+
+# Devices' files that machines have; what CUDA_VISIBLE_DEVICES is, of containers, of clusters, of people.
+FILES: dict[str, list[str]] = {
+    "none": [],
+    "two": ["nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"],
+    "eight": [f"nvidia{i}" for i in range(8)],
+    "far": ["nvidia7", "nvidia9"],  # a container has those that it is given
+    "wsl": ["dxg"],
+    "jetson": ["nvhost-gpu", "nvhost-ctrl", "nvmap", "nvgpu"],
+    "rocm": ["kfd", "dri"],
+    "mig": ["nvidia0", "nvidia-caps"],
+}
+NAMED = [
+    None, "", " ", "-1", "NoDevFiles", "none", "0", "0,1", " 0 , 1,", "0,-1,1", "1,1", "7", "GPU-1f,GPU-2e",
+    "MIG-4f7f,MIG-9c1b", "MIG-GPU-4f7f/1/0", ",", "all",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Source:
+    return read_source(EngineConfig(tp=2))
+
+
+def started_on(config: EngineConfig, source: Source, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
+    """The device of the ranks that an engine has, and what is said where it has none."""
+    assembled: list[Any] = []
+    monkeypatch.setattr(building, "_assembled", lambda config, *rest: assembled.append((config, rest[-1])))
+    try:
+        building.build_engine(config, source, (), ranks=building.ranks_of(config, source))
+    except StartupError as error:
+        return "", error.cause
+    ((config, ranks),) = assembled
+    return (building.device_of(config), "") if type(ranks) is Stand else ("", "no ranks, and no refusal")
+
+
+@pytest.mark.parametrize("device", ["cpu", "auto", "cuda"])
+@pytest.mark.parametrize("files", FILES)
+def test_torch_alone_says_what_there_is(
+    ranks: type[Stand], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny: Source, files: str, device: str
+) -> None:
+    """Whatever files and variables say, there are ranks on the device that torch finds, one set of them, or a refusal
+    that tells what it finds, and none: ranks are started sooner or later, that's all."""
+    for name in FILES[files]:
+        (tmp_path / name).touch()
+    monkeypatch.setattr(devices, "FILES", f"{tmp_path}/nvidia[0-9]*")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for named, found, shared in product(NAMED, (0, 1, 2, 8), ("", "1")):
+        monkeypatch.setenv("QUIRE_SHARE_GPU", shared)
+        if named is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+        monkeypatch.setattr("torch.cuda.is_available", lambda found=found: found > 0)
+        monkeypatch.setattr("torch.cuda.device_count", lambda found=found: found)
+        on = "cpu" if device == "cpu" or (device == "auto" and not found) else "cuda"
+        fits = on == "cpu" or found >= 2 or (found and shared)
+        ranks.started = ranks.ended = 0
+        where, said = started_on(EngineConfig(tp=2, device=device), tiny, monkeypatch)
+        assert where == (on if fits else ""), (named, found, shared, said)
+        assert ("torch finds" in said) == (not fits)
+        assert ranks.started - ranks.ended == bool(fits)
+        assert ranks.started <= 1, "not even for a while"
 
 
 def test_an_interrupt_while_they_start_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
