@@ -18,6 +18,7 @@ from quire.link.child import Child
 from quire.parallel import devices, remote
 from quire.parallel.sides import Keeper
 from quire.source import Source, read_source
+from quire.text.renderer import Renderer
 
 UNEVEN = {"pp": 3, "memory": "virtual"}
 
@@ -44,7 +45,9 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> type[Stand]:
     return Stand
 
 
-@pytest.mark.parametrize("step", ["reserve", "import_module", "read_text", "read_sight", "build_engine"])
+@pytest.mark.parametrize(
+    "step", ["read_source", "ranks_of", "reserve", "import_module", "read_text", "read_sight", "build_engine"]
+)
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), StartupError("no"), RuntimeError("no")])
 def test_whatever_goes_wrong_ends_them(
     ranks: type[Stand], monkeypatch: pytest.MonkeyPatch, step: str, error: BaseException
@@ -55,10 +58,13 @@ def test_whatever_goes_wrong_ends_them(
     if step != "import_module":
         import_module("torch")
     monkeypatch.setattr(building, step, wrong)
+    made: list[Renderer] = []
+    monkeypatch.setattr("quire.text.renderer.Renderer", lambda: made.append(Renderer()) or made[0])
     with pytest.raises(type(error)) as raised:
         build(EngineConfig(tp=2, device="cpu"))
     assert raised.value is error
-    assert ranks.ended == 1
+    assert ranks.ended == (step not in ("read_source", "ranks_of"))
+    assert [one._end.alive for one in made] == [False], "the process that renders chat templates"
 
 
 def test_pictures_are_known_before_an_engine_is_built(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,9 +120,10 @@ def build(config: EngineConfig, progress: bool = False, member: Member | None = 
     from quire.text.renderer import Renderer
 
     renderer = None if config.skip_tokenizer_init else Renderer()  # its process comes up while torch is imported
-    source = read_source(config)
-    ranks = ranks_of(config, source)
+    ranks = None
     try:
+        source = read_source(config)
+        ranks = ranks_of(config, source)
         reserve(config, source)
         import_module("torch")
         tokenizer, chat = read_text(config, source, renderer)
@@ -131,6 +132,8 @@ def build(config: EngineConfig, progress: bool = False, member: Member | None = 
         engine, plan, notices = build_engine(config, source, named, progress, member, ranks)
         return Built(engine, source.spec, tokenizer, chat, plan, notices, source.defaults, source.name, sight)
     except BaseException:
+        if renderer is not None:
+            renderer.close()
         if ranks is not None:
             ranks.abandon()
         raise
