@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from echo_ranks import FaultyEcho, threaded
@@ -18,10 +19,13 @@ from quire.cli.simulate import plant_of
 from quire.config import EngineConfig
 from quire.data.kernels.cpu import cores
 from quire.errors import EngineDead, StartupError
+from quire.link.child import Child
 from quire.link.frames import Frame
-from quire.parallel import starting
+from quire.parallel import remote, sides, starting
 from quire.parallel.frames import ANSWER, Hello
+from quire.parallel.meeting import Meeting
 from quire.parallel.remote import RemoteRunner
+from quire.parallel.ring import Ring
 from quire.text.prompts import engine_config
 from quire.vocabulary.layout import Layout, Part
 
@@ -83,17 +87,70 @@ def test_a_start_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> N
         raise StartupError("no process can be started")
 
     there, threads = descriptors(), threading.active_count()
-    make = os.memfd_create
+    make, event = os.memfd_create, os.eventfd
+    for most in range(0, 9, 2):  # three ranks have nine
+        left = iter(range(most))
+        with monkeypatch.context() as patched:
+            patched.setattr(
+                os, "eventfd", lambda *given, left=left: (refused if next(left, None) is None else event)(*given)
+            )
+            with pytest.raises(StartupError, match="for 3 ranks: Too many open files"):
+                RemoteRunner(3, 60.0)
     with monkeypatch.context() as patched:
         patched.setattr(os, "memfd_create", lambda name, flags: (refused if "ring" in name else make)(name, flags))
         with pytest.raises(StartupError, match="for 3 ranks: Too many open files"):
             RemoteRunner(3, 60.0)
     with pytest.raises(StartupError, match="no process"):
         RemoteRunner(3, 60.0, none_is_started)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+        with pytest.raises(StartupError, match="has no thread to start ranks: can't start new thread"):
+            RemoteRunner(3, 60.0)
     end = time.monotonic() + 5
     while threading.active_count() > threads and time.monotonic() < end:
         time.sleep(0.01)
     assert (descriptors(), threading.active_count()) == (there, threads)
+
+
+def test_an_interrupt_once_they_are_started_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    children: list[Child] = []
+
+    def start(rank: int, inherited: Sequence[int]) -> Child:
+        children.append(Child(1, ("-c", "import time; time.sleep(60)"), f"rank {rank}", inherited))
+        return children[-1]
+
+    monkeypatch.setattr(remote, "Side", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        RemoteRunner(2, 60.0, start)
+    end = time.monotonic() + 10
+    while not all(child.ended() for child in children) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert [child.ended() for child in children] == [True, True]
+
+
+def test_an_interrupt_while_they_end_leaves_nothing() -> None:
+    """Not even what doesn't end with the processes: Ray's, which goes with its last rank."""
+    children = [Mock(connections=[Mock()]) for _ in range(3)]
+    children[0].end.side_effect = KeyboardInterrupt
+    ring, meeting, keeper = Mock(), Mock(), Mock()
+    with pytest.raises(KeyboardInterrupt):
+        sides.end(children, ring, meeting, keeper)  # type: ignore[arg-type]
+    for child in children:
+        child.process.kill.assert_called_once()
+        child.end.assert_called_once()
+        child.connections[0].close.assert_called_once()
+    for one in (ring.close, meeting.close, keeper.let_go.set):
+        one.assert_called_once()
+
+
+def test_what_was_let_go_of_is_not_closed_again() -> None:
+    """Its number may be somebody else's."""
+    for made in (Meeting(Layout(2)), Ring(2)):
+        made.close()
+        others = [os.eventfd(0) for _ in range(16)]
+        made.close()
+        for one in others:
+            os.close(one)  # OSError if it was closed
 
 
 def test_who_looks_into_a_runner_that_is_elsewhere_is_told_so() -> None:

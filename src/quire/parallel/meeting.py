@@ -60,7 +60,8 @@ class Meeting:
             os.ftruncate(self.memory, COUNTS + ranks * 2 * SLOT)
             self._map = mmap.mmap(self.memory, COUNTS)
             self._counts = memoryview(self._map).cast("Q")
-            self.events += [os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(2 * ranks)]
+            for _ in range(2 * ranks):
+                self.events.append(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
             for _ in range(ranks - layout.tp):
                 self.pipes += [end.detach() for end in socket.socketpair()]
         except OSError:
@@ -87,4 +88,4 @@ class Meeting:
         for descriptor in self.descriptors:
             with suppress(OSError):
                 os.close(descriptor)
-        self.events, self.pipes, self.store = [], [], -1
+        self.events, self.pipes, self.memory, self.store = [], [], -1, -1

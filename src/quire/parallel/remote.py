@@ -87,14 +87,15 @@ class RemoteRunner:
                 undo.callback(ring.close)
             except (OSError, AttributeError) as error:  # elsewhere than on Linux there are no such memory and events
                 raise _refused(ranks, error) from error
-            self._keeper = Keeper(lambda: started(start, ranks, ring, meeting))
-            self.sides = [Side(rank, child) for rank, child in enumerate(self._keeper.children())]
+            self._keeper = keeper = Keeper(lambda: started(start, ranks, ring, meeting))
+            undo.callback(keeper.dismiss)
+            self.sides = [Side(rank, child) for rank, child in enumerate(keeper.children())]
+            self._poll = select.poll()
+            self._heard = {side.connection.fileno(): side for side in self.sides}
+            for descriptor in self._heard:
+                self._poll.register(descriptor, select.POLLIN)
+            self._release = weakref.finalize(self, end, [side.child for side in self.sides], ring, meeting, keeper)
             undo.pop_all()
-        self._poll = select.poll()
-        self._heard = {side.connection.fileno(): side for side in self.sides}
-        for descriptor in self._heard:
-            self._poll.register(descriptor, select.POLLIN)
-        self._release = weakref.finalize(self, end, [side.child for side in self.sides], ring, meeting, self._keeper)
 
     def meet(self, hellos: Sequence[Hello]) -> list[dict[str, Any]]:
         """Have each rank open its GPU, and its way to the others: what each tells of it. Of a Hello only part, seconds,

@@ -76,7 +76,8 @@ class Ring:
         try:
             os.ftruncate(self.descriptor, PLACES + capacity)
             self._memory = Memory(self.descriptor)
-            self.events += [os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(readers)]
+            for _ in range(readers):
+                self.events.append(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
         except OSError:
             self._shut()
             raise
@@ -125,7 +126,7 @@ class Ring:
         for descriptor in (self.descriptor, *self.events):
             with suppress(OSError):
                 os.close(descriptor)
-        self.events = []
+        self.events, self.descriptor = [], -1
 
 
 class RingReader:

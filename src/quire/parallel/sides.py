@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
+from quire.errors import StartupError
 from quire.link.channel import AT_ONCE
 from quire.link.child import Child, program_of
 from quire.link.frames import Frame, Frames
@@ -50,17 +51,25 @@ class Keeper(threading.Thread):
 
     def children(self) -> list[Child]:
         """They are started. Raises what starting them raised. An interrupt meanwhile leaves none."""
-        self.start()
+        try:
+            self.start()
+        except RuntimeError as error:
+            raise StartupError(f"the system has no thread to start ranks: {error}", "See `ulimit -u`") from error
         try:
             self._up.wait()
         except BaseException:
-            self._unwanted = True
-            self.let_go.set()
-            self.join(KILLED / 5)  # Ray may take long to start them: they end once it has
+            self.dismiss()
             raise
         if self._error is not None:
             raise self._error
         return self._children
+
+    def dismiss(self) -> None:
+        """None that it has started, or is about to, is wanted."""
+        self._unwanted = True
+        self.let_go.set()
+        if self.is_alive():
+            self.join(KILLED / 5)  # Ray may take long to start them: they end once it has
 
 
 class Side:
@@ -113,14 +122,15 @@ def drop(children: list[Child]) -> None:
 
 
 def end(children: list[Child], ring: Ring, meeting: Meeting, keeper: Keeper) -> None:
-    """End ranks at once, and let go of all that they had in common."""
-    for child in children:
-        with suppress(OSError):
-            child.process.kill()
-    for child in children:
-        child.end(KILLED)
-        for connection in child.connections:
-            connection.close()
-    ring.close()
-    meeting.close()
-    keeper.let_go.set()
+    """End ranks at once, and let go of all that they had in common, also when it is interrupted."""
+    with ExitStack() as left:  # the last first
+        left.callback(keeper.let_go.set)
+        left.callback(meeting.close)
+        left.callback(ring.close)
+        for child in reversed(children):
+            for connection in child.connections:
+                left.callback(connection.close)
+            left.callback(child.end, KILLED)
+        for child in children:
+            with suppress(OSError):
+                child.process.kill()
