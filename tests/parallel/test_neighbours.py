@@ -48,6 +48,12 @@ def test_the_largest_come_first_and_this_process_is_none() -> None:
     assert neighbours("cc33") == ""
 
 
+def test_names_may_have_any_bytes(smi: Path) -> None:
+    """A process is called as whoever started it wants."""
+    smi.write_text("#!/bin/sh\nprintf 'GPU-aa11, 31, 1024, /usr/bin/\\377\\n'\n")
+    assert neighbours("aa11") == "1.00 GiB by process 31 (\ufffd)"
+
+
 def test_without_nvidia_smi_nobody_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert neighbours("aa11") == ""

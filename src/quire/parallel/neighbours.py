@@ -14,7 +14,7 @@ MANY = 0.1  # share of a GPU's memory from which on it is asked who has it
 def neighbours(uuid: str) -> str:
     """The processes with the most memory of the GPU that is called so, but for this one: "" if none are known."""
     try:
-        done = subprocess.run(QUERY, capture_output=True, text=True, timeout=SECONDS)
+        done = subprocess.run(QUERY, capture_output=True, errors="replace", timeout=SECONDS)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     found = []

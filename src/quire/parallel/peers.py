@@ -20,7 +20,10 @@ def open_peers(
     """A kernels.triton.reduce.Peers, or None and why there is none, alike on all ranks. `indices`: the ranks' GPUs."""
     from quire.data.kernels.triton import carried, reduce
 
-    why = _unreachable(part, indices)
+    try:
+        why = _unreachable(part, indices)
+    except PeerError as error:  # a driver that doesn't say
+        why = str(error)
     mine, nbytes = b"", peer_sizes.peer_bytes(part.ranks)
     more = nbytes - peer_sizes.BYTES
     if not why:

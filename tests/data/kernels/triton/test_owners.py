@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import memory_checker
@@ -374,3 +375,16 @@ def test_more_ranks_than_reach_each_other_have_no_such_memory(monkeypatch: pytes
     found, why = peers.open_peers(Part(0, 9), CPU, range(9), Host(9), 1.0)  # type: ignore[arg-type]
     assert (found, why) == (None, "more than 8 ranks")
     assert planned(9) == 0
+
+
+def test_a_driver_that_does_not_say_what_is_reached_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks exchange through NCCL then."""
+
+    def refused() -> Any:
+        raise peer_memory.PeerError("libcuda.so.1: no such file")
+
+    monkeypatch.setattr(peer_memory, "_library", refused)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(multi_processor_count=132))
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda here, there: True)
+    found, why = peers.open_peers(Part(0, 2), CPU, range(2), Host(2), 1.0)  # type: ignore[arg-type]
+    assert (found, why) == (None, "libcuda.so.1: no such file")
