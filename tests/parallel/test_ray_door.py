@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -88,7 +90,7 @@ def test_a_rank_has_what_it_would_inherit(door: Door, tmp_path: Path, monkeypatc
 @pytest.mark.parametrize(
     "said",
     [b"", b"\n", b"[1]\n", b'{"token": "", "rank": 0}\n', b'{"rank": 0}\n', b'{"token": "TOKEN", "rank": "x"}\n',
-     b"x" * 5000 + b"\n"],
+     b"x" * 5000 + b"\n", b"[" * 4000 + b"\n"],
 )  # fmt: skip
 def test_strangers_are_sent_away(door: Door, said: bytes) -> None:
     with socket.socket(socket.AF_UNIX) as one:
@@ -200,6 +202,17 @@ def test_without_ray_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("quire.parallel.ray.find_spec", lambda name: None)
     with pytest.raises(StartupError, match=r"Ray isn't installed. pip install 'quire\[ray\]'"):
         RayStart(2, 0.0)
+
+
+def test_what_the_system_refuses_is_told_and_leaves_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = Mock()
+    group.seat.side_effect = OSError(errno.EMFILE, "Too many open files")
+    monkeypatch.setattr("quire.parallel.ray.find_spec", lambda name: True)
+    monkeypatch.setattr("quire.parallel.ray.Group", lambda *_: group)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(StartupError, match=r"ranks can't be started by Ray: .*Too many open files"):
+        RayStart(2, 0.0)(0, ())
+    group.close.assert_called_once()
 
 
 def test_a_ray_that_is_old_or_listens_to_all_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,9 +56,11 @@ class RayStart:
         try:
             self._group = self._group or Group(self._ranks, self._gpus, self._address)
             return self._group.seat(rank, self._program, inherited)
-        except BaseException:
+        except BaseException as error:
             if self._group is not None:
                 self._group.close()
+            if isinstance(error, OSError):
+                raise StartupError(f"ranks can't be started by Ray: {error}") from error
             raise
 
 

@@ -48,7 +48,7 @@ class Door:
                 if hmac.compare_digest(str(told["token"]), self.token):
                     self.waiting[int(told["rank"])] = connection, pid
                     return
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             pass  # what it says is nothing that a rank does
         connection.close()
 
