@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import echo_service
@@ -12,6 +13,7 @@ import quire.text.grammar_places
 import quire.text.grammars
 from quire.bench.structured import made_up
 from quire.text.grammar_beginnings import QUEUE
+from quire.text.grammar_counted import LEAST
 from quire.text.grammars import CompiledGrammar, Grammars, Place
 from quire.vocabulary.structured import Structured, StructuredOutputsParams
 
@@ -144,6 +146,106 @@ class Broken:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
+
+
+LARGE = 1000  # states of a lexer: one with all that a string of LONG needs has fewer
+LONG = StructuredOutputsParams(
+    json={"type": "array", "items": {"type": "string", "maxLength": 400}}, disable_any_whitespace=True
+).structured()
+
+
+@pytest.fixture
+def counting(monkeypatch: pytest.MonkeyPatch) -> Grammars:
+    """Over a vocabulary in which strings of counted characters have masks of their own."""
+    monkeypatch.setitem(quire.text.grammars.LIMITS, "max_lexer_states", LARGE)
+    return Grammars(made_up(LEAST), LEAST, (END,))
+
+
+def spoken(grammar: CompiledGrammar, place: Place, text: str) -> str:
+    """Go on behind a text, a byte a token, with the mask of each; the first complaint."""
+    counted = grammar.masker.counted
+    assert counted is not None
+    for each in text.encode():
+        [mask] = grammar.masks([place])
+        token = counted.words.find(bytes([each]))
+        assert token is not None
+        if why := place.accept(token) or ("" if mask[token // 8] >> token % 8 & 1 else "it was barred"):
+            return why
+    return ""
+
+
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_within_a_counted_string_an_output_goes_on_though_another_spoils_both_lexers(
+    counting: Grammars, one_by_one: bool
+) -> None:
+    grammar = counting.get(LONG)
+    grammar.masker.one_by_one = one_by_one
+    texts = ["", "[", '["', '["abc', '["ab","', '["a\\n', '["a\\nbc', '["ab"']
+    others = [grammar.matcher() for _ in texts]
+    for place, text in zip(others, texts):
+        assert spoken(grammar, place, text) == ""
+    assert others[3]._room > 0
+    bad = grammar.matcher()
+    assert "too many states" in spoken(grammar, bad, '["' + 200 * "\\né")
+    assert grammar.shared is not None
+    assert grammar.shared.spoiled
+    assert bad._brief is not None
+    assert bad._brief.is_error()
+    for place, rest in zip(others, ('["x"]', '"x"]', 'x"]', 'x"]', 'x"]', 'x"]', 'x"]', "]")):
+        assert spoken(grammar, place, rest) == ""
+        assert place.forced() == (END,)
+
+
+def test_the_lexer_of_counted_strings_is_no_part_of_what_making_a_grammar_anew_takes(
+    counting: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is taken over, and so outputs of a grammar go on though both would take more than outputs wait."""
+    masker, clock, made = counting._made_masker(), [0.0], list[bool]()
+    real = masker.matcher
+
+    def slowly(text: str, tokenizer: Any = None) -> Any:
+        clock[0] += 0.6 * quire.text.grammar_places.AGAIN_SECONDS
+        made.append(tokenizer is not None)
+        return real(text, tokenizer)
+
+    monkeypatch.setattr(masker, "matcher", slowly)
+    monkeypatch.setattr(quire.text.grammar_places, "time", SimpleNamespace(thread_time=lambda: clock[0]))
+    grammar = counting.get(LONG)
+    shared = grammar.shared
+    assert shared is not None
+    place = grammar.matcher()
+    assert spoken(grammar, place, '["abc","d') == ""
+    shared.spoiled = True
+    assert spoken(grammar, place, 'ef","g') == ""
+    assert place.shared is shared._next
+    assert made == [False, True, False]
+    assert place.shared is not None
+    assert place.shared.brief is shared.brief
+    assert place._room == 399
+
+
+def test_a_lexer_of_counted_strings_that_is_spoiled_is_asked_no_more_until_the_grammar_is_made_anew(
+    counting: Grammars,
+) -> None:
+    grammar = counting.get(LONG)
+    shared = grammar.shared
+    assert shared is not None
+    place, other = grammar.matcher(), grammar.matcher()
+    for one in (place, other):
+        assert spoken(grammar, one, '["ab') == ""
+    place._brief, place.mask = Broken(place._brief), None  # type: ignore[assignment]
+    assert grammar.masks([place]) == grammar.masks([other])
+    assert (place._room, other._room) == (0, 398)
+    assert shared.brief is None
+    fresh = grammar.matcher()
+    for one in (place, other, fresh):
+        assert spoken(grammar, one, '["ab' if one is fresh else 'c","ab') == ""
+    assert (place._room, other._room, fresh._room) == (0, 0, 0)
+    shared.spoiled = True
+    for one in (place, other, fresh):
+        assert spoken(grammar, one, 'c","ab') == ""
+        assert one._room == 398
+        assert one.shared is shared._next
 
 
 def test_others_at_the_place_of_one_that_fails_have_their_own_mask() -> None:

@@ -27,17 +27,22 @@ LEXER = "lexer error"  # what llguidance says of an error that is the lexer's
 
 
 class Shared:
-    """A grammar as llguidance has it: `first` at its beginning, made of `text`; `start` is what is known there, and
-    `strings` of its strings. `brief` is the same as `first`, over the vocabulary of `counted`, where strings of counted
-    characters are the dearest."""
+    """A grammar as llguidance has it: `first` at its beginning, made of `text` within `seconds`; `start` is what is
+    known there, and `strings` of its strings. `brief` is the same as `first`, over the vocabulary of `counted`, where
+    strings of counted characters are the dearest. It has a lexer of its own, and the grammar made anew takes it over.
+    None: there are no such strings, or that lexer has too many states, and all of the vocabulary is walked through."""
 
-    def __init__(self, masker: Masker, text: str, strings: Strings | None = None) -> None:
+    def __init__(
+        self, masker: Masker, text: str, strings: Strings | None = None, brief: LLMatcher | None = None
+    ) -> None:
         began = time.thread_time()
         self.masker, self.text, self.strings = masker, text, strings
         self.first = masker.matcher(text)
-        self.counted = masker.counted if strings is not None and strings.most else None
-        self.brief = None if self.counted is None else masker.matcher(text, self.counted.tokenizer)
         self.seconds = time.thread_time() - began
+        self.counted = masker.counted if strings is not None and strings.most else None
+        if self.counted is not None and brief is None:
+            brief = masker.matcher(text, self.counted.tokenizer)
+        self.brief = brief
         self.start = Known(Room())
         self.spoiled = False  # its lexer has too many states
         self._next: Shared | None = None
@@ -49,7 +54,7 @@ class Shared:
             return self
         with self._lock:
             if self._next is None:
-                self._next = Shared(self.masker, self.text, self.strings)
+                self._next = Shared(self.masker, self.text, self.strings, self.brief)
             return self._next.sound(patient)
 
 
@@ -141,10 +146,8 @@ class Place:
         self.mask = None
         if self._room and self._fits(token):
             return ""
-        if self.shared.spoiled and self.renew():  # type: ignore[union-attr]
-            inner = self.inner
-        if self._told < len(self._taken):
-            self._tell()
+        if self.shared.spoiled or self._told < len(self._taken):  # type: ignore[union-attr]
+            inner = self._tell()
         if token in masker.eos_ids:
             return "" if inner.is_accepting() else f"token {token} ends the output before its grammar does"
         if not inner.consume_token(token):
@@ -171,6 +174,8 @@ class Place:
             self._brief = self._brief or shared.brief.deep_copy()
             if shared.counted.tell(self._brief, self._taken[self._said :]):
                 self._said, self._room = len(self._taken), room
+            else:
+                self._walk()
         return self._string is True
 
     def _fits(self, token: int) -> bool:
@@ -179,8 +184,10 @@ class Place:
         assert self.shared is not None and self.shared.counted is not None, "it counts"  # noqa: PT018
         count = self.shared.counted.characters[token]
         self._room = max(0, self._room - count) if count else 0
-        if not self._room or not self.shared.counted.pass_over(self._brief, count):
-            self._room = 0
+        if not self._room:
+            return False
+        if not self.shared.counted.pass_over(self._brief, count):
+            self._walk()
             return False
         self._taken.append(token)
         self._said += 1
@@ -195,16 +202,27 @@ class Place:
             return None
         mask = counted.mask(self._brief, self._room)
         if self._brief.is_error():
-            self._room = 0
+            self._walk()
             self._tell()
             return None
         self.mask = mask
         return mask
 
-    def _tell(self) -> None:
-        assert self.inner is not None, "it has a grammar"
-        self.inner.consume_tokens(self._taken[self._told :])
-        self._told = len(self._taken)
+    def _walk(self) -> None:
+        """`_brief` failed: `inner` is asked from here to the string's end. If the lexer did that all have in common, it
+        is asked in all strings until the grammar is made anew."""
+        assert self._brief is not None and self.shared is not None, "it counts"  # noqa: PT018
+        self._room = 0
+        if LEXER in self._brief.get_error():
+            self.shared.brief = None
+
+    def _tell(self) -> LLMatcher:
+        """Tell `inner` what only `_brief` was told; another one, if the lexer is spoiled and it may go on anew."""
+        assert self.inner is not None and self.shared is not None, "it has a grammar"  # noqa: PT018
+        if not (self.shared.spoiled and self.renew()):
+            self.inner.consume_tokens(self._taken[self._told :])
+            self._told = len(self._taken)
+        return self.inner
 
     def _failed(self) -> str:
         self.fails()
@@ -227,7 +245,9 @@ class Place:
         if not self.shared.spoiled or not self._again or slow or self.inner.is_error():
             return False
         self._again -= 1
-        self.shared = self.shared.sound()
+        brief, self.shared = self.shared.brief, self.shared.sound()
+        if self.shared.brief is not brief:
+            self._brief, self._room, self._said = None, 0, 0
         self.inner, self.at, self.mask = self.shared.first.deep_copy(), None, None
         self.inner.consume_tokens(self._taken)
         self._told = len(self._taken)
