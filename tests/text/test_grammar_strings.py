@@ -117,6 +117,7 @@ def told_of(schema: Any, begin: str, text: str) -> int:
     (listed({"type": "string", "maxLength": 200}), '["', 9),
     (listed({"type": "string", "minLength": 5}), '["', 5),
     ({"type": "object"}, '{"', 9),  # a key
+    ({"type": "object", "additionalProperties": {"type": "string", "minLength": 5}}, '{"', 9),
     ({"type": "object"}, '{"k":"', 0),
     ({"properties": {"k": {"maxLength": 9}}}, '{"k":"', 9),
     ({"properties": {"k": {"maxLength": 9}}}, '{"m":"', 0),
