@@ -10,12 +10,16 @@ from collections.abc import Iterator
 from functools import partial
 from zlib import crc32
 
+import httpx
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+# Where a test names no other, httpx waits so many seconds: its own 5 pass by where a machine is busy.
+httpx._config.DEFAULT_TIMEOUT_CONFIG.read = httpx._config.DEFAULT_TIMEOUT_CONFIG.connect = 60.0
 
 slow = [HealthCheck.too_slow, HealthCheck.data_too_large]
 settings.register_profile("ci", max_examples=50, derandomize=True, deadline=None, suppress_health_check=slow)

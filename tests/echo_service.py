@@ -40,6 +40,7 @@ from quire.vocabulary.specs import LayerSpec, ModelSpec
 APART = os.environ.get("QUIRE_TEST_ENGINE") == "process"  # the engine has a process of its own
 VOCAB = 512
 MAX_LEN = 256
+BRAKED = 0.2  # seconds
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% if shout %}!{% endif %}{% endif %}"
@@ -70,15 +71,19 @@ class EchoBuilt(NamedTuple):
 
 
 class Echo(EchoRunner):
-    """An EchoRunner whose steps take `pause` seconds, and whose step `fail_at` raises."""
+    """An EchoRunner whose steps take `pause` seconds, and whose step `fail_at` raises. As long as the file `brake` is
+    there they take BRAKED seconds, so that what a test does while requests run needs no haste."""
 
-    def __init__(self, pause: float = 0.0, fail_at: int | None = None, depth: int = 2) -> None:
+    def __init__(
+        self, pause: float = 0.0, fail_at: int | None = None, depth: int = 2, brake: str | None = None
+    ) -> None:
         super().__init__(depth, vocab_size=VOCAB)
-        self.pause, self.fail_at = pause, fail_at
-        self.recipe = {"pause": pause, "fail_at": fail_at, "depth": depth} if type(self) is Echo else None
+        self.pause, self.fail_at, self.brake = pause, fail_at, brake
+        recipe = {"pause": pause, "fail_at": fail_at, "depth": depth, "brake": brake}
+        self.recipe = recipe if type(self) is Echo else None
 
     def collect(self, ticket: int) -> StepResult:
-        time.sleep(self.pause)
+        time.sleep(BRAKED if self.brake is not None and os.path.exists(self.brake) else self.pause)
         if self.collected == self.fail_at:
             raise RuntimeError("the device is gone")
         return super().collect(ticket)
@@ -206,7 +211,7 @@ class Running(NamedTuple):
         start = name + '{engine="0",model_name="echo"} '
         return next(float(line.split()[-1]) for line in text.splitlines() if line.startswith(start))
 
-    def idle(self, seconds: float = 5.0) -> bool:
+    def idle(self, seconds: float = 30.0) -> bool:
         """Waits until no request is left and every page is free or cached."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
@@ -242,7 +247,7 @@ def serving(
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
     thread.start()
     try:
-        assert ready.wait(10), "the server did not start"
+        assert ready.wait(60), "the server did not start"
         yield Running(f"http://127.0.0.1:{listener.getsockname()[1]}", llm, app)
     finally:
         server.should_exit = True

@@ -15,8 +15,8 @@ from echo_service import Echo, Running
 
 @pytest.fixture(scope="module")
 def slow() -> Iterator[Running]:
-    """Steps of 20 ms, 16 prompt tokens a step, two sequences at once."""
-    model = echo_service.built(Echo(pause=0.02), max_num_seqs=4, max_num_batched_tokens=16, kv_tokens=2048)
+    """Steps of 30 ms, 8 prompt tokens a step, four sequences at once."""
+    model = echo_service.built(Echo(pause=0.03), max_num_seqs=4, max_num_batched_tokens=8, kv_tokens=2048)
     with echo_service.serving(model) as running:
         yield running
 
@@ -25,14 +25,14 @@ def connect(running: Running, body: dict[str, object]) -> socket.socket:
     """Send a completion request and don't read."""
     data = json.dumps(body).encode()
     url = urlsplit(running.url)
-    client = socket.create_connection((url.hostname, url.port), timeout=5)
+    client = socket.create_connection((url.hostname, url.port), timeout=30)
     head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     head += f"Content-Length: {len(data)}\r\n\r\n"
     client.sendall(head.encode() + data)
     return client
 
 
-def until(condition: object, seconds: float = 5.0) -> bool:
+def until(condition: object, seconds: float = 30.0) -> bool:
     assert callable(condition)
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -60,7 +60,7 @@ def test_pages_come_back(slow: Running, phase: str, stream: bool, kind: dict[str
         )
         assert until(lambda: len(engine.scheduler.running) == 1)
         leavers = 2
-    prompt = [3 + len(kind) + kind["n"]] * (200 if phase == "prefill" else 4)  # 200 tokens: 13 steps
+    prompt = [3 + len(kind) + kind["n"]] * (200 if phase == "prefill" else 4)  # 200 tokens: 25 steps
     body = {"prompt": prompt, "max_tokens": 40, **kind, "ignore_eos": True, "stream": stream}
     clients.append(connect(slow, body))
     if phase == "queued":

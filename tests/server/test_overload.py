@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import threading
 import time
+from pathlib import Path
 
 import echo_service
 import httpx
@@ -19,43 +20,51 @@ from quire.errors import RanksLost
 from quire.sim.echo import EchoRunner
 
 
-def test_full_queue_answers_503_at_once() -> None:
-    model = echo_service.built(Echo(pause=0.02), max_num_seqs=1, max_num_queued_reqs=2)
-    with echo_service.serving(model) as running, httpx.Client(base_url=running.url, timeout=30) as http:
-        body = {"prompt": "a", "max_tokens": 20, "ignore_eos": True}
+@pytest.fixture
+def brake(tmp_path: Path) -> Path:
+    """As long as this file is there, steps of an echo that is told of it are slow."""
+    found = tmp_path / "brake"
+    found.touch()
+    return found
 
-        def ask(_: int) -> tuple[httpx.Response, float]:
-            began = time.monotonic()
-            return http.post("/v1/completions", json=body), time.monotonic() - began
 
+def test_full_queue_answers_503_at_once(brake: Path) -> None:
+    """All but those that run and wait: while the first one runs, which takes 40 s."""
+    model = echo_service.built(Echo(brake=str(brake)), max_num_seqs=1, max_num_queued_reqs=2)
+    with echo_service.serving(model) as running, httpx.Client(base_url=running.url, timeout=60) as http:
+        body = {"prompt": "a", "max_tokens": 200, "ignore_eos": True}
         with concurrent.futures.ThreadPoolExecutor(12) as pool:
-            answers = list(pool.map(ask, range(12)))
-        served = [answer for answer, _ in answers if answer.status_code == 200]
-        refused = [(answer, seconds) for answer, seconds in answers if answer.status_code == 503]
-        assert 1 <= len(served) <= 4
+            asked = [pool.submit(http.post, "/v1/completions", json=body) for _ in range(12)]
+            answers = concurrent.futures.as_completed(asked)
+            early = [next(answers).result() for _ in range(9)]
+            brake.unlink()
+        assert {answer.status_code for answer in early} == {503}
+        served = [one.result() for one in asked if one.result().status_code == 200]
+        refused = [one.result() for one in asked if one.result().status_code == 503]
+        assert 1 <= len(served) <= 3
         assert len(served) + len(refused) == 12
-        for answer, seconds in refused:
+        for answer in refused:
             assert int(answer.headers["retry-after"]) >= 1
             assert "queue is full" in answer.json()["error"]["message"]
-            assert seconds < 1
         assert running.metric("quire_admission_rejections_total") == len(refused)
         assert running.idle()
         assert http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
 
 
-def test_a_list_of_prompts_is_queued_whole_or_not_at_all() -> None:
-    model = echo_service.built(Echo(pause=0.02), max_num_seqs=1, max_num_queued_reqs=4)
+def test_a_list_of_prompts_is_queued_whole_or_not_at_all(brake: Path) -> None:
+    model = echo_service.built(Echo(brake=str(brake)), max_num_seqs=1, max_num_queued_reqs=4)
     with echo_service.serving(model) as running:
         url, body = f"{running.url}/v1/completions", {"prompt": ["a"] * 200, "max_tokens": 5}
-        answer = httpx.post(url, json=body, timeout=20)
+        answer = httpx.post(url, json=body, timeout=60)
         assert answer.status_code == 400
         assert "at most 4 requests may wait" in answer.json()["error"]["message"]
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            first = pool.submit(httpx.post, url, json={"prompt": ["a"] * 4, "max_tokens": 20, "ignore_eos": True})
+            first = pool.submit(httpx.post, url, json={"prompt": ["a"] * 4, "max_tokens": 200, "ignore_eos": True})
             while running.metric("quire_num_requests_waiting") != 3:
                 time.sleep(0.005)
             assert httpx.post(url, json=body | {"prompt": ["a"] * 3}).status_code == 503
             assert running.metric("quire_num_requests_waiting") + running.metric("quire_num_requests_running") <= 4
+            brake.unlink()
             assert len(first.result().json()["choices"]) == 4
         assert running.idle()
 
@@ -69,21 +78,21 @@ def cause(running: Running) -> str:
 
 def test_engine_death_fails_everybody() -> None:
     """In-flight streams end with an error event and no [DONE]; health turns 503; new requests are refused."""
-    with echo_service.serving(echo_service.built(Echo(pause=0.01, fail_at=30))) as running:
+    with echo_service.serving(echo_service.built(Echo(pause=0.02, fail_at=30))) as running:
         died, got = threading.Event(), list[object]()
         running.llm.on_death = died.set
         body = {"prompt": "a", "max_tokens": 200, "ignore_eos": True}
-        with OpenAI(base_url=f"{running.url}/v1", api_key="x", max_retries=0, timeout=10) as client:
+        with OpenAI(base_url=f"{running.url}/v1", api_key="x", max_retries=0, timeout=30) as client:
             stream = client.completions.create(
                 model="echo", prompt="a", max_tokens=200, stream=True, extra_body={"ignore_eos": True}
             )
             with concurrent.futures.ThreadPoolExecutor(1) as pool:
-                whole = pool.submit(httpx.post, f"{running.url}/v1/completions", json=body, timeout=10)
+                whole = pool.submit(httpx.post, f"{running.url}/v1/completions", json=body, timeout=30)
                 with pytest.raises(openai.APIError, match="engine stopped"):
                     got.extend(stream)
-                assert len(got) > 5
+                assert got
                 assert whole.result().status_code == 503
-        assert died.wait(5)
+        assert died.wait(30)
         assert "the device is gone" in cause(running)
         late = httpx.post(f"{running.url}/v1/completions", json=body)
         assert late.status_code == 503
@@ -97,16 +106,16 @@ def test_a_stalled_engine_is_unhealthy_until_it_moves_on() -> None:
 
     class Stuck(Echo):
         def collect(self, ticket: int) -> object:  # type: ignore[override]
-            assert gate.wait(20)
+            assert gate.wait(60)
             return EchoRunner.collect(self, ticket)
 
     with echo_service.serving(echo_service.built(Stuck()), stall_after=0.3) as running:
         assert httpx.get(f"{running.url}/health").status_code == 200
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(
-                httpx.post, f"{running.url}/v1/completions", json={"prompt": "a", "max_tokens": 2}, timeout=20
+                httpx.post, f"{running.url}/v1/completions", json={"prompt": "a", "max_tokens": 2}, timeout=60
             )
-            end = time.monotonic() + 5
+            end = time.monotonic() + 30
             while httpx.get(f"{running.url}/health").status_code == 200 and time.monotonic() < end:
                 time.sleep(0.05)
             assert "has lasted" in cause(running)
@@ -121,7 +130,7 @@ def test_ranks_that_start_anew_are_unhealthy_and_streams_go_on() -> None:
             raise RanksLost("rank 1 is gone")
 
     def anew() -> tuple[Echo, KVMemory]:
-        assert gate.wait(20)
+        assert gate.wait(60)
         again = echo_service.built(Echo()).engine
         return again.runner, again.scheduler.memory  # type: ignore[return-value]
 
@@ -132,8 +141,8 @@ def test_ranks_that_start_anew_are_unhealthy_and_streams_go_on() -> None:
         wanted = httpx.post(f"{running.url}/v1/completions", json=body).json()["choices"]
     with echo_service.serving(model) as running, concurrent.futures.ThreadPoolExecutor(1) as pool:
         assert httpx.get(f"{running.url}/health").status_code == 200
-        waiting = pool.submit(httpx.post, f"{running.url}/v1/completions", json=body, timeout=20)
-        end = time.monotonic() + 5
+        waiting = pool.submit(httpx.post, f"{running.url}/v1/completions", json=body, timeout=60)
+        end = time.monotonic() + 30
         while httpx.get(f"{running.url}/health").status_code == 200 and time.monotonic() < end:
             time.sleep(0.02)
         assert cause(running) == "rank 1 is gone; ranks are started anew"

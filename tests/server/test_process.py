@@ -23,9 +23,16 @@ PROGRAM = """
 import sys, types
 sys.path.insert(0, {tests!r})
 import echo_service
+
+class Echo(echo_service.Echo):
+    def submit(self, plan):
+        if not self.submitted:
+            print("a first step", flush=True)
+        return super().submit(plan)
+
 stand_in = types.ModuleType("quire.build")
 stand_in.build = lambda config, progress=False: echo_service.built(
-    echo_service.Echo(pause={pause}, fail_at={fail_at}), max_num_seqs=4, prefix_tokens=config.prefix_tokens,
+    Echo(pause={pause}, fail_at={fail_at}, brake={brake!r}), max_num_seqs=4, prefix_tokens=config.prefix_tokens,
     max_num_batched_tokens=config.sized("cpu").max_num_batched_tokens)
 sys.modules["quire.build"] = stand_in
 from quire.cli import main
@@ -39,8 +46,8 @@ JSON = {"Content-Type": "application/json"}
 class Process:
     """A server process and what it printed so far."""
 
-    def __init__(self, fail_at: int | None, pause: float, *flags: str) -> None:
-        program = PROGRAM.format(tests=str(TESTS), fail_at=fail_at, pause=pause)
+    def __init__(self, fail_at: int | None, pause: float, brake: str | None, *flags: str) -> None:
+        program = PROGRAM.format(tests=str(TESTS), fail_at=fail_at, pause=pause, brake=brake)
         self.child = subprocess.Popen(
             [sys.executable, "-c", program, *flags],
             stdout=subprocess.PIPE,
@@ -60,15 +67,17 @@ class Process:
         assert found, self.lines
         self.url = found[0]
 
-    def end(self, seconds: float = 10) -> tuple[int, str]:
+    def end(self, seconds: float = 60) -> tuple[int, str]:
         """Exit status and stderr."""
         _, error = self.child.communicate(timeout=seconds)
         return self.child.returncode, error
 
 
 @contextlib.contextmanager
-def process(*flags: str, fail_at: int | None = None, pause: float = 0.02) -> Iterator[Process]:
-    started = Process(fail_at, pause, *flags)
+def process(
+    *flags: str, fail_at: int | None = None, pause: float = 0.02, brake: Path | None = None
+) -> Iterator[Process]:
+    started = Process(fail_at, pause, None if brake is None else str(brake), *flags)
     try:
         yield started
     finally:
@@ -79,7 +88,7 @@ def process(*flags: str, fail_at: int | None = None, pause: float = 0.02) -> Ite
 
 def ask(url: str, tokens: int) -> httpx.Response:
     body = {"prompt": "a", "max_tokens": tokens, "ignore_eos": True}
-    return httpx.post(f"{url}/v1/completions", json=body, timeout=20)
+    return httpx.post(f"{url}/v1/completions", json=body, timeout=60)
 
 
 def in_background(url: str, tokens: int) -> tuple[threading.Thread, list[httpx.Response]]:
@@ -91,24 +100,41 @@ def in_background(url: str, tokens: int) -> tuple[threading.Thread, list[httpx.R
 
     thread = threading.Thread(target=work)
     thread.start()
-    end = time.monotonic() + 5
+    end = time.monotonic() + 30
     while httpx.get(f"{url}/load").json()["server_load"] == 0 and time.monotonic() < end:
         time.sleep(0.01)
     return thread, answers
 
 
-def test_sigterm_drains_and_exits_0() -> None:
-    with process() as server:
+@pytest.fixture
+def brake(tmp_path: Path) -> Path:
+    """As long as this file is there, the steps of a server that is told of it are slow: 250 tokens take 50 s."""
+    found = tmp_path / "brake"
+    found.touch()
+    return found
+
+
+def terminated(server: Process) -> None:
+    """By a signal, of which it knows when this returns."""
+    server.child.send_signal(signal.SIGTERM)
+    end = time.monotonic() + 30
+    while httpx.get(f"{server.url}/health").status_code != 503:
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_sigterm_drains_and_exits_0(brake: Path) -> None:
+    with process(brake=brake) as server:
         assert any("quire serves echo at http://127.0.0.1:" in line for line in server.lines)
-        thread, answers = in_background(server.url, 40)
-        server.child.send_signal(signal.SIGTERM)
-        time.sleep(0.2)
+        thread, answers = in_background(server.url, 100)
+        terminated(server)
         late = ask(server.url, 1)
         assert late.status_code == 503
         assert "shutting down" in late.json()["error"]["message"]
         assert httpx.get(f"{server.url}/health").status_code == 503
+        brake.unlink()
         thread.join()
-        assert answers[0].json()["usage"]["completion_tokens"] == 40
+        assert answers[0].json()["usage"]["completion_tokens"] == 100
         status, error = server.end()
         assert status == 0, error
         assert "Traceback" not in error
@@ -117,7 +143,7 @@ def test_sigterm_drains_and_exits_0() -> None:
 def test_the_printed_curl_line_works() -> None:
     with process(pause=0) as server:
         line = server.lines[-1].strip()
-        done = subprocess.run(["bash", "-c", f"{line} -s -m 20"], capture_output=True, text=True)
+        done = subprocess.run(["bash", "-c", f"{line} -s -m 60"], capture_output=True, text=True)
         assert '"role":"assistant"' in done.stdout, done
         server.child.send_signal(signal.SIGINT)
         assert server.end()[0] == 0
@@ -133,15 +159,13 @@ def test_integers_of_many_digits_are_not_read() -> None:
             assert told in answer.json()["error"]["message"], answer.text
 
 
-def test_drain_ends_at_its_timeout() -> None:
-    with process("--shutdown-timeout", "0.2") as server:
+def test_drain_ends_at_its_timeout(brake: Path) -> None:
+    with process("--shutdown-timeout", "0.2", brake=brake) as server:
         thread, answers = in_background(server.url, 250)
         server.child.send_signal(signal.SIGTERM)
-        began = time.monotonic()
-        status, error = server.end()
+        status, error = server.end(20)  # without the flag it is 30 s
         thread.join()
         assert status == 0, error
-        assert time.monotonic() - began < 3
         assert answers[0].json()["choices"][0]["finish_reason"] == "abort"
 
 
@@ -160,9 +184,9 @@ def test_prefixes_are_there_before_the_port_answers(tmp_path: Path) -> None:
         assert [(entry["id"], entry["status"]) for entry in listed["data"]] == [("rules", "ready"), ("b", "ready")]
 
 
-def start(*flags: str) -> subprocess.Popen[str]:
+def start(*flags: str, brake: Path | None = None) -> subprocess.Popen[str]:
     """A server that isn't waited for."""
-    program = PROGRAM.format(tests=str(TESTS), fail_at=None, pause=0.02)
+    program = PROGRAM.format(tests=str(TESTS), fail_at=None, pause=0.02, brake=None if brake is None else str(brake))
     return subprocess.Popen(
         [sys.executable, "-c", program, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -172,49 +196,32 @@ def test_a_prefix_that_does_not_fit_is_one_line(tmp_path: Path) -> None:
     file = tmp_path / "prefixes.json"
     file.write_text(json.dumps({"rules": {"token_ids": list(range(100, 122))}}))
     child = start("--prefixes", str(file), "--prefix-tokens", "16")
-    _, error = child.communicate(timeout=30)
+    _, error = child.communicate(timeout=60)
     assert child.returncode == 2
     assert "the prefix 'rules' can't be registered: a prefix of 22 tokens" in error.strip().splitlines()[-1]
 
 
-def until_it_handles(pid: int, number: signal.Signals) -> None:
-    """Wait for the process to have a handler for a signal."""
-    for _ in range(600):
-        handled = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
-        assert handled, "no process"
-        if int(handled[1], 16) >> (number - 1) & 1:
-            return
-        time.sleep(0.05)
-    raise AssertionError(f"no handler for {number.name} in 30 s")
-
-
-def test_sigterm_while_prefixes_are_computed(tmp_path: Path) -> None:
+def test_sigterm_while_prefixes_are_computed(tmp_path: Path, brake: Path) -> None:
     file = tmp_path / "prefixes.json"
     file.write_text(json.dumps({f"p{i}": {"token_ids": [i] * 100} for i in range(1, 5)}))
-    child = start("--prefixes", str(file), "--prefix-tokens", "500", "--max-num-batched-tokens", "1", "--access-log")
+    flags = ("--prefixes", str(file), "--prefix-tokens", "500", "--max-num-batched-tokens", "1", "--access-log")
+    child = start(*flags, brake=brake)
     assert child.stdout is not None
     for line in child.stdout:
-        if line.startswith("an echo"):
+        if line.startswith("a first step"):
             break
-    until_it_handles(child.pid, signal.SIGTERM)
-    time.sleep(0.5)  # 8 s of prefixes are under way
     child.send_signal(signal.SIGTERM)
-    began = time.monotonic()
-    out, _ = child.communicate(timeout=30)
+    out, _ = child.communicate(timeout=40)  # the prefixes take 80 s
     assert child.returncode == 0
-    assert time.monotonic() - began < 5
     assert "quire serves" not in out
 
 
-def test_a_second_sigterm_is_immediate() -> None:
-    with process() as server:
+def test_a_second_sigterm_is_immediate(brake: Path) -> None:
+    with process(brake=brake) as server:
         thread, answers = in_background(server.url, 250)
+        terminated(server)
         server.child.send_signal(signal.SIGTERM)
-        time.sleep(0.2)
-        server.child.send_signal(signal.SIGTERM)
-        began = time.monotonic()
-        assert server.end()[0] == -signal.SIGTERM
-        assert time.monotonic() - began < 1
+        assert server.end(20)[0] == -signal.SIGTERM  # draining ends after 30 s
         thread.join()
         assert not answers
 
@@ -253,8 +260,8 @@ def test_port_in_use_is_one_line_before_anything_is_loaded() -> None:
     ],
 )
 def test_bad_server_flags(flags: list[str], words: str) -> None:
-    program = PROGRAM.format(tests=str(TESTS), fail_at=None, pause=0)
-    done = subprocess.run([sys.executable, "-c", program, *flags], capture_output=True, text=True, timeout=20)
+    program = PROGRAM.format(tests=str(TESTS), fail_at=None, pause=0, brake=None)
+    done = subprocess.run([sys.executable, "-c", program, *flags], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert words in done.stderr.strip().splitlines()[-1]
     assert "Traceback" not in done.stderr

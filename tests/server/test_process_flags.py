@@ -36,7 +36,7 @@ def certificate(folder: Path, name: str = "server", *options: str) -> tuple[str,
 def pasted(server: Process) -> str:
     """What the printed curl line answers."""
     done = subprocess.run(
-        ["bash", "-c", f"{server.lines[-1].strip()} -s -m 20"], capture_output=True, text=True, timeout=30
+        ["bash", "-c", f"{server.lines[-1].strip()} -s -m 60"], capture_output=True, text=True, timeout=100
     )
     return done.stdout
 

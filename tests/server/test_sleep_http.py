@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import echo_service
@@ -27,15 +28,21 @@ AWAKE = {"is_sleeping": False, "level": 0, "away": []}
 
 
 @pytest.fixture(scope="module")
-def shop() -> Iterator[Running]:
-    model = echo_service.built(echo_service.Echo(pause=0.005), prefix_tokens=40)
+def brake(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Steps are slow as long as this file is there."""
+    return tmp_path_factory.mktemp("sleep") / "brake"
+
+
+@pytest.fixture(scope="module")
+def shop(brake: Path) -> Iterator[Running]:
+    model = echo_service.built(echo_service.Echo(pause=0.005, brake=str(brake)), prefix_tokens=40)
     with echo_service.serving(model, keys=[KEY], admin_keys=[ADMIN]) as running:
         yield running
 
 
 @pytest.fixture
 def http(shop: Running) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=shop.url, timeout=20, headers=HEADERS) as client:
+    with httpx.Client(base_url=shop.url, timeout=60, headers=HEADERS) as client:
         client.post("/reset_prefix_cache")
         yield client
         client.post("/wake_up")
@@ -61,7 +68,7 @@ def asked(http: httpx.Client, prompt: list[int]) -> int:
 
 
 def begun(shop: Running, http: httpx.Client, pool: ThreadPoolExecutor) -> Future[httpx.Response]:
-    """A request that runs for about 0.4 s."""
+    """A request that runs for 0.4 s, braked for 16."""
     future = pool.submit(http.post, "/v1/completions", json=LONG)
     while not shop.llm.running:
         time.sleep(0.005)
@@ -118,24 +125,27 @@ def test_a_prefix_is_let_go_asleep(http: httpx.Client) -> None:
     assert asked(http, PROMPT) == 0
 
 
-def test_with_requests_under_way(shop: Running, http: httpx.Client) -> None:
+def test_with_requests_under_way(shop: Running, http: httpx.Client, brake: Path) -> None:
     whole = http.post("/v1/completions", json=LONG).json()["choices"][0]["logprobs"]["tokens"]
     with ThreadPoolExecutor(4) as pool:
+        brake.touch()
         running = begun(shop, http, pool)
         answer = http.post("/sleep")
         assert (answer.status_code, answer.json()["error"]["type"]) == (409, "ConflictError")
         assert "1 requests run and 0 wait" in answer.json()["error"]["message"]
         waiting = pool.submit(http.post, "/sleep?level=2&mode=wait")
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 30
         while (refused := http.post("/v1/completions", json={**LONG, "max_tokens": 1})).status_code == 200:
             assert time.monotonic() < deadline
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "10")
         assert "about to sleep" in refused.json()["error"]["message"]
         assert http.post("/sleep?mode=wait").status_code == 409, "one sleep is awaited"
+        brake.unlink()
         assert running.result().json()["choices"][0]["logprobs"]["tokens"] == whole
         assert waiting.result().json()["level"] == 2
         assert http.post("/wake_up").json() == AWAKE
 
+        brake.touch()
         running = begun(shop, http, pool)
         assert http.post("/sleep?mode=abort").json()["level"] == 1
         assert running.result().json()["choices"][0]["finish_reason"] == "abort"
@@ -146,6 +156,7 @@ def test_with_requests_under_way(shop: Running, http: httpx.Client) -> None:
         while http.post("/v1/completions", json={**LONG, "max_tokens": 1}).status_code == 200:
             pass
         assert http.post("/wake_up").json() == AWAKE
+        brake.unlink()
         assert (waiting.result().status_code, running.result().status_code) == (409, 200)
 
 
@@ -203,4 +214,4 @@ def test_a_sleeping_engine_takes_no_time(shop: Running, http: httpx.Client) -> N
 
     before = used()
     time.sleep(0.6)
-    assert used() - before < 0.03
+    assert used() - before < 0.1
