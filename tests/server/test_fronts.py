@@ -32,6 +32,7 @@ MODEL = ("--device", "cpu", "--dtype", "float32", "--kv-gib", "0.1", "--prefix-t
 KEY = "a-key-that-nobody-sees"
 ADMIN = "an-admin-key-that-nobody-sees"
 FRONTS = 3
+TOKENS = "quire_generation_tokens_total,engine=0"
 LONG = {"prompt": "Once", "max_tokens": 3000, "ignore_eos": True, "stream": True}
 
 
@@ -71,7 +72,7 @@ class Server:
             for front in (self.first, *self.fronts)
         ]
 
-    def end(self, seconds: float = 20) -> int:
+    def end(self, seconds: float = 60) -> int:
         """Wait for it; its exit status. All of its processes are gone, or will be at once."""
         self.child.communicate(timeout=seconds)
         assert eventually(lambda: not any(alive(part) for part in self.parts)), self.parts
@@ -84,7 +85,18 @@ def alive(part: psutil.Process) -> bool:
     return False
 
 
-def eventually(so: Callable[[], bool], seconds: float = 10.0) -> bool:
+def stop(part: psutil.Process) -> None:
+    """All of its threads stand still when this returns: a signal takes a moment to arrive."""
+
+    def states() -> set[str]:
+        tasks = Path(f"/proc/{part.pid}/task").iterdir()
+        return {(task / "stat").read_text().rpartition(")")[2].split()[0] for task in tasks}
+
+    part.suspend()
+    assert eventually(lambda: states() == {"T"}), states()
+
+
+def eventually(so: Callable[[], bool], seconds: float = 30.0) -> bool:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if so():
@@ -166,10 +178,26 @@ def counters(client: httpx.Client) -> dict[str, float]:
     return found
 
 
+def settled(many: list[httpx.Client]) -> float:
+    """The tokens that all fronts count, once none come any more: a step's counts reach them within 0.25 s."""
+
+    def told() -> set[float]:
+        return {counters(client)[TOKENS] for client in many}
+
+    def same() -> bool:
+        before = told()
+        time.sleep(0.3)
+        return len(before) == 1 and told() == before
+
+    assert eventually(same)
+    return told().pop()
+
+
 def test_any_front_answers_for_all(server: Server) -> None:
     """Counters are what was asked for, whoever is asked, and never fall from one scrape to the next."""
     asked = 12
     with clients(server) as many:
+        settled(many)
         before, scrapes = counters(many[0]), []
         done = threading.Event()
 
@@ -187,7 +215,7 @@ def test_any_front_answers_for_all(server: Server) -> None:
         while not done.is_set():
             scrapes += [counters(client) for client in many]
         loader.join()
-        time.sleep(0.3)  # a step's counts reach the fronts within 0.25 s
+        assert settled(many) - before[TOKENS] == 20 * asked
         last = [counters(client) for client in many]
     for earlier, later in zip([before, *scrapes], [*scrapes, *last]):
         assert earlier.keys() <= later.keys()
@@ -238,48 +266,47 @@ def test_one_server_to_clients_and_the_operator(server: Server) -> None:
 
 def test_a_stopped_front_is_named_and_not_well(server: Server) -> None:
     def health() -> set[int]:
-        return {httpx.get(f"{server.url}/health", timeout=5).status_code for _ in range(4)}
+        return {httpx.get(f"{server.url}/health").status_code for _ in range(4)}
 
-    assert health() == {200}
-    server.fronts[0].suspend()
+    assert eventually(lambda: health() == {200})
+    stop(server.fronts[0])
     try:
-        assert eventually(lambda: "front 1 has not been heard of" in server.log(), 5)
-        assert eventually(lambda: health() == {503}, 5)
+        assert eventually(lambda: "front 1 has not been heard of" in server.log())
+        assert eventually(lambda: health() == {503})
     finally:
         server.fronts[0].resume()
-    assert eventually(lambda: health() == {200}, 5)
+    assert eventually(lambda: health() == {200})
 
 
 def test_without_the_first_front_others_tell_of_the_engine(server: Server) -> None:
     """A front's own part of a sum would look like counters that began anew: it is left out, and it says so."""
     with clients(server) as many:
-        assert many[0].post("/v1/completions", json={"prompt": "a", "max_tokens": 3}).status_code == 200
-        time.sleep(0.3)  # a step's counts reach the fronts within 0.25 s
+        before = settled(many)
+        body = {"prompt": "a", "max_tokens": 3, "ignore_eos": True}
+        assert many[0].post("/v1/completions", json=body).status_code == 200
+        assert eventually(lambda: all(counters(client)[TOKENS] == before + 3 for client in many))
         whole = counters(many[0])
 
-        def scrape(client: httpx.Client) -> str:
-            with contextlib.suppress(httpx.TimeoutException):
-                answer = client.get("/metrics", timeout=8)
-                assert answer.status_code == 200, answer.text
-                return answer.text
-            return ""
-
-        server.first.suspend()
-        try:
-            with ThreadPoolExecutor(len(many)) as pool:
-                told = list(filter(None, pool.map(scrape, many)))
-        finally:
-            server.first.resume()
+        stop(server.first)
+        with ThreadPoolExecutor(len(many)) as pool:
+            try:
+                asked = [pool.submit(client.get, "/metrics", timeout=60) for client in many]
+                assert eventually(lambda: sum(one.done() for one in asked) >= FRONTS - 1)
+                time.sleep(1)  # for the others of these fronts; those of the first one wait
+                answers = [one.result() for one in asked if one.done()]
+            finally:
+                server.first.resume()
         assert eventually(lambda: counters(many[0]).keys() >= whole.keys())
-    assert len(told) >= FRONTS - 1
-    for text in told:
+    assert FRONTS - 1 <= len(answers) < len(many)
+    assert {answer.status_code for answer in answers} == {200}
+    for text in [answer.text for answer in answers]:
         assert text.startswith("# The first front doesn't answer: what fronts count ")
         families = {family.name: family.samples for family in text_string_to_metric_families(text)}
         [generated] = families["quire_generation_tokens"]
-        assert generated.value == whole["quire_generation_tokens_total,engine=0"]
+        assert generated.value == whole[TOKENS]
         assert {"quire_num_requests_running", "quire_kv_bytes", "quire_preemptions"} <= families.keys()
         assert not {"quire_request_success", "quire_http_requests", "quire_process_cpu_seconds"} & families.keys()
-    assert eventually(lambda: httpx.get(f"{server.url}/health", timeout=5).status_code == 200)
+    assert eventually(lambda: httpx.get(f"{server.url}/health").status_code == 200)
 
 
 def streams(server: Server, many: list[httpx.Client], body: dict[str, object]) -> list[list[str]]:
@@ -291,14 +318,14 @@ def streams(server: Server, many: list[httpx.Client], body: dict[str, object]) -
         with contextlib.suppress(httpx.TransportError), many[at].stream("POST", "/v1/completions", json=body) as answer:
             for line in answer.iter_lines():
                 if not found[at]:
-                    begun.wait(20)
+                    begun.wait(60)
                 if line:
                     found[at].append(line)
         found[at].append("end")
 
     for at in range(len(many)):
         threading.Thread(target=read, args=(at,), daemon=True).start()
-    begun.wait(20)
+    begun.wait(60)
     return found
 
 
@@ -314,9 +341,7 @@ def test_without_a_part_the_server_ends(victim: str, status: int, said: str, tmp
     with serving(tmp_path / "log") as server, clients(server) as many:
         found = streams(server, many, LONG)
         {"front": server.fronts[1], "first": server.first, "engine": server.engine}[victim].kill()
-        began = time.monotonic()
-        assert eventually(lambda: all(lines[-1:] == ["end"] for lines in found), 5)
-        assert time.monotonic() - began < 4
+        assert eventually(lambda: all(lines[-1:] == ["end"] for lines in found))
         assert not any("[DONE]" in line for lines in found for line in lines)
         assert any("the engine stopped" in lines[-2] for lines in found)  # those whose front is there to say it
         assert server.end() == status, server.log()
@@ -331,7 +356,7 @@ def test_all_fronts_drain(tmp_path: Path) -> None:
         found = streams(server, many, {**LONG, "max_tokens": 400})
         for part in (server.first, server.engine, *server.fronts):  # as a service manager or a terminal does
             part.send_signal(signal.SIGTERM)
-        assert eventually(lambda: httpx.get(f"{server.url}/health").status_code == 503, 2)
+        assert eventually(lambda: httpx.get(f"{server.url}/health").status_code == 503)
         late = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a"}, headers=many[0].headers)
         assert (late.status_code, "shutting down" in late.text) == (503, True)
         assert eventually(lambda: all(lines[-1:] == ["end"] for lines in found), 30)
