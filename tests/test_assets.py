@@ -73,7 +73,7 @@ def test_own_model_equals_transformers(name: str):
 def test_generation_config_asks_for_what_answers_as_well_as_any(name: str, caplog: pytest.LogCaptureFixture):
     generation = GenerationConfig.from_pretrained(ASSETS / name)
     generation.validate(strict=True)
-    assert not caplog.records
+    assert not [record for record in caplog.records if record.name.startswith("transformers")]
     assert generation.do_sample
     chosen = {"temperature": generation.temperature}
     assert chosen == {"temperature": tiny_model.TEMPERATURE}

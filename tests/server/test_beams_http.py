@@ -79,7 +79,7 @@ def test_beams_streamed_and_whole(echo: Running, way: str) -> None:
 
 def test_the_agreed_prefix_comes_before_the_end() -> None:
     """With one beam every token is settled at once; with several what they agree on is, and only then the rest."""
-    with echo_service.serving(echo_service.built(Echo(pause=0.01))) as running:
+    with echo_service.serving(echo_service.built(Echo(pause=0.02))) as running:
 
         def times(width: int, tokens: int) -> tuple[list[float], list[str | None]]:
             seen, ends = [], []
@@ -92,7 +92,7 @@ def test_the_agreed_prefix_comes_before_the_end() -> None:
             return seen, ends
 
         seen, ends = times(1, 30)
-        assert len(seen) > 4
+        assert len(seen) > 2
         assert seen[-1] - seen[0] > 0.1
         seen, ends = times(2, 60)
         assert len(seen) > 1, "nothing was settled before the end"

@@ -91,8 +91,8 @@ def test_the_lag_of_a_front_that_was_busy_is_seen() -> None:
             llm.close()
 
     before, after = asyncio.run(work())
-    assert before < 0.3
-    assert 1 < after - before < 20  # some thirty steps that waited 0.3 s to none
+    assert after - before > 0.25  # the first of some thirty steps waited 0.3 s, and the last of them not at all
+    assert after - before < 60 * 0.3 + 2 * before
 
 
 def families(url: str) -> dict[str, Metric]:
@@ -171,7 +171,7 @@ def test_cache_info() -> None:
 
 def test_who_waits_for_a_prefix_is_deferred() -> None:
     """Of two alike prompts the second waits for what the first computes; a third waits for a place in the batch."""
-    model = echo_service.built(Echo(pause=0.05), kv_tokens=2048, max_num_batched_tokens=16, max_num_seqs=2)
+    model = echo_service.built(Echo(pause=0.1), kv_tokens=2048, max_num_batched_tokens=16, max_num_seqs=2)
     engine = model.engine
     params = SamplingParams(max_tokens=2, ignore_eos=True)
     llm = AsyncLLM.of(model)
@@ -209,7 +209,7 @@ def test_memory_swaps_and_sharing_are_live() -> None:
         with concurrent.futures.ThreadPoolExecutor(6) as pool:
             body = {"prompt": [*prefix, 1], "max_tokens": 60, "n": 2, "ignore_eos": True}
             answers = [
-                pool.submit(httpx.post, f"{running.url}/v1/completions", json=body, timeout=30) for _ in range(6)
+                pool.submit(httpx.post, f"{running.url}/v1/completions", json=body, timeout=60) for _ in range(6)
             ]
             shared, swapped, lines = 0.0, 0.0, set()
             while not all(answer.done() for answer in answers):
@@ -227,7 +227,7 @@ def test_memory_swaps_and_sharing_are_live() -> None:
         assert shared > 0
         assert swapped > 0
         assert any("saved by sharing" in line and "host pages" in line and "preempted" in line for line in lines), lines
-        end = time.monotonic() + 5
+        end = time.monotonic() + 30
         while (found := samples(running.url))["quire_num_requests_running"] or running.llm.account.sharing.tables:
             assert time.monotonic() < end
             time.sleep(0.02)

@@ -165,13 +165,12 @@ def test_two_at_once_never_exceed_the_capacity() -> None:
 def test_released_or_left_while_computed() -> None:
     async def work(llm: AsyncLLM) -> None:
         long = asyncio.ensure_future(llm.register_prefix("a", [1] * 40))
-        await asyncio.sleep(0.03)
-        assert await llm.prefixes() == ({"a": 40}, frozenset())
+        assert await begun(llm) == ({"a": 40}, frozenset())
         await llm.release_prefix("a")
         with pytest.raises(PrefixTaken, match="released while"):
             await long
         left = asyncio.ensure_future(llm.register_prefix("b", [1] * 40))
-        await asyncio.sleep(0.03)
+        assert await begun(llm) == ({"b": 40}, frozenset())
         left.cancel()
         while llm.active:
             await asyncio.sleep(0.005)
@@ -181,13 +180,13 @@ def test_released_or_left_while_computed() -> None:
         assert not memory.prefixes.registered
         memory.check()
 
-    run(work, pause=0.02, max_num_batched_tokens=4)
+    run(work, pause=0.1, max_num_batched_tokens=4)
 
 
 def test_a_closed_engine_says_so() -> None:
     async def work(llm: AsyncLLM) -> None:
         late = asyncio.ensure_future(llm.register_prefix("a", [1] * 40))
-        await asyncio.sleep(0.03)
+        await begun(llm)
         llm.close()
         with pytest.raises(EngineDead):
             await late
@@ -195,7 +194,14 @@ def test_a_closed_engine_says_so() -> None:
             with pytest.raises(EngineDead):
                 await call
 
-    run(work, pause=0.02, max_num_batched_tokens=4)
+    run(work, pause=0.1, max_num_batched_tokens=4)
+
+
+async def begun(llm: AsyncLLM) -> object:
+    """The prefixes, once there is one."""
+    while not (found := await llm.prefixes())[0]:
+        await asyncio.sleep(0.01)
+    return found
 
 
 def run(work: object, pause: float, **settings: object) -> None:

@@ -33,7 +33,7 @@ class Noting:
         self.read.append(len(text))
         self.threads.append(threading.current_thread().name)
         if len(text) > LONG_CHARS:
-            assert self.hold.wait(20)
+            assert self.hold.wait(60)
         return [1] * max(len(text) // 1000, 1)
 
 
@@ -87,6 +87,8 @@ def test_chats_do_not_queue_behind_long_texts(prompts: Prompts) -> None:
     async def both() -> float:
         noted(prompts).hold.clear()
         long = [asyncio.create_task(prompts.read(["a" * 150_000])) for _ in range(10)]
+        while noted(prompts).read.count(150_000) < LONG_THREADS:
+            await asyncio.sleep(0.01)
         await asyncio.sleep(0.05)
         began = time.perf_counter()
         await prompts.read(["b" * 5000])
@@ -96,7 +98,7 @@ def test_chats_do_not_queue_behind_long_texts(prompts: Prompts) -> None:
         await asyncio.gather(*long)
         return took
 
-    assert asyncio.run(both()) < 10
+    assert asyncio.run(both()) < 30
 
 
 def test_conversations_wait_for_the_template_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +110,7 @@ def test_conversations_wait_for_the_template_alone(monkeypatch: pytest.MonkeyPat
 
     def written(*args: Any, **kwargs: Any) -> tuple[str, list[Any]]:
         threads.append(threading.current_thread().name)
-        assert go.wait(20)
+        assert go.wait(60)
         return "once", []
 
     async def all_of_them() -> None:
@@ -143,7 +145,7 @@ def test_forms_wait_for_their_grammars_alone(monkeypatch: pytest.MonkeyPatch) ->
 
     def held_up(self: Grammars, asked: Structured) -> Any:
         threads.append(threading.current_thread().name)
-        assert go.wait(20)
+        assert go.wait(60)
         return get(self, asked)
 
     monkeypatch.setattr(Grammars, "get", held_up)
