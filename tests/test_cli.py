@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
 import subprocess
 import sys
-import time
 import types
 from collections.abc import Callable
 from dataclasses import fields
@@ -47,10 +47,15 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
     return go
 
 
+def spent() -> float:
+    """Seconds of a processor that programs took which this one started and waited for: however busy the machine is."""
+    return sum(os.times()[2:4])
+
+
 def test_help_is_immediate() -> None:
-    began = time.monotonic()
+    began = spent()
     done = subprocess.run([sys.executable, "-m", "quire", "--help"], capture_output=True, text=True)
-    assert time.monotonic() - began < 2  # 0.1 s where nothing else runs
+    assert spent() - began < 1  # it is 0.1 s
     assert done.returncode == 0
     for command in ("generate", "chat", "serve", "run-batch", "plan", "bench", "reproduce", "env"):
         assert command in done.stdout
@@ -150,7 +155,7 @@ def test_debug_shows_where(run: Run) -> None:
 
 
 def test_unknown_model_fails_at_once(tmp_path: Path) -> None:
-    began = time.monotonic()
+    began = spent()
     done = subprocess.run(
         [sys.executable, "-m", "quire", "generate", str(tmp_path / "none"), "--prompt", "a"],
         capture_output=True,
@@ -159,7 +164,7 @@ def test_unknown_model_fails_at_once(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stderr.strip().splitlines()[-1].startswith("quire: error: ")
     assert "Traceback" not in done.stderr
-    assert time.monotonic() - began < 15
+    assert spent() - began < 5  # it is 0.5 s
 
 
 def test_generate(run: Run, tmp_path: Path) -> None:

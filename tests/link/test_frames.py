@@ -357,13 +357,13 @@ def attack(count: int, seed: int) -> dict[str, int]:
     rng, kinds, seen = random.Random(seed), bodies(), {"refused": 0, "read": 0}
     for _ in range(count):
         read, kind, body = rng.choice(kinds)
-        broken, began = mutated(body, rng), time.perf_counter()
+        broken, began = mutated(body, rng), time.thread_time()
         try:
             read(Frame(kind, memoryview(broken)))
             seen["read"] += 1
         except (WireError, InputError, StartupError):
             seen["refused"] += 1
-        assert time.perf_counter() - began < 5, f"{broken.hex()} takes too long"
+        assert time.thread_time() - began < 5, f"{broken.hex()} takes too long"
     return seen
 
 

@@ -119,7 +119,10 @@ def test_a_push_is_cheap_however_long_the_output(folders: dict[str, Path]) -> No
         tokenizer = Tokenizer.load(folders[kind])
         detokenizer = Detokenizer(tokenizer, [], True)
         ids = tokenizer.encode("Hello 日本語, world. ") * 2000
-        start = time.perf_counter()
-        for id in ids:
-            detokenizer.push([id])
-        assert (time.perf_counter() - start) / len(ids) < 50e-6
+        times, part = [], len(ids) // 4
+        for at in range(0, 4 * part, part):
+            start = time.thread_time()
+            for id in ids[at : at + part]:
+                detokenizer.push([id])
+            times.append((time.thread_time() - start) / part)
+        assert min(times[2:]) < 50e-6, times

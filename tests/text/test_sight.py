@@ -120,7 +120,7 @@ def test_pictures_wait_for_threads_of_their_own(monkeypatch: pytest.MonkeyPatch)
 
     def decoded(*_: Any) -> Image.Image:
         names.append(threading.current_thread().name)
-        assert go.wait(5)
+        assert go.wait(60)
         return drawn(8, 8)
 
     async def all_of_them() -> None:
@@ -142,11 +142,12 @@ def test_who_is_cancelled_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch)
     """Pictures that nobody has begun with are gone at once, so that others may wait in their place; what a thread is at
     counts until it is done, since it takes the thread that long."""
     monkeypatch.setattr(sights, "MAX_WAITING", 4)
-    eyes, go = sight(), threading.Event()
+    eyes, go, begun = sight(), threading.Event(), threading.Semaphore(0)
     prepare = eyes.eyes.prepare
 
     def slowly(*given: Any) -> Pixels:
-        assert go.wait(5)
+        begun.release()
+        assert go.wait(60)
         return prepare(*given)
 
     def looks(arrays: list[Any]) -> list[asyncio.Task[Any]]:
@@ -156,6 +157,8 @@ def test_who_is_cancelled_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch)
         arrays = [np.zeros((8, 8, 3), np.uint8) for _ in range(4)]
         tasks, there = looks(arrays), list(map(weakref.ref, arrays))
         arrays.clear()
+        for _ in range(2):
+            assert await asyncio.to_thread(begun.acquire, timeout=30)
         await asyncio.sleep(0.05)
         for task in tasks:
             task.cancel()
@@ -170,7 +173,7 @@ def test_who_is_cancelled_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch)
         go.set()
         assert sum(isinstance(found, list) for found in await asyncio.gather(*more, return_exceptions=True)) == 2
         assert len(await eyes.look([Given("a", PNG)], "")) == 1
-        async with asyncio.timeout(5):  # the other thread may still be at what nobody waits for
+        async with asyncio.timeout(30):  # the other thread may still be at what nobody waits for
             while eyes._under_way:
                 await asyncio.sleep(0.01)
 

@@ -283,11 +283,11 @@ def test_counts_cost_nothing_before_they_are_proven(place: int, count: int) -> N
 def refused_cheaply(frame: bytes) -> bool:
     """The frame is refused, soon, and nothing large was made for it."""
     tracemalloc.start()
-    began = time.perf_counter()
+    began = time.thread_time()
     try:
         decode(frame)
     except WireError:
-        return time.perf_counter() - began < 1 and tracemalloc.get_traced_memory()[1] < 200 * len(frame) + 50_000
+        return time.thread_time() - began < 1 and tracemalloc.get_traced_memory()[1] < 200 * len(frame) + 50_000
     finally:
         tracemalloc.stop()
     return False
@@ -334,7 +334,7 @@ def attack(count: int, seed: int) -> dict[str, int]:
     seen = {"refused": 0, "read": 0}
     for _ in range(count):
         frame = mutated(rng.choice(frames), frames, rng)
-        began = time.perf_counter()
+        began = time.thread_time()
         message, error = read(frame)
         if message is None:
             assert error is not None and error.at is not None and 0 <= error.at <= len(frame)  # noqa: PT018
@@ -342,7 +342,7 @@ def attack(count: int, seed: int) -> dict[str, int]:
         else:
             seen["read"] += 1
             assert same(decode(encode(message)), message)
-        assert time.perf_counter() - began < 5, f"{frame.hex()} takes too long"
+        assert time.thread_time() - began < 5, f"{frame.hex()} takes too long"
     return seen
 
 

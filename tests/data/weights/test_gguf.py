@@ -229,14 +229,14 @@ def test_mutated_files(tmp_path: Path) -> None:
         mutated = tmp_path / f"{seed}.gguf"
         mutated.write_bytes(data)
         tracemalloc.start()
-        began = time.monotonic()
+        began = time.thread_time()
         try:
             all_of(mutated)
         except StartupError as error:
             said.append(str(error))
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-        assert time.monotonic() - began < 5, seed
+        assert time.thread_time() - began < 5, seed
         assert peak < 8 << 20, (seed, peak)
     assert all("\n" not in line and len(line) < 1000 for line in said), said
     assert MUTATIONS / 4 < len(said) < MUTATIONS, "the mutations are neither harmless nor all fatal"
