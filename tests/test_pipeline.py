@@ -262,13 +262,13 @@ def test_a_stage_that_hangs_is_named_and_not_those_that_wait_for_it(
 
     def hang(runner: Any) -> None:
         if runner.part.stage == 1:
-            runner.model.through = lambda *_: time.sleep(3.0)
+            runner.model.through = lambda *_: time.sleep(6.0)
 
     for module in ("parallel.sides", "link.child"):
         monkeypatch.setattr(f"quire.{module}.KILLED", 0.1)  # threads can't be killed
     changed(hang)
-    engine = engine_of(folders("llama"), pp=3, rank_timeout=1.0)
-    with pytest.raises(EngineDead, match=r"rank 1 has not answered for 1 s in step 1 \(--rank-timeout\)"):
+    engine = engine_of(folders("llama"), pp=3, rank_timeout=2.0)
+    with pytest.raises(EngineDead, match=r"rank 1 has not answered for 2 s in step 1 \(--rank-timeout\)"):
         list(answers(engine, 1))
     engine.close()
 

@@ -182,7 +182,7 @@ def test_an_interrupt_while_they_start_leaves_none(monkeypatch: pytest.MonkeyPat
     interrupted = threading.Event()
 
     def start() -> list[Child]:
-        interrupted.wait(10)
+        interrupted.wait(60)
         started.append(Child(1, ("-c", "import time; time.sleep(60)")))
         return started
 
@@ -194,7 +194,7 @@ def test_an_interrupt_while_they_start_leaves_none(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(keeper._up, "wait", interrupt)
     with pytest.raises(KeyboardInterrupt):
         keeper.children()
-    keeper.join(10)
+    keeper.join(60)
     assert not keeper.is_alive()
     assert started[0].ended()
     assert started[0].connections[0].fileno() == -1

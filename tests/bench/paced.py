@@ -17,10 +17,10 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding
 
 class Paced:
     """`together` tokens come in each chunk. The first connection of each `drop` is closed after its first chunk; 0:
-    none."""
+    none. Nothing is sent before so many requests as `crowd` were under way at once."""
 
-    def __init__(self, first: float, gap: float, together: int = 1, drop: int = 0) -> None:
-        self.first, self.gap, self.together, self.drop = first, gap, together, drop
+    def __init__(self, first: float, gap: float, together: int = 1, drop: int = 0, crowd: int = 0) -> None:
+        self.first, self.gap, self.together, self.drop, self.crowd = first, gap, together, drop, crowd
         self.requests = self.under_way = self.most = self.connections = 0
 
     async def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -51,6 +51,8 @@ class Paced:
         assert isinstance(tokens, int)
         assert isinstance(prompt, list)
         try:
+            while self.most < self.crowd:
+                await asyncio.sleep(0.01)
             for i in range(-(-tokens // self.together)):
                 await asyncio.sleep(max(0.0, came + self.first + i * self.gap - time.monotonic()))
                 writer.write((HEAD if i == 0 else b"") + chunk(WORD))
@@ -86,7 +88,7 @@ def serving(paced: Paced, tls: ssl.SSLContext | None = None) -> Iterator[str]:
     thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
     thread.start()
     try:
-        assert ready.wait(20)
+        assert ready.wait(60)
         yield f"http{'s' if tls else ''}://127.0.0.1:{ports[0]}"
     finally:
         loop.call_soon_threadsafe(stop.set)

@@ -129,7 +129,7 @@ def test_memory_while_it_runs() -> None:
         return Scrape.of(generate_latest(registry).decode())
 
     with Watch(scrape, 0.001) as watch:
-        assert enough.wait(20)
+        assert enough.wait(60)
     assert watch.held() == {
         "samples": 3, "running": pytest.approx(4 / 3), "bytes": {"used": pytest.approx(40 / 3)},
         "layers": {"state": {"internal": pytest.approx(8 / 3)}},

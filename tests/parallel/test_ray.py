@@ -73,7 +73,7 @@ def alive(pids: list[int]) -> bool:
     return any(known.get(pid, "X") not in "XZ" for pid in pids)
 
 
-def gone(pids: list[int], seconds: float = 15.0) -> bool:
+def gone(pids: list[int], seconds: float = 30.0) -> bool:
     """All have ended, or do within so many seconds."""
     end = time.monotonic() + seconds
     while alive(pids) and time.monotonic() < end:
@@ -107,7 +107,7 @@ def test_a_cluster_of_their_own_and_what_is_left_of_it(tmp_path: Path, monkeypat
     told = r"rank [01] was ended with Ray's raylet, which was ended by signal 9 \(SIGKILL\)"
     with pytest.raises(EngineDead, match=told):
         llm.generate(prompts, SamplingParams(max_tokens=1000, ignore_eos=True))
-    assert not alive(everything)
+    assert gone(everything)
     llm.close()
     alone.close()
     assert not os.path.exists(group._folder)
@@ -182,7 +182,7 @@ def test_all_end_with_the_engine_s_process(cluster: str) -> None:
         "os.kill(os.getpid(), 9)"
     )
     program = [sys.executable, "-c", code, cluster, *filter(None, sys.path)]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(program, capture_output=True, text=True, timeout=100)
     pids = [int(pid) for pid in done.stdout.split()]
     assert len(pids) == 5, done.stderr
     assert gone(pids)

@@ -76,9 +76,9 @@ def test_a_rank_has_what_it_would_inherit(door: Door, tmp_path: Path, monkeypatc
         assert began.pid == child.pid
         assert began.poll() is None
         began.kill()
-        began.wait(10)
+        began.wait(30)
         assert began.poll() is not None
-        assert child.wait(10) == -signal.SIGKILL
+        assert child.wait(30) == -signal.SIGKILL
     assert said["arguments"] == [str(low), str(tells)]
     assert (said["said"], said["folder"], said["environment"].get("WHAT")) == ("something", str(tmp_path), "this")
     assert "HOME" not in said["environment"]
@@ -94,7 +94,7 @@ def test_a_rank_has_what_it_would_inherit(door: Door, tmp_path: Path, monkeypatc
 )  # fmt: skip
 def test_strangers_are_sent_away(door: Door, said: bytes) -> None:
     with socket.socket(socket.AF_UNIX) as one:
-        one.settimeout(10)
+        one.settimeout(30)
         one.connect(f"\0{door.name}")
         one.sendall(said.replace(b"TOKEN", door.token.encode()))
         one.shutdown(socket.SHUT_WR)
@@ -146,7 +146,7 @@ def test_a_rank_ends_with_the_actor_that_holds_it(door: Door) -> None:
         rank = Process(*door.tell(0, arguments, {}, []))
         os.kill(rank.pid, signal.SIGSTOP)
         actor.kill()
-    rank.wait(10)
+    rank.wait(30)
 
 
 def test_one_that_ended_while_it_waited_is_noticed(door: Door) -> None:

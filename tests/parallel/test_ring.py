@@ -72,9 +72,9 @@ def test_a_reader_on_a_thread_sleeps_and_misses_nothing() -> None:
     for thread in threads:
         thread.start()
     for i in range(3000):
-        ring.write(b"%d" % i * 40, 20)
+        ring.write(b"%d" % i * 40, 60)
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     assert sums[0] == sums[1] > 0
     close(ring, readers)
 
