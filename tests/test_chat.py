@@ -49,7 +49,7 @@ class Terminal:
         os.close(theirs)
         self.shown = ""
 
-    def until(self, pattern: str, seconds: float = 30) -> str:
+    def until(self, pattern: str, seconds: float = 60) -> str:
         """What is shown up to the first match of `pattern`, which is taken away."""
         end = time.monotonic() + seconds
         while not (found := re.search(pattern, self.shown)):

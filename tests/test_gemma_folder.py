@@ -71,7 +71,7 @@ def url(saved: tuple[Path, Any, Any]) -> Iterator[str]:
             yield found[0]
         finally:
             child.terminate()
-            child.communicate(timeout=20)
+            child.communicate(timeout=60)
 
 
 def answer(saved: tuple[Path, Any, Any], ids: list[int]) -> str:

@@ -50,7 +50,8 @@ def run(cycles: int) -> None:
     for _ in range(cycles):
         cycle()
     pages, files, addresses = state()
-    assert (pages, files) == (0, before[1])
+    assert pages == 0
+    assert files <= before[1]  # others' connections may have ended
     assert addresses - before[2] < cycles * reserved // 10
 
 

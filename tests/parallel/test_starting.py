@@ -109,7 +109,8 @@ def test_a_start_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     end = time.monotonic() + 30
     while threading.active_count() > threads and time.monotonic() < end:
         time.sleep(0.01)
-    assert (descriptors(), threading.active_count()) == (there, threads)
+    assert descriptors() <= there  # others' connections may have ended
+    assert threading.active_count() <= threads
 
 
 def test_an_interrupt_once_they_are_started_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,12 +120,12 @@ def test_requests_come_at_their_times() -> None:
     with built(CONFIG) as made:
         engine = engine_of(made, CONFIG, "paged")
         began = time.monotonic()
-        served, steps, usages = serve(engine, sleep_until, arriving(0.0, 0.3), Span(0.0, 0.5, 5.0))
+        served, steps, usages = serve(engine, sleep_until, arriving(0.0, 0.3), Span(0.0, 0.5, 60.0))
         took = time.monotonic() - began
     assert all(one.done for one in served)
     assert [sum(count for _, count in one.events) for one in served] == [9, 9]
     assert served[1].events[0][0] > 0.3
-    assert 0.3 < took < 5.0, "it is over when all are done"
+    assert 0.3 < took < 30.0, "it is over when all are done"
     assert sum(step.tokens for step in steps) == 18
     assert usages
 

@@ -17,7 +17,7 @@ from quire.vocabulary.params import SamplingParams
 async def client(running: Running, number: int, answers: list[int]) -> None:
     """Ten requests: whole, streamed, wrong, or left midway."""
     chance = random.Random(number)
-    async with httpx.AsyncClient(base_url=running.url, timeout=20) as http:
+    async with httpx.AsyncClient(base_url=running.url, timeout=60) as http:
         for _ in range(10):
             prompt = [chance.randrange(1, VOCAB) for _ in range(chance.choice((1, 5, 40, 120)))]
             body = {"prompt": prompt, "max_tokens": chance.randrange(1, 30), "ignore_eos": True, "seed": number}
@@ -28,7 +28,7 @@ async def client(running: Running, number: int, answers: list[int]) -> None:
             elif kind == "leave":
                 with pytest.raises(httpx.ReadTimeout):
                     await http.post(
-                        "/v1/completions", json={**body, "max_tokens": 100}, timeout=httpx.Timeout(20, read=0.02)
+                        "/v1/completions", json={**body, "max_tokens": 100}, timeout=httpx.Timeout(60, read=0.02)
                     )
                 answers.append(499)
             elif kind == "whole":

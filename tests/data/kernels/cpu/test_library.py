@@ -174,11 +174,11 @@ def test_two_threads_record_at_a_time(built: Path) -> None:
     def record(calls: int) -> None:
         library.tape = tapes[calls]
         for _ in range(calls):
-            both.wait(10)
+            both.wait(60)
             library.call("count", 1, counts)
         library.tape = None
         if calls == 1:
-            both.wait(10)
+            both.wait(60)
 
     others = [Thread(target=record, args=(calls,)) for calls in tapes]
     for other in others:
@@ -211,7 +211,7 @@ def test_neighbours_change_nothing(built: Path) -> None:
             neighbour.kill()
             neighbour.wait()
     assert counts.tolist() == [500] * 12
-    deadline = time.monotonic() + 30  # the last to be brought may be on its way
+    deadline = time.monotonic() + 60  # the last to be brought may be on its way
     while moved := {task: place for task, place in places().items() if place != before.get(task, place)}:
         assert time.monotonic() < deadline, (before, moved)
         time.sleep(0.01)
