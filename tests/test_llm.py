@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -21,6 +20,7 @@ from quire.llm import LLM, BeamSearchParams
 from quire.sim.echo import expected, expected_beams, fake_top, states
 from quire.vocabulary.method import Advance, Branch, Choice, Context
 from quire.vocabulary.params import SamplingParams
+from quire.vocabulary.plan import StepResult
 from quire.vocabulary.seeds import branch_seed
 
 PARAMS = SamplingParams(max_tokens=8, seed=3, ignore_eos=True)
@@ -242,13 +242,19 @@ def test_the_models_own_defaults() -> None:
     llm.generate([[1]], None, use_tqdm=False)
 
 
+class Interrupted(Echo):
+    """Ctrl-C is pressed in the tenth step."""
+
+    def collect(self, ticket: int) -> StepResult:
+        if ticket == 10:
+            os.kill(os.getpid(), signal.SIGINT)
+        return super().collect(ticket)
+
+
 def test_ctrl_c_aborts_all_and_leaves_the_llm_usable() -> None:
-    llm = LLM.of(echo_service.built(Echo(pause=0.01)))  # type: ignore[arg-type]
-    timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
+    llm = LLM.of(echo_service.built(Interrupted(pause=0.01)))  # type: ignore[arg-type]
     with pytest.raises(KeyboardInterrupt):
         llm.generate([[i + 1] for i in range(8)], SamplingParams(max_tokens=200, ignore_eos=True), use_tqdm=False)
-    timer.join()
     assert not llm.engine.unfinished
     usage = llm.engine.scheduler.memory.account().usage
     assert usage.free + usage.cached == usage.total
@@ -256,12 +262,9 @@ def test_ctrl_c_aborts_all_and_leaves_the_llm_usable() -> None:
 
 
 def test_ctrl_c_ends_a_stream_and_leaves_the_llm_usable() -> None:
-    llm = LLM.of(echo_service.built(Echo(pause=0.01)))  # type: ignore[arg-type]
-    timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
+    llm = LLM.of(echo_service.built(Interrupted(pause=0.01)))  # type: ignore[arg-type]
     with pytest.raises(KeyboardInterrupt):
         list(llm.stream([1, 2], SamplingParams(max_tokens=200, ignore_eos=True)))
-    timer.join()
     assert llm.generate([[1, 2]], PARAMS, use_tqdm=False)[0].outputs[0].token_ids == wanted([1, 2])
 
 

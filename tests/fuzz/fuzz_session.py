@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from hostile_requests import Wanted
 
-SECONDS = 5.0  # for one request
+SECONDS = 15.0  # for one request, on a machine that is busy
 EVERY = 50  # requests between two questions
 MAX_ERROR = 4096  # bytes
 QUESTIONS = (
