@@ -134,7 +134,7 @@ async def streamed(
         else:
             step(client)
         await turns()
-    await asyncio.wait_for(task, 5)
+    await asyncio.wait_for(task, 60)
     return client
 
 
