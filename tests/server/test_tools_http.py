@@ -195,6 +195,23 @@ def test_required_and_named_calls_are_valid(said: Any, seed: int, stream: bool) 
         jsonschema.validate(json.loads(arguments), WEATHER)
 
 
+def test_required_calls_that_are_cut_leave_no_text(said: Any) -> None:
+    """Wherever it is cut: within a call's name nothing of it is known, and it isn't text."""
+    client, say, _ = said
+    arguments = '{"city":"Oslo","days":2}'
+    call = f'{{"name":"weather","arguments":{arguments}}}'
+    say(f"[{call},{call}]")
+    seen = set()
+    for most in range(2, 90, 3):
+        asked: Any = {"model": "echo", "messages": TALK, "tools": TOOLS, "tool_choice": "required", "max_tokens": most}
+        [done] = client.chat.completions.create(**asked).choices
+        calls = done.message.tool_calls or ()
+        assert (done.message.content or "", done.finish_reason) == ("", "length")
+        assert all(arguments.startswith(made.function.arguments) for made in calls)
+        seen.add(len(calls))
+    assert seen == {0, 1, 2}
+
+
 def test_a_form_of_the_text_gives_way_to_a_call(said: Any) -> None:
     """As in OpenAI's API: response_format speaks of text, of which there is none."""
     client, say, running = said

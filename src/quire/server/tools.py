@@ -13,7 +13,7 @@ from quire.errors import InputError, shown
 from quire.server.protocol import ChatRequest
 from quire.server.structured import asked_for
 from quire.text.calls.events import CallReader
-from quire.text.calls.formats import FORMATS, SPECIAL, JsonCalls
+from quire.text.calls.formats import FORMATS, SPECIAL, OnlyCalls
 from quire.text.grammar_endless import endless
 from quire.text.tools import MAX_CALLS, Tool, read_tools
 from quire.vocabulary.params import SamplingParams
@@ -39,7 +39,7 @@ class Toolbox(NamedTuple):
         """What reads one output's calls; None where the output is text, or the arguments of the named tool."""
         if self.choice in ("none", "named"):
             return None
-        kind = FORMATS[self.format] if self.choice == "auto" else JsonCalls
+        kind = FORMATS[self.format] if self.choice == "auto" else OnlyCalls
         return kind([tool.name for tool in self.tools])
 
     def call_id(self) -> str:

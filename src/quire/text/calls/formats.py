@@ -74,6 +74,14 @@ class JsonCalls(CallReader):
         return True
 
 
+class OnlyCalls(JsonCalls):
+    """An output that a grammar holds to a list of calls: one that was cut has no text, but a call without its name."""
+
+    def give_back(self) -> None:
+        self.raw = []
+        super().give_back()
+
+
 class Llama3Json(JsonCalls):
     """{"name": ..., "parameters": ...} where the output begins, several with ; between, or behind <|python_tag|>."""
 
