@@ -7,7 +7,6 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
-from starlette.exceptions import HTTPException
 
 from quire.control.outcomes import Output
 from quire.server.errors import failure
@@ -15,7 +14,7 @@ from quire.server.pieces import Pieces, Words
 from quire.server.protocol import ChatRequest
 from quire.server.reading import Call
 from quire.server.render import Choice
-from quire.server.said import Entries, Say, SayingRenderer
+from quire.server.said import Entries, Say, SayingRenderer, unfinished
 
 if TYPE_CHECKING:
     from quire.server.service import Asked
@@ -133,7 +132,7 @@ class MessageRenderer(SayingRenderer):
 
     def _end(self, output: Output) -> None:
         if output.finish_reason not in ("stop", "length"):
-            raise HTTPException(500, "the request was ended before its output")
+            raise unfinished(output)
         cut = output.finish_reason == "length"
         self._entries.end("incomplete" if cut else "completed")
         told: Json = {"stop_reason": self._reason(cut, output.stop_reason), "stop_sequence": None}

@@ -15,7 +15,7 @@ from quire.server.protocol import ChatRequest
 from quire.server.reading import Call
 from quire.server.render import Choice
 from quire.server.response_input import ResponseRequest
-from quire.server.said import Entries, Say, SayingRenderer
+from quire.server.said import Entries, Say, SayingRenderer, unfinished
 from quire.server.tools import Toolbox
 from quire.vocabulary.params import SamplingParams
 
@@ -159,7 +159,7 @@ class ResponseRenderer(SayingRenderer):
         elif status == "incomplete":
             more["incomplete_details"] = {"reason": "max_output_tokens"}
         else:
-            more["error"] = {"code": "server_error", "message": "the request was ended before its output"}
+            more["error"] = {"code": "server_error", "message": str(unfinished(output))}
         self.about = self.response(status, **more)
         if self._keep is not None and status != "failed":
             self._keep(self.about)

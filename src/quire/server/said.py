@@ -9,6 +9,7 @@ import json
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from quire.control.outcomes import Output
+from quire.errors import InputError, Overloaded, QuireError
 from quire.server.direct import Direct
 from quire.server.inbox import Items as Outputs
 from quire.server.pieces import Pieces, Words
@@ -173,6 +174,13 @@ class SayingStream(EventStream):
 
     def _last(self, error: BaseException | None) -> bytes:
         return b"" if error is None else "".join(self._renderer.failed(error)).encode()
+
+
+def unfinished(output: Output) -> QuireError:
+    """Why an output ended that neither its model nor a length did: for what was asked, or since all end."""
+    if output.finish_reason == "error":
+        return InputError(f"the output can't go on: {output.stop_reason}")
+    return Overloaded("the request was ended before its output", retry_after=10)
 
 
 async def whole_said(call: Asking, renderer: SayingRenderer) -> Pieces:

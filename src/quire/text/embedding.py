@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from quire.control.outcomes import Output
-from quire.errors import InputError
+from quire.errors import InputError, Overloaded
 from quire.vocabulary.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -17,9 +17,12 @@ EMBED = SamplingParams(pooling="auto", temperature=0, max_tokens=1, detokenize=F
 
 
 def vector(output: Output, dimensions: int | None = None) -> np.ndarray:
-    """float32 [hidden], or its first `dimensions` numbers, of length 1. InputError if there is none."""
+    """float32 [hidden], or its first `dimensions` numbers, of length 1. InputError if there is none,
+    Overloaded if it was ended before."""
     import numpy as np
 
+    if output.finish_reason == "abort":
+        raise Overloaded("the request was ended before its embeddings", retry_after=10)
     if not output.pooled:
         raise InputError(f"the text has no embedding: {output.stop_reason or output.finish_reason}", "input")
     found = np.array(output.pooled[:dimensions], dtype=np.float64)
