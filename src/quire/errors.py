@@ -22,6 +22,8 @@ Shortage of memory is never an exception: it is a return value of the memory. A 
 from __future__ import annotations
 
 import reprlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 MAX_SHOWN = 80  # characters of a value in an error
 
@@ -101,6 +103,19 @@ class RanksLost(EngineDead):
 
 class FrontDead(EngineDead):
     """A front of the server is gone: without it the server ends, and the engine with it."""
+
+
+@contextmanager
+def about(place: str, named: bool) -> Iterator[None]:
+    """Within, errors about a prompt are about that at `place`, such as input[3]. `named`: they say so."""
+    try:
+        yield
+    except InputError as error:
+        if error.param in (None, "prompt"):
+            error.param = place.partition("[")[0]
+            if named:
+                error.args = (f"{place}: {error}",)
+        raise
 
 
 def shown(value: object) -> str:

@@ -113,13 +113,25 @@ def test_score_and_rerank(http: httpx.Client, offline: tuple[np.ndarray, list[li
         ("/score", {"text_1": "a", "text_2": []}, "text_1", "1 texts for 0"),
         ("/score", {"text_1": "a", "text_2": ["a"] * 1024}, "text_2", "1025 texts"),
         ("/score", {"text_1": "a", "text_2": ""}, "text_2", "at least one character"),
+        ("/score", {"text_1": "", "text_2": "a"}, "text_1", "text_1 is empty"),
+        ("/score", {"text_1": "a", "text_2": ["a", ""]}, "text_2", "text_2[1] is empty"),
+        ("/rerank", {"query": "", "documents": ["a"]}, "query", "query is empty"),
+        ("/rerank", {"query": "a", "documents": ["a", "a b " * 5000]}, "documents", "documents[1]: the prompt has"),
+        ("/rerank", {"query": "a b " * 5000, "documents": ["a"]}, "query", "query: the prompt has"),
+        ("/v1/embeddings", {"input": [[7], [7], [7] * 5000]}, "input", "input[2]: the prompt has 5000 tokens"),
+        ("/v1/embeddings", {"input": ["a", "\ud800"]}, "input", "input[1]: text holds a lone surrogate"),
+        ("/v1/completions", {"prompt": ["a", "a b " * 5000]}, "prompt", "prompt[1]: the prompt has"),
+        ("/v1/completions", {"prompt": "\ud800"}, "prompt", "text holds a lone surrogate"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "\ud800"}]}, "messages", "surrogate"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a b " * 5000}]}, "messages", "has 1000"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "a b " * 5000}]}, "messages", "has 10004 tokens"),
         ("/rerank", {"query": "a", "documents": []}, "documents", "at least one"),
         ("/rerank", {"query": "a", "documents": ["a"], "top_n": 0}, "top_n", "at least 1"),
         ("/rerank", {"query": ["a"], "documents": ["a"]}, "query", "string"),
     ],
 )
 def test_bad_input(http: httpx.Client, path: str, body: dict[str, Any], param: str, why: str) -> None:
-    answer = http.post(path, json=body)
+    answer = http.post(path, content=json.dumps(body), headers={"Content-Type": "application/json"})
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     assert error["param"] == param

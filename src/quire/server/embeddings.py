@@ -55,6 +55,7 @@ class Embeddings:
         if not first or not second or len(first) not in (1, len(second)):
             raise InputError(f"text_1 has {len(first)} texts for {len(second)}: it must be one, or as many", "text_1")
         _check_number("text_2", len(first) + len(second))
+        places = [*_places("text_1", body.text_1), *_places("text_2", body.text_2)]
 
         def written(vectors: list[np.ndarray], usage: str) -> Pieces:
             lefts, rights = vectors[: len(first)], vectors[len(first) :]
@@ -68,7 +69,7 @@ class Embeddings:
             )
             return [head, ',"data":[', ",".join(data), f'],"usage":{usage}}}']
 
-        return await self._answer("score", body, "text_2", [*first, *second], http, written)
+        return await self._answer("score", body, "text_2", [*first, *second], http, written, places=places)
 
     async def rerank(self, body: RerankRequest, http: Request) -> Response:
         """Documents by their cosine with the query."""
@@ -90,7 +91,8 @@ class Embeddings:
                 pieces.append(f'{"," if place else ""}{{"index":{at},"relevance_score":{scores[at]!r}{text}}}')
             return [*pieces, f'],"usage":{usage}}}']
 
-        return await self._answer("rerank", body, "documents", [body.query, *body.documents], http, written)
+        given, places = [body.query, *body.documents], ["query", *_places("documents", body.documents)]
+        return await self._answer("rerank", body, "documents", given, http, written, places=places)
 
     @property
     def _name(self) -> str:
@@ -98,9 +100,10 @@ class Embeddings:
 
     async def _answer(
         self, kind: str, body: Body, name: str, given: Sequence[Any], http: Request, written: Any,
-        special: bool = True, dimensions: int | None = None,
+        special: bool = True, dimensions: int | None = None, places: Sequence[str] | None = None,
     ) -> Response:  # fmt: skip
-        """What `written` makes of the embeddings of what is `given`, which the body calls `name`."""
+        """What `written` makes of the embeddings of what is `given`, which the body calls `name`, and each of `places`
+        in it."""
         service = self.service
         service.check_model(body.model)
         check_known(body, service.terms.strict)
@@ -108,10 +111,12 @@ class Embeddings:
             raise InputError("cache_salt must not be empty", "cache_salt")
         service.llm.limits.check_embedding(dimensions)
         hidden = service.llm.limits.hidden
+        places = [f"{name}[{at}]" for at in range(len(given))] if places is None else places
         if "" in given:
-            raise InputError("a text is empty: each must have at least one character", name)
+            place = places[given.index("")]
+            raise InputError(f"{place} is empty: a text must have at least one character", place.partition("[")[0])
         with renamed("prompt", name):
-            prompts = await service.prompts.read(given, special, service.cut(body, 1))
+            prompts = await service.prompts.read(given, special, service.cut(body, 1), places=places)
             call = Call(service.llm, f"{kind}-{uuid.uuid4().hex}", service.held, embedded(len(given), hidden, name))
             await call.submit(prompts, EMBED, salt=body.cache_salt or "", patient=True)
         if service.log_requests:
@@ -134,6 +139,11 @@ class Embeddings:
 def _check_number(name: str, number: int) -> None:
     if number > MAX_INPUTS:
         raise InputError(f"there are {number} texts in all; at most {MAX_INPUTS} are embedded at once", name)
+
+
+def _places(name: str, given: str | Sequence[str]) -> list[str]:
+    """The names of a field's texts in errors."""
+    return [name] if isinstance(given, str) else [f"{name}[{at}]" for at in range(len(given))]
 
 
 def _base64(numbers: np.ndarray) -> str:

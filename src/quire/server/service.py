@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 import quire
 from quire.async_llm import AsyncLLM
-from quire.errors import InputError
+from quire.errors import InputError, about
 from quire.server.errors import Failure, UnknownModel
 from quire.server.guards import TRUSTED
 from quire.server.metrics import Metrics
@@ -184,17 +184,18 @@ class Service:
             raise InputError(f"chat_template_kwargs can't set {min(taken)!r}", "chat_template_kwargs")
         if body.reasoning_effort is not None and not self._unread(body):
             given.setdefault("reasoning_effort", body.reasoning_effort)
-        return await self.prompts.converse(
-            body.messages or [],
-            not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt,
-            bool(body.continue_final_message),
-            documents=body.documents,
-            add_special_tokens=bool(body.add_special_tokens),
-            cut=cut,
-            variables=given,
-            salt=getattr(body, "cache_salt", None) or "",
-            tools=tools,
-        )
+        with about("messages", False):
+            return await self.prompts.converse(
+                body.messages or [],
+                not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt,
+                bool(body.continue_final_message),
+                documents=body.documents,
+                add_special_tokens=bool(body.add_special_tokens),
+                cut=cut,
+                variables=given,
+                salt=getattr(body, "cache_salt", None) or "",
+                tools=tools,
+            )
 
     def _unread(self, body: Sampling | TokenizeRequest) -> list[str]:
         """The name of a reasoning_effort that the template doesn't read: clients send it to any model. InputError for

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from quire.config import EngineConfig
 from quire.control.edge import Limits, check_salt
-from quire.errors import InputError, Overloaded, PromptTooLong, StartupError
+from quire.errors import InputError, Overloaded, PromptTooLong, StartupError, about
 from quire.text.messages import Given, read_messages
 from quire.text.sight import Sight, joined, pictured
 from quire.text.tools import Tool, read_tools
@@ -147,12 +147,16 @@ class Prompts:
         cut: Cut | None = None,
         pictures: Sequence[Given] = (),
         salt: str = "",
+        places: Sequence[str] = (),
     ) -> list[Prompt]:
         """Several texts or lists of token ids as prompts, cut; or one, with its pictures. One that is too long is found
         before others are tokenised: all lengths are looked at first, and the longest text is the first to be tokenised.
+        `places` are their names in errors.
         """
-        for item in given:
-            self._check_length(item, cut)
+        several, places = len(given) > 1, places or [f"prompt[{at}]" for at in range(len(given))]
+        for place, item in zip(places, given, strict=True):
+            with about(place, several):
+                self._check_length(item, cut)
         if pictures and len(given) > 1:
             raise InputError(f"pictures go with one prompt, and there are {len(given)}", "multi_modal_data")
         seen = await self._look(pictures, salt)
@@ -160,9 +164,10 @@ class Prompts:
         def encode() -> list[Prompt]:
             found: dict[int, Prompt] = {}
             for at in sorted(range(len(given)), key=lambda at: -len(given[at])):
-                prompt = self._tokenised(given[at], add_special_tokens, seen, pictures)
-                found[at] = prompt if cut is None else cut.of(prompt)
-                self._check_length(found[at].ids, None)
+                with about(places[at], several):
+                    prompt = self._tokenised(given[at], add_special_tokens, seen, pictures)
+                    found[at] = prompt if cut is None else cut.of(prompt)
+                    self._check_length(found[at].ids, None)
             return [found[at] for at in range(len(given))]
 
         return await self.apart(sum(map(characters, given)), encode)
