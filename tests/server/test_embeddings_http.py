@@ -91,6 +91,10 @@ def test_score_and_rerank(http: httpx.Client, offline: tuple[np.ndarray, list[li
     assert np.allclose([one["relevance_score"] for one in found["results"]], cosines[best], atol=1e-5)
     found = post(http, "/rerank", query=TEXTS[0], documents=TEXTS, top_n=1, return_documents=False)
     assert [set(one) for one in found["results"]] == [{"index", "relevance_score"}]
+    for path in ("/v1/rerank", "/v2/rerank"):
+        again = post(http, path, query=TEXTS[0], documents=TEXTS, top_n=1, return_documents=False)
+        assert again["results"] == found["results"]
+    assert len(post(http, "/v1/score", text_1=TEXTS[0], text_2=TEXTS)["data"]) == len(TEXTS)
 
 
 @pytest.mark.parametrize(
@@ -168,6 +172,7 @@ def test_in_a_batch(tmp_path: Path, http: httpx.Client) -> None:
         "/v1/embeddings": {"input": TEXTS[0]},
         "/score": {"text_1": TEXTS[0], "text_2": TEXTS[1]},
         "/rerank": {"query": TEXTS[0], "documents": TEXTS},
+        "/v1/rerank": {"query": TEXTS[0], "documents": TEXTS},
     }
     lines = [{"custom_id": url, "method": "POST", "url": url, "body": body} for url, body in bodies.items()]
     (tmp_path / "in").write_text("\n".join(map(json.dumps, lines)))
@@ -176,7 +181,7 @@ def test_in_a_batch(tmp_path: Path, http: httpx.Client) -> None:
         llm = echo_service.linked(EngineConfig(**CPU), apart=False)
         return llm, create_app(llm, ["tiny"])
 
-    assert run_batch(make, tmp_path / "in", tmp_path / "out", in_flight=1).completed == 3
+    assert run_batch(make, tmp_path / "in", tmp_path / "out", in_flight=1).completed == len(lines)
     found = {
         one["custom_id"]: one["response"]["body"]
         for one in map(json.loads, (tmp_path / "out").read_text().splitlines())

@@ -28,6 +28,7 @@ from quire.server.schemas import describe, parameters, responses
 from quire.server.service import Service
 from quire.vocabulary.params import MAX_LOGPROBS
 
+OTHER_PATHS = {"/score": ("/v1/score",), "/rerank": ("/v1/rerank", "/v2/rerank")}  # where Cohere's clients ask
 WITH_HEAD = ("/health", "/ping", "/metrics", "/version", "/v1/models")
 
 
@@ -98,7 +99,8 @@ def create_app(
 
 
 def add_routes(app: FastAPI, service: Service, store_responses: int = 0) -> None:
-    """Every path, and who answers it. HEAD is there for who asks whether a server is up, and in no document."""
+    """Every path, and who answers it. HEAD is there for who asks whether a server is up, and like second paths of one
+    route in no document."""
     app.router.route_class = PlainRoute
     embeddings, answers, messages = Embeddings(service), Responses(service, store_responses), AnthropicMessages(service)
     for method, path, route in (
@@ -126,6 +128,8 @@ def add_routes(app: FastAPI, service: Service, store_responses: int = 0) -> None
         app.add_api_route(path, route, methods=[method], response_model=None, responses=responses(method, path))
         if method == "GET" and path in WITH_HEAD:
             app.add_api_route(path, route, methods=["HEAD"], response_model=None, include_in_schema=False)
+        for other in OTHER_PATHS.get(path, ()):
+            app.add_api_route(other, route, methods=[method], response_model=None, include_in_schema=False)
     _add_admin(app, "GET", "/v1/prefixes", service.prefixes)
     _add_admin(app, "POST", "/v1/prefixes", service.add_prefix)
     _add_admin(app, "DELETE", "/v1/prefixes/{name}", service.drop_prefix)

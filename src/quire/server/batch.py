@@ -23,7 +23,7 @@ from quire.errors import EngineDead, InputError, StartupError
 from quire.server.guards import MAX_BODY
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings", "/score",
-        "/rerank")  # fmt: skip
+        "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank")  # fmt: skip
 FIELDS = frozenset({"custom_id", "method", "url", "body"})
 MAX_LINES = 1_000_000
 MAX_ID = 512  # characters of a custom_id
