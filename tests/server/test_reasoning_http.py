@@ -11,7 +11,7 @@ import httpx
 import pytest
 from asking import refusal
 from echo_service import Running, Saying
-from openai import OpenAI
+from openai import BadRequestError, OpenAI
 
 from quire.text.chat import ChatTemplate
 
@@ -74,6 +74,18 @@ def test_thoughts_are_apart_whole_and_streamed(served: Served) -> None:
     for usage in (whole.usage, last.usage):
         assert usage.completion_tokens_details.reasoning_tokens == within
         assert usage.completion_tokens > within + 2
+
+
+def test_what_was_cut_within_thoughts_can_be_sent_back(served: Served) -> None:
+    client, say, _ = served
+    say(SAID)
+    cut = ask(client, max_tokens=5).choices[0].message
+    assert (cut.content, cut.reasoning_content) == (None, "once upon")
+    for said in (cut, {"role": "assistant", "content": None, "reasoning": "once"}):
+        assert ask(client, messages=[*TALK, said, *TALK]).choices[0].message.content == ANSWER
+    for nothing in ({"role": "assistant", "content": None}, {"role": "user", "content": None, "reasoning": "once"}):
+        with pytest.raises(BadRequestError, match="content must be a string"):
+            ask(client, messages=[*TALK, nothing, *TALK])
 
 
 def test_each_sample_has_its_own(served: Served) -> None:

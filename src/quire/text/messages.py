@@ -14,6 +14,7 @@ MAX_MESSAGES = 1024
 MAX_PARTS = 1024
 FIELDS = ("role", "content", "name", "reasoning", "reasoning_content", "tool_call_id")
 MORE = ("tool_calls",)
+THOUGHTS = frozenset({"reasoning", "reasoning_content"})
 DETAILS = (None, "auto", "low", "high")
 _ROLE = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
@@ -86,7 +87,9 @@ def _message(at: str, message: Mapping[str, Any], eyes: Eyes | None) -> Message:
     calls = read_calls(f"{at}.tool_calls", said["tool_calls"]) if "tool_calls" in said else []
     if calls and role != "assistant":
         raise InputError(f"{at}.tool_calls is in a message of the role {role!r}; only the assistant calls", "messages")
-    content = "" if calls and message.get("content") in (None, [], ()) else message.get("content")
+    content = message.get("content")
+    if content in (None, [], ()) and (calls or (role == "assistant" and not THOUGHTS.isdisjoint(said))):
+        content = ""
     checked: Message = {"role": role, "content": _content(f"{at}.content", content, role, eyes)}
     if calls:
         checked["tool_calls"] = calls
