@@ -12,8 +12,9 @@ import httpx
 import pytest
 from echo_service import Saying
 
-from quire.server.message_render import Blocks, arguments
+from quire.server.message_render import Blocks
 from quire.server.message_schemas import AnsweredMessage, MessageError
+from quire.server.translated import arguments
 from quire.text.chat import ChatTemplate
 
 TEMPLATE = (

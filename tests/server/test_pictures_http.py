@@ -361,6 +361,31 @@ def test_anthropic_s_pictures(served: Served) -> None:
     assert error["message"].startswith("messages[3].content[0].source"), error
 
 
+def test_pictures_of_responses(served: Served) -> None:
+    """Of calls' results they stand in the user's message after these, with the places where the client has them."""
+    text, picture = {"type": "input_text", "text": "what is it"}, {"type": "input_image", "image_url": URL}
+    call = {"type": "function_call", "name": "see", "arguments": "{}"}
+    result = {"type": "function_call_output", "call_id": "a", "output": [picture, text]}
+    more = [{**call, "call_id": "a"}, {**call, "call_id": "b"}, result, {**result, "call_id": "b", "output": "none"}]
+    shown = [{"role": "user", "content": [picture, text]}]
+
+    def asked(*items: Any) -> httpx.Response:
+        return served.http.post("/v1/responses", json={"input": [*shown, *items], "max_output_tokens": 4})
+
+    for items in ([*more], [*more, *shown], [*more, {"role": "assistant", "content": "a"}, *shown]):
+        answer = asked(*items)
+        assert answer.status_code == 200, answer.text
+        assert len(served.noted.media[-1]) == 2 + (items != more)
+    error = asked(
+        {"role": "user", "content": "a"}, *more, {**shown[0], "content": [text, {**picture, "image_url": "x"}]}
+    )
+    assert error.json()["error"]["message"].startswith("input[6].content[1].image_url must be"), error.text
+    error = asked(*more[:2], {**result, "output": [text, {**picture, "image_url": "x"}]}, *shown)
+    assert error.json()["error"]["message"].startswith("input[3].output[1].image_url must be"), error.text
+    error = asked(*more[:2], {**result, "output": [picture, {**text, "text": "<image>"}]})
+    assert error.json()["error"]["message"].startswith("input[3].output[1].text has"), error.text
+
+
 def test_no_pictures_at_all() -> None:
     model, _ = seeing.built(limits={"count": 0})
     with echo_service.serving(model) as running:

@@ -44,6 +44,8 @@ TOOL: Any = {
 }
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "%s"}}\n</tool_call>'
 SAID = "Let me see.\n" + CALL % "Paris" + CALL % "Oslo" + "Wait."
+CALLED = {"type": "function_call", "call_id": "a", "name": "weather", "arguments": "{}"}
+RETURNED = {"type": "function_call_output", "call_id": "a", "output": "rain"}
 
 
 class Page(BaseModel):
@@ -219,6 +221,28 @@ def test_items_are_the_messages_of_a_chat(served: Server) -> None:
     assert found.usage.input_tokens == told["count"]
 
 
+def test_a_call_that_was_cut_can_be_sent_back(served: Server) -> None:
+    """As far as it came, whether the server kept it or the client did."""
+    served.say(SAID)
+    asked: dict[str, Any] = {"model": "echo", "tools": [TOOL]}
+    talk: list[Any] = [{"role": "user", "content": "Weather?"}]
+    most = 60
+    while True:  # so many tokens that a call's arguments are cut
+        cut = served.client.responses.create(**asked, input=talk, max_output_tokens=most)
+        if kinds(cut)[-1] == "function_call" and cut.output[-1].arguments[:-1] == '{"city": "Pari':
+            break
+        most += 1
+        assert most < 150
+    assert cut.output[-1].status == "incomplete"
+    result = {"type": "function_call_output", "call_id": cut.output[-1].call_id, "output": "It was cut."}
+    served.say("Again.")
+    kept = served.client.responses.create(**asked, previous_response_id=cut.id, input=[result])
+    sent = [*talk, *(item.to_dict() for item in cut.output), result]
+    told = served.client.responses.create(**asked, input=sent)
+    assert kept.output_text == told.output_text == "Again."
+    assert kept.usage.input_tokens == told.usage.input_tokens
+
+
 def test_a_conversation_goes_on(served: Server) -> None:
     served.say("once")
     first = served.client.responses.create(model="echo", input="Tell.", instructions="Be kind.")
@@ -300,7 +324,10 @@ REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input", "input[0].content[0].text"),
     ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input", "call_id"),
     ({"input": [{"type": "function_call_output", "call_id": "c", "output": "a"}]}, "input", "input[0] has a tool's"),
-    ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}]}, "input", "input[0].tool"),
+    ({"input": [{**CALLED, "arguments": "{"}]}, "input", "input[0].arguments is"),
+    ({"input": [CALLED, {**CALLED, "arguments": "5"}]}, "input", "input[1].arguments must be"),
+    ({"input": [CALLED, {**CALLED, "call_id": "b", "name": "a b"}]}, "input", "input[1].name must have"),
+    ({"input": [CALLED, {**RETURNED, "call_id": "b"}]}, "input", "input[1].call_id is 'b'"),
     ({"tools": [{"type": "web_search"}]}, "tools", "tools[0].type is 'web_search'"),
     ({"tools": [{"type": "function", "name": "a b"}]}, "tools", "tools[0].name must have"),
     ({"tool_choice": "required"}, "tool_choice", "needs tools"),

@@ -3,10 +3,7 @@ them."""
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
-
-from pydantic import TypeAdapter
 
 from quire.control.outcomes import Output
 from quire.server.errors import failure
@@ -15,12 +12,12 @@ from quire.server.protocol import ChatRequest
 from quire.server.reading import Call
 from quire.server.render import Choice
 from quire.server.said import Entries, Say, SayingRenderer, unfinished
+from quire.server.translated import arguments
 
 if TYPE_CHECKING:
     from quire.server.service import Asked
 
 Json = dict[str, Any]
-OBJECT = TypeAdapter(Json)
 
 
 class TextBlock:
@@ -83,17 +80,6 @@ class ToolBlock(TextBlock):
             self.add("{}")
         self.item["input"] = arguments("".join(self._texts))
         self._say("content_block_stop", index=self._index)
-
-
-def arguments(text: str) -> Json:
-    """The object that JSON is, or as much of it as there is where it was cut: what Anthropic's client makes of a
-    stream. Empty for what is no object, or no JSON."""
-    try:
-        found = OBJECT.validate_json(text, experimental_allow_partial=True)
-        json.dumps(found, allow_nan=False)  # there are no infinities in JSON, but 1e999 is one once it is read
-    except ValueError:
-        return {}
-    return found
 
 
 class Blocks(Entries):

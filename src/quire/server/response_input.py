@@ -12,7 +12,7 @@ from pydantic import WithJsonSchema
 
 from quire.errors import InputError, shown
 from quire.server.protocol import OBJECT, ChatRequest, Objects, StreamOptions, Strings, ranged
-from quire.server.translated import Names, SameAsChat, Talk
+from quire.server.translated import Names, SameAsChat, Talk, arguments
 from quire.text.messages import MAX_MESSAGES
 from quire.vocabulary.params import MAX_STOP_CHARS, MAX_STOPS
 
@@ -21,6 +21,7 @@ INPUT = {"anyOf": [{"type": "string"}, {"type": "array", "items": OBJECT, "minIt
 CHOICE = {"anyOf": [{"enum": [None, "none", "auto", "required"]}, OBJECT]}
 ITEMS = ("message", "function_call", "function_call_output", "reasoning")
 ROLES = ("user", "assistant", "system", "developer")
+CUT = "incomplete"  # the status of an item
 PARTS = ("input_text", "output_text", "refusal", "input_image")
 INCLUDED = ("reasoning.encrypted_content",)  # nothing is encrypted here, so there is none to include
 MAX_PAIRS, MAX_KEY, MAX_VALUE = 16, 64, 512  # of metadata: OpenAI's
@@ -55,6 +56,7 @@ class ResponseRequest(SameAsChat):
 NAMES = Names(
     "/v1/responses", "input", OTHER_NAMES,
     {"response_format": (("response_format.json_schema", "text.format"), ("response_format", "text.format")),
+     "messages": ((".function.", "."), ("tool_call_id", "call_id")),
      "tools": ((".function.", "."), ('"function": {"name": ...}', '"name": ...'))},
 )  # fmt: skip
 
@@ -166,6 +168,7 @@ def read_items(instructions: str | None, before: Sequence[Json], items: Sequence
         reader.add(f"previous_response_id: item {i}", item)
     for i, item in enumerate(items):
         reader.add(f"input[{i}]", item)
+    reader.end()
     for message in found.messages:
         if "reasoning_content" in message:
             message["reasoning_content"] = "".join(message["reasoning_content"])
@@ -174,10 +177,11 @@ def read_items(instructions: str | None, before: Sequence[Json], items: Sequence
 
 class _Items:
     """Adds items to a conversation. Calls that follow one another, and the text before them, are one message; what was
-    thought goes with the message after it."""
+    thought goes with the message after it, and pictures of calls' results with the user's message after these."""
 
     def __init__(self, talk: Talk) -> None:
         self._talk, self._thoughts = talk, list[str]()
+        self._seen: list[tuple[str, Json]] = []  # pictures of results, with their places
 
     def add(self, at: str, item: Json) -> None:
         """The next item. `at` is what errors call it."""
@@ -190,11 +194,34 @@ class _Items:
         }  # fmt: skip
         adds[kind](at, item)
 
+    def end(self) -> None:
+        """There are no more."""
+        if self._seen:
+            self._talk.append(self._seen[0][0], {"role": "user", "content": self._pictures()})
+
     def _append(self, at: str, message: Json) -> None:
         if self._thoughts and message["role"] == "assistant":
             message["reasoning_content"] = self._thoughts
         self._thoughts = []
+        if self._seen and message["role"] == "user":
+            pictures, own = self._pictures(), _parts(message["content"])
+            for i in range(len(own)):
+                self._place(len(pictures) + i, f"{at}.content[{i}]")
+            message["content"] = pictures + own
+        elif message["role"] != "tool":
+            self.end()
         self._talk.append(at, message)
+
+    def _pictures(self) -> list[Json]:
+        """Those of the results, for the message that comes next."""
+        seen, self._seen = self._seen, []
+        for i, (place, _) in enumerate(seen):
+            self._place(i, place)
+        return [part for _, part in seen]
+
+    def _place(self, part: int, place: str) -> None:
+        """A part of the message that comes next is the client's at `place`."""
+        self._talk.places[f"messages[{len(self._talk.messages)}].content[{part}]"] = place
 
     def _message(self, at: str, item: Json) -> None:
         role = item.get("role")
@@ -218,19 +245,31 @@ class _Items:
         for name in ("call_id", "name", "arguments"):
             if not isinstance(item.get(name), str):
                 raise InputError(f"{at}.{name} must be a string, got {shown(item.get(name))}", "input")
-        function = {"name": item["name"], "arguments": item["arguments"]}
+        given = item["arguments"]
+        # A call that was cut is told as far as it came: whoever sends it back didn't write it.
+        function = {"name": item["name"], "arguments": arguments(given) if item.get("status") == CUT else given}
         call = {"id": item["call_id"], "type": "function", "function": function}
         last = self._talk.last()
         if last.get("role") != "assistant" or self._thoughts:
             last = {"role": "assistant", "content": None}
             self._append(at, last)
-        last.setdefault("tool_calls", []).append(call)
+        calls = last.setdefault("tool_calls", [])
+        self._talk.places[f"messages[{len(self._talk.messages) - 1}].tool_calls[{len(calls)}]"] = at
+        calls.append(call)
 
     def _result(self, at: str, item: Json) -> None:
         id = item.get("call_id")
         if not isinstance(id, str):
             raise InputError(f"{at}.call_id must be a string, got {shown(id)}", "input")
-        self._append(at, {"role": "tool", "tool_call_id": id, "content": _content(f"{at}.output", item.get("output"))})
+        said: Any = _content(f"{at}.output", item.get("output"))
+        if isinstance(said, list):
+            parts = [(f"{at}.output[{i}]", part) for i, part in enumerate(said)]
+            self._seen += [(place, part) for place, part in parts if part["type"] != "text"]
+            texts = [(place, part) for place, part in parts if part["type"] == "text"]
+            for i, (place, _) in enumerate(texts):
+                self._place(i, place)
+            said = [part for _, part in texts] or ""
+        self._append(at, {"role": "tool", "tool_call_id": id, "content": said})
 
     def _reasoning(self, at: str, item: Json) -> None:
         """Texts only: summaries are not what was thought, and what is encrypted nobody here can read."""

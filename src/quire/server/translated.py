@@ -3,19 +3,32 @@ the messages of the chat come from, and the chat's errors in the names that the 
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import WithJsonSchema
+from pydantic import TypeAdapter, WithJsonSchema
 
 from quire.errors import InputError
 from quire.server.protocol import BIASES, NOTHING, REFUSED, ChatRequest, Fields, Ids, Strings, ranged
 
 Json = dict[str, Any]
+ARGUMENTS = TypeAdapter(Json)
 PLACE = re.compile(r"messages\[\d{1,9}\](?:\.(?:content|tool_calls)\[\d{1,9}\])?")
 MESSAGE = re.compile(r"messages\[\d{1,9}\]")
+
+
+def arguments(text: str) -> Json:
+    """The object that JSON is, or as much of it as there is where it was cut: what Anthropic's client makes of a
+    stream. Empty for what is no object, or no JSON."""
+    try:
+        found = ARGUMENTS.validate_json(text, experimental_allow_partial=True)
+        json.dumps(found, allow_nan=False)  # there are no infinities in JSON, but 1e999 is one once it is read
+    except ValueError:
+        return {}
+    return found
 
 
 class SameAsChat(Fields):
