@@ -263,6 +263,8 @@ def test_a_conversation_goes_on(served: Server) -> None:
     for event in served.client.responses.create(model="echo", input="On.", previous_response_id=second.id, stream=True):
         last = event
     assert served.client.responses.retrieve(last.response.id).output_text == "once"
+    with pytest.raises(APIStatusError, match="can't be streamed"):
+        list(served.client.responses.retrieve(first.id, stream=True))
     served.client.responses.delete(first.id)
     for id in (first.id, third.id, "resp_0"):
         with pytest.raises(APIStatusError) as gone:

@@ -48,7 +48,9 @@ class Responses:
         return await respond(asked.call, whole_said(asked.call, renderer), headers, http.receive)
 
     async def stored(self, name: str, http: Request) -> Response:
-        """A response that was kept."""
+        """A response that was kept, whole: a client that asks for its events would find none."""
+        if http.query_params.get("stream", "false").lower() not in ("false", "0", ""):
+            raise InputError("a response that was kept can't be streamed: leave out stream", "stream")
         return Response(self.store.get(name, owner_of(http)).response, media_type="application/json")
 
     async def drop(self, name: str, http: Request) -> Response:

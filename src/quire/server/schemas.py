@@ -336,7 +336,7 @@ def responses(method: str, path: str) -> dict[int | str, dict[str, Any]]:
         codes |= {403: Error}
     if path == "/sleep":
         codes |= {409: Error}
-    if path == "/tokenizer_info":
+    if path == "/tokenizer_info" or (method == "GET" and "responses" in path):
         codes |= {400: Error}
     if path == "/health":
         del codes[401]
