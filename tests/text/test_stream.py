@@ -77,5 +77,11 @@ def test_bad_words_are_bounded_in_all() -> None:
     with pytest.raises(InputError, match=f"at most {MAX_BAD_WORD_IDS} tokens") as refused:
         TEXT.resolve(SamplingParams(bad_words=words))
     assert refused.value.param == "bad_words"
+
+
+def test_a_bad_word_that_is_no_text_is_named() -> None:
+    with pytest.raises(InputError, match=r"bad_words\[1\]: text holds a lone surrogate") as refused:
+        TEXT.resolve(SamplingParams(bad_words=["a", "\ud800"]))
+    assert refused.value.param == "bad_words"
     with pytest.raises(InputError, match=f"at most {MAX_BAD_WORD_IDS} tokens"):
         SamplingParams(bad_word_ids=((1,) * 600, (2,) * 600))

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from quire.errors import InputError
+from quire.errors import InputError, about
 from quire.text.detokenize import Detokenizer
 from quire.text.grammars import Grammars
 from quire.text.stop import Automaton, StopStrings
@@ -40,8 +40,9 @@ class TokenText:
             return params
         ids = dict.fromkeys(params.bad_word_ids)
         left = MAX_BAD_WORD_IDS - sum(map(len, ids))
-        for word in params.bad_words or ():
-            new = [variant for variant in self._variants(word) if variant not in ids]
+        for i, word in enumerate(params.bad_words or ()):
+            with about(f"bad_words[{i}]", True):
+                new = [variant for variant in self._variants(word) if variant not in ids]
             ids.update(dict.fromkeys(new))
             left -= sum(map(len, new))
             if left < 0:
