@@ -212,6 +212,27 @@ def test_required_calls_that_are_cut_leave_no_text(said: Any) -> None:
     assert seen == {0, 1, 2}
 
 
+@pytest.mark.parametrize(
+    ("parameters", "wanted"),
+    [
+        (None, {}), ({}, {}), ({"type": "object", "properties": {}}, {}),
+        ({"properties": {"a": {"const": 1}}, "required": ["a"]}, {"a": 1}),
+        ({"$ref": "#/$defs/A", "$defs": {"A": {"const": {"a": 1}}}}, {"a": 1}),
+    ],
+)  # fmt: skip
+def test_arguments_are_an_object_and_of_no_parameters_an_empty_one(said: Any, parameters: Any, wanted: Any) -> None:
+    client, say, _ = said
+    say('"once"')
+    function = {"name": "f"} if parameters is None else {"name": "f", "parameters": parameters}
+    asked: Any = {"model": "echo", "messages": TALK, "tools": [{"type": "function", "function": function}]}
+    for choice in ("required", {"type": "function", "function": {"name": "f"}}):
+        [done] = client.chat.completions.create(
+            **asked, tool_choice=choice, parallel_tool_calls=False, max_tokens=60
+        ).choices
+        [made] = done.message.tool_calls
+        assert (json.loads(made.function.arguments), done.finish_reason) == (wanted, "tool_calls")
+
+
 def test_a_form_of_the_text_gives_way_to_a_call(said: Any) -> None:
     """As in OpenAI's API: response_format speaks of text, of which there is none."""
     client, say, running = said

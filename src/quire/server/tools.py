@@ -19,7 +19,8 @@ from quire.text.tools import MAX_CALLS, Tool, read_tools
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.structured import MAX_SOURCE, Structured, closed, compact
 
-ANYTHING = {"type": "object"}
+NOTHING: dict[str, Any] = {"type": "object", "properties": {}}  # the parameters of a function that names none
+TYPED = frozenset({"type", "$ref", "anyOf", "oneOf", "allOf", "enum", "const"})
 CALL = re.compile(r"#?/items/anyOf/(\d+)/properties/arguments")  # in the schema of a list of calls
 AT = re.compile(r", at #(?=/|$)")
 ID_LETTERS = 9  # of a call's id, where templates want exactly so many
@@ -66,7 +67,7 @@ class Toolbox(NamedTuple):
                 _check_ends(f"tools[{at}].function.parameters", tool)
         if self.choice == "named":
             tool = next(tool for tool in self.tools if tool.name == self.named)
-            schema: dict[str, Any] = closed(tool.parameters or ANYTHING)
+            schema: dict[str, Any] = closed(_parameters(tool))
         else:
             calls = [_call_schema(tool, f"#/items/anyOf/{at}") for at, tool in enumerate(self.tools)]
             most = MAX_CALLS if self.parallel else 1
@@ -77,15 +78,21 @@ class Toolbox(NamedTuple):
         return compact(Structured("json", source))  # white space would be tokens that say nothing
 
 
+def _parameters(tool: Tool) -> dict[str, Any]:
+    """The schema of a tool's arguments, which are an object even where it doesn't say so."""
+    found = tool.parameters or NOTHING
+    return {"type": "object", **found} if TYPED.isdisjoint(found) else found
+
+
 def _check_ends(at: str, tool: Tool) -> None:
-    if (place := endless(tool.parameters or ANYTHING)) is not None:
+    if (place := endless(_parameters(tool))) is not None:
         raise InputError(f"{at} refers to itself for ever, at {at}{place}", "tools")
 
 
 def _call_schema(tool: Tool, place: str) -> dict[str, Any]:
     properties = {
         "name": {"const": tool.name},
-        "arguments": moved(closed(tool.parameters or ANYTHING), f"{place}/properties/arguments"),
+        "arguments": moved(closed(_parameters(tool)), f"{place}/properties/arguments"),
     }
     required = list(properties)
     return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
