@@ -204,6 +204,19 @@ def test_unknown_fields_are_named(http: httpx.Client, client: OpenAI) -> None:
     assert "typical_p" in raw.headers["warning"]
 
 
+def test_unknown_fields_of_messages_are_named(http: httpx.Client) -> None:
+    """What clients add for themselves, or for other servers: the prompt is the same without."""
+    plain = [*TALK, {"role": "assistant", "content": "a"}, *TALK]
+    talk = [{**message, "mood": {"a": 1}, "cache_control": None, "annotations": []} for message in plain]
+    for path, more in (("/v1/chat/completions", {"max_tokens": 1}), ("/tokenize", {})):
+        answer = http.post(path, json={"messages": talk, **more})
+        assert answer.headers["warning"] == '299 quire "fields were ignored: messages.mood"'
+    assert ids_of(http, messages=talk) == ids_of(http, messages=plain)
+    for name in ("audio", "function_call", "refusal"):
+        error = refusal(http, "/v1/chat/completions", {"messages": [{**plain[1], name: "x"}]})
+        assert (error["param"], error["message"]) == ("messages", f"messages[0] has an unsupported field {name!r}")
+
+
 def test_strict_refuses_unknown_fields() -> None:
     with echo_service.serving(strict=True) as running, httpx.Client(base_url=running.url, timeout=20) as http:
         for path, body in (
@@ -213,6 +226,8 @@ def test_strict_refuses_unknown_fields() -> None:
             error = refusal(http, path, {**body, "mirostat": 1})
             assert (error["param"], "mirostat" in error["message"]) == ("mirostat", True)
             assert http.post(path, json={**body, "user": "me"}).status_code == 200
+        error = refusal(http, "/v1/chat/completions", {"messages": [{**TALK[0], "mood": 1}]})
+        assert "messages.mood" in error["message"]
 
 
 def test_fields_of_prefixes_are_no_more_silent() -> None:

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, FailFast, Field, WithJsonSchema
 
 from quire.errors import InputError
+from quire.text.messages import stray
 from quire.text.tools import MAX_CALLS, MAX_TOOLS
 from quire.vocabulary.params import MAX_BEAM_WIDTH, MAX_BIASES, MAX_LOGPROBS, MAX_N, MAX_STOP_CHARS, MAX_STOPS
 
@@ -354,10 +355,11 @@ class DetokenizeRequest(Fields):
 
 
 def unknown(request: Fields) -> list[str]:
-    """The names of the fields that nobody knows, in order; those of stream_options with its name before them."""
+    """The names of the fields that nobody knows, in order; those of stream_options and messages with these before."""
     names = [name for name in request.model_extra or () if name not in IGNORED and name not in REFUSED]
     options = getattr(request, "stream_options", None)
-    return names + [f"stream_options.{name}" for name in (options.model_extra if options is not None else None) or ()]
+    names += [f"stream_options.{name}" for name in (options.model_extra if options is not None else None) or ()]
+    return names + [f"messages.{name}" for name in stray(getattr(request, "messages", None))]
 
 
 def warnings(request: Fields, unread: Sequence[str] = ()) -> dict[str, str]:

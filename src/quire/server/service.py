@@ -38,6 +38,7 @@ from quire.server.stream import Call, EventStream, Json, WholeAnswer, respond, w
 from quire.server.structured import field_of
 from quire.server.tools import Toolbox, name_tools, toolbox
 from quire.text.calls.formats import format_of
+from quire.text.messages import without_stray
 from quire.text.prompts import Cut, Prompt
 from quire.text.sight import pictured
 from quire.text.thoughts import thoughts_of
@@ -186,7 +187,7 @@ class Service:
             given.setdefault("reasoning_effort", body.reasoning_effort)
         with about("messages", False):
             return await self.prompts.converse(
-                body.messages or [],
+                without_stray(body.messages or []),
                 not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt,
                 bool(body.continue_final_message),
                 documents=body.documents,
