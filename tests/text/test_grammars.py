@@ -97,6 +97,13 @@ ENFORCED: list[tuple[Any, list[Any], list[Any]]] = [
     ({"$defs": {"a": {"type": "null"}}, "items": {"$ref": "#/$defs/a"}, "type": "array"}, [[None]], [[1]]),
     ({"type": "object", "properties": {"next": {"$ref": "#"}}, "additionalProperties": False},
      [{"next": {"next": {}}}], [{"next": 1}]),
+    ({"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"type": "null"}},
+     [{"x": None}], [{"x": 1}]),
+    ({"type": "object", "properties": {"propertyNames": {"const": {"propertyNames": {"type": "string"}}}}},
+     [{"propertyNames": {"propertyNames": {"type": "string"}}}], [{"propertyNames": {}}]),
+    ({"allOf": [{"anyOf": [{"$ref": "#/$defs/a"}]}],
+      "$defs": {"a": {"type": "array", "items": {"type": "object", "propertyNames": {"type": "string"}}}}},
+     [[{"a": 1}]], [[1]]),
 ]  # fmt: skip
 REFUSED: list[tuple[Any, str, str]] = [
     ({"not": {"type": "null"}}, "not", "#/not"),

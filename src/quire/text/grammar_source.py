@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.errors import InputError
 from quire.text.grammar_endless import endless
-from quire.vocabulary.structured import NAME, OPTIONS, Structured, read_json
+from quire.vocabulary.structured import HOLDING, NAME, NAMING, OPTIONS, Structured, read_json
 
 if TYPE_CHECKING:
     from quire.text.tokenizer import Tokenizer
@@ -33,7 +33,7 @@ def _made(asked: Structured, tokenizer: Tokenizer) -> str:
 
     match asked.kind:
         case "json":
-            return str(LLMatcher.grammar_from_json_schema(json.dumps(with_spaces(schema_of(asked)))))
+            return str(LLMatcher.grammar_from_json_schema(json.dumps(with_spaces(without_idle(schema_of(asked))))))
         case "json_object":
             return str(LLMatcher.grammar_from_json_schema(json.dumps(with_spaces({"type": "object"}))))
         case "regex":
@@ -73,6 +73,21 @@ def with_spaces(schema: Any) -> Any:
     return {**schema, OPTIONS: {**options, "whitespace_pattern": SPACES}}
 
 
+def without_idle(schema: Any, depth: int = 0) -> Any:
+    """The same, less what says nothing: that names of members are strings, as zod writes it of every record."""
+    if isinstance(schema, list):
+        return [without_idle(one, depth + 1) for one in schema] if depth <= MAX_DEPTH else schema
+    if not isinstance(schema, dict) or depth > MAX_DEPTH:
+        return schema
+    found = {name: one for name, one in schema.items() if (name, one) != ("propertyNames", {"type": "string"})}
+    for name in found.keys() & {*HOLDING, "allOf"}:
+        found[name] = without_idle(found[name], depth + 1)
+    for name in NAMING:
+        if isinstance(parts := found.get(name), dict):
+            found[name] = {key: without_idle(one, depth + 1) for key, one in parts.items()}
+    return found
+
+
 def tags(given: Any, tokenizer: Tokenizer) -> str:
     """A Lark grammar of vLLM's structural tags: free text in which each of `triggers` begins one of `structures`, whose
     `begin` it is the beginning of; between that and `end` there is JSON of `schema`."""
@@ -93,7 +108,7 @@ def tags(given: Any, tokenizer: Tokenizer) -> str:
         if (place := endless(schema)) is not None:
             where = f"structures[{i}].schema"
             raise InputError(f"structural_tag: {where} refers to itself for ever, at {where}{place}", NAME)
-        body = [begin[len(trigger) :], f"%json {json.dumps(with_spaces(schema))}", end]
+        body = [begin[len(trigger) :], f"%json {json.dumps(with_spaces(without_idle(schema)))}", end]
         parts = " ".join(part if part.startswith("%json") else _literal(part) for part in body if part)
         if tokenizer.find(trigger) in tokenizer.special_ids:
             lines.append(f"tag_{i}: TAG_TEXT <[{tokenizer.find(trigger)}]> {parts}")
