@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 SPACES = r"( |\r?\n[ \t]{0,20})"  # between parts of a JSON text: a model may indent, but not for ever
 MAX_DEPTH = 64  # of a schema, as far as it is looked into here
 MAX_TAGS = 128
+IDLE_FORMATS = frozenset(("password", "binary", "path"))  # OpenAPI's and pydantic's: hints of what a text is for
 MAX_PROPERTIES = 2048  # named ones, in all of a schema
 TEXT = r"TAG_TEXT: /(.|\n)*/"
 
@@ -74,18 +75,25 @@ def with_spaces(schema: Any) -> Any:
 
 
 def without_idle(schema: Any, depth: int = 0) -> Any:
-    """The same, less what says nothing: that names of members are strings, as zod writes it of every record."""
+    """The same, less what says nothing: that names of members are strings, as zod writes it of every record, and
+    formats that any string has."""
     if isinstance(schema, list):
         return [without_idle(one, depth + 1) for one in schema] if depth <= MAX_DEPTH else schema
     if not isinstance(schema, dict) or depth > MAX_DEPTH:
         return schema
-    found = {name: one for name, one in schema.items() if (name, one) != ("propertyNames", {"type": "string"})}
+    found = {name: one for name, one in schema.items() if not _idle(name, one)}
     for name in found.keys() & {*HOLDING, "allOf"}:
         found[name] = without_idle(found[name], depth + 1)
     for name in NAMING:
         if isinstance(parts := found.get(name), dict):
             found[name] = {key: without_idle(one, depth + 1) for key, one in parts.items()}
     return found
+
+
+def _idle(name: str, value: Any) -> bool:
+    if name == "format":
+        return isinstance(value, str) and value in IDLE_FORMATS
+    return name == "propertyNames" and value == {"type": "string"}
 
 
 def tags(given: Any, tokenizer: Tokenizer) -> str:
