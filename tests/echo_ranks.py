@@ -30,10 +30,18 @@ from quire.vocabulary.plan import Copy, Entry, Sampled, StepPlan, StepResult
 from quire.vocabulary.specs import Geometry
 
 VOCAB = 512
+
+
+def hit(number: int) -> None:
+    """By a signal, which may take a moment to arrive: this process does nothing more."""
+    os.kill(os.getpid(), number)
+    time.sleep(1000)
+
+
 FAULTS: dict[str, Callable[[], None]] = {
     "exit": lambda: os._exit(3),
-    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "kill": lambda: hit(signal.SIGKILL),
+    "stop": lambda: hit(signal.SIGSTOP),
     "hang": lambda: time.sleep(1000),
 }
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from quire.vocabulary.layout import Part
 
 T = TypeVar("T")
-PATIENCE = 30.0  # seconds
+PATIENCE = 120.0  # seconds
 
 
 class Meeting:

@@ -207,8 +207,8 @@ def test_a_model_s_ranks_are_placed_anew(cluster: str, monkeypatch: pytest.Monke
 
 
 def test_gpus_are_those_that_ray_chose_and_room_is_bounded(cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.parallel.ray.PATIENCE", 1.0)
     runner = placed(cluster, gpus=1.0)
+    monkeypatch.setattr("quire.parallel.ray.PATIENCE", 1.0)  # in which actors must start, too, where there is room
     try:
         for side in runner.sides:
             variables = Path(f"/proc/{side.child.process.pid}/environ").read_bytes().split(b"\0")
