@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import random
+from contextlib import suppress
 
 import echo_service
 import httpx
-import pytest
 from echo_service import VOCAB, Echo, Running
 
 from quire.sim.echo import expected
@@ -26,10 +26,12 @@ async def client(running: Running, number: int, answers: list[int]) -> None:
                 answers.append((await http.post("/v1/completions", json={**body, "temperature": -1})).status_code)
                 assert answers[-1] == 400
             elif kind == "leave":
-                with pytest.raises(httpx.ReadTimeout):
+                with suppress(httpx.ReadTimeout):  # unless this machine is so busy that the answer comes first
                     await http.post(
                         "/v1/completions", json={**body, "max_tokens": 100}, timeout=httpx.Timeout(60, read=0.02)
                     )
+                    answers.append(200)
+                    continue
                 answers.append(499)
             elif kind == "whole":
                 answer = await http.post("/v1/completions", json={**body, "logprobs": 0})
@@ -58,7 +60,7 @@ def test_32_clients_on_64_pages() -> None:
 
         answers = asyncio.run(all_of_them())
         assert len(answers) == 320
-        assert set(answers) <= {200, 400, 499}
+        assert set(answers) == {200, 400, 499}
         assert running.idle()
         assert running.engine.scheduler.preemptions > 0, "the memory was meant to be too small"
         running.engine.scheduler.memory.check()
