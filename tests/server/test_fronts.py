@@ -82,8 +82,11 @@ def stop(part: psutil.Process) -> None:
     """All of its threads stand still when this returns: a signal takes a moment to arrive."""
 
     def states() -> set[str]:
-        tasks = Path(f"/proc/{part.pid}/task").iterdir()
-        return {(task / "stat").read_text().rpartition(")")[2].split()[0] for task in tasks}
+        found = set()
+        for task in Path(f"/proc/{part.pid}/task").iterdir():
+            with contextlib.suppress(OSError):  # it has ended
+                found.add((task / "stat").read_text().rpartition(")")[2].split()[0])
+        return found
 
     part.suspend()
     assert eventually(lambda: states() == {"T"}), states()
