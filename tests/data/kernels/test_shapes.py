@@ -14,12 +14,13 @@ MANY_SHAPES = """
 import os, sys
 import psutil, torch
 from quire.data.layers.linear import Linear
-layer = Linear(256, 1408, False, torch.bfloat16, torch.device("cpu"))
+dtype = torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
+layer = Linear(256, 1408, False, dtype, torch.device("cpu"))
 layer.weight.fill_(0.1)
 layer.prepare()
 if int(sys.argv[1]):
     layer.packed = layer.packed.args[0]  # the product itself, of as many rows as are given
-x, process = torch.ones(2048, 256).bfloat16(), psutil.Process()
+x, process = torch.ones(2048, 256).to(dtype), psutil.Process()
 x_ = layer(x), layer(x[:7])
 before = process.memory_info().rss
 with torch.inference_mode():

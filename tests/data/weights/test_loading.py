@@ -348,21 +348,22 @@ def kib(name):
     return int(Path("/proc/self/status").read_text().split(name + ":")[1].split()[0])
 
 before = kib("VmRSS")
-built = build(EngineConfig(model=sys.argv[1], device="cpu", kv_gib=0.01, skip_tokenizer_init=True))
-parameters = built.plan.parameters
-print(json.dumps([1024 * (kib("VmHWM") - before), parameters * 2]))
+model, dtype = sys.argv[1:]
+built = build(EngineConfig(model=model, device="cpu", dtype=dtype, kv_gib=0.01, skip_tokenizer_init=True))
+print(json.dumps([1024 * (kib("VmHWM") - before), built.plan.weights]))
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="files are mapped there")
 @pytest.mark.skipif(library() is None, reason="there are no kernels for this CPU (no compiler?)")
 def test_a_start_takes_little_more_memory_than_its_weights(tmp_path: Path) -> None:
-    """Neither a copy of all weights beside the packed ones, nor all of the file."""
+    """Neither a copy of all weights beside the packed ones, nor all of the file, converted or not."""
     size = {**SMALL["llama"], "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 6}
     size |= {"vocab_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 16, "torch_dtype": "bfloat16"}
     config = transformers.AutoConfig.for_model("llama", **size)
     transformers.AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(tmp_path)
-    done = subprocess.run([sys.executable, "-c", LOADING, str(tmp_path)], capture_output=True, text=True, timeout=100)
-    taken, weights = json.loads(done.stdout)
-    assert weights > 150e6
-    assert taken < weights + 60e6, f"{taken / 1e6:.0f} MB at most, for {weights / 1e6:.0f} MB of weights"
+    for dtype, itemsize in (("bfloat16", 2), ("float32", 4)):
+        program = [sys.executable, "-c", LOADING, str(tmp_path), dtype]
+        taken, weights = json.loads(subprocess.run(program, capture_output=True, text=True, timeout=100).stdout)
+        assert weights > itemsize * 75e6
+        assert taken < weights + 60e6, f"{taken / 1e6:.0f} MB at most, for {weights / 1e6:.0f} MB in {dtype}"

@@ -254,8 +254,8 @@ def fill(
     target: Target, tensor: Tensor, key: str, path: Path, stored: bool, mapped: Mapped | None = None,
     most: Most | None = None,
 ) -> None:  # fmt: skip
-    """Put a tensor there. One that `mapped` holds, if it is as it must be, takes the place of a whole parameter, and a
-    part of a layer's weight is copied when that is prepared."""
+    """Put a tensor there. One that `mapped` holds, if it is as it must be, takes the place of a whole parameter; else a
+    layer's weight is copied from there, and converted, when it is prepared."""
     if tensor.dtype not in ((E4M3,) if target.fp8 and stored else FLOATS):
         kind = str(tensor.dtype).removeprefix("torch.")
         if target.fp8 and stored:
@@ -273,9 +273,9 @@ def fill(
         put(target.rows, target.layer, target.part, partial(_few, tensor, target.form, f"{shown(key)} in {path}"))
         return
     if not target.fp8 or stored:
-        if mapped is None or tensor.dtype != target.rows.dtype or not mapped.lies(tensor):
+        if mapped is None or not mapped.lies(tensor):
             copy(tensor, target.rows)
-        elif target.whole is not None:
+        elif target.whole is not None and tensor.dtype == target.rows.dtype:
             target.whole.data = tensor
         elif target.layer is not None and not target.fp8:
             target.layer.later.append(partial(mapped.copy, tensor, target.rows))
