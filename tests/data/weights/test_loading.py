@@ -293,12 +293,14 @@ def test_a_file_stays_where_pages_are_given_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="files are mapped there")
-def test_parts_of_a_stacked_weight_wait_in_the_file(tmp_path: Path) -> None:
-    """Until their layer is prepared; nothing of the file is in memory afterwards."""
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_weights_that_are_changed_wait_in_the_file(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Parts of a stacked one, and what is converted, until their layer is prepared; nothing of the file is in memory
+    afterwards."""
     config = transformers.AutoConfig.for_model("llama", **{**SMALL["llama"], "hidden_size": 1024, "vocab_size": 1024})
     theirs = transformers.AutoModelForCausalLM.from_config(config).bfloat16()
     theirs.save_pretrained(tmp_path)
-    model = built(tmp_path, torch.bfloat16)
+    model = built(tmp_path, dtype)
     load(model, tmp_path)
     product, [mapped] = model.layers[0].attention.qkv, model.mapped
     q, k, v = product.weight.data.split(product.parts)
@@ -307,8 +309,12 @@ def test_parts_of_a_stacked_weight_wait_in_the_file(tmp_path: Path) -> None:
     product.fill()
     assert not product.later
     attention = theirs.model.layers[0].self_attn
-    assert torch.equal(q, attention.q_proj.weight)
+    assert torch.equal(q, attention.q_proj.weight.to(dtype))
+    out = model.layers[0].attention.out
+    assert len(out.later) == (dtype == torch.float32)
+    out.fill()
     assert resident(mapped.begin) == 0
+    assert torch.equal(out.weight, attention.o_proj.weight.to(dtype))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="mappings are said there")
