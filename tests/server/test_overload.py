@@ -20,14 +20,6 @@ from quire.errors import RanksLost
 from quire.sim.echo import EchoRunner
 
 
-@pytest.fixture
-def brake(tmp_path: Path) -> Path:
-    """As long as this file is there, steps of an echo that is told of it are slow."""
-    found = tmp_path / "brake"
-    found.touch()
-    return found
-
-
 def test_full_queue_answers_503_at_once(brake: Path) -> None:
     """All but those that run and wait: while the first one runs, which takes 40 s."""
     model = echo_service.built(Echo(brake=str(brake)), max_num_seqs=1, max_num_queued_reqs=2)

@@ -106,14 +106,6 @@ def in_background(url: str, tokens: int) -> tuple[threading.Thread, list[httpx.R
     return thread, answers
 
 
-@pytest.fixture
-def brake(tmp_path: Path) -> Path:
-    """As long as this file is there, the steps of a server that is told of it are slow: 250 tokens take 50 s."""
-    found = tmp_path / "brake"
-    found.touch()
-    return found
-
-
 def terminated(server: Process) -> None:
     """By a signal, of which it knows when this returns."""
     server.child.send_signal(signal.SIGTERM)

@@ -111,7 +111,7 @@ class Embeddings:
             raise InputError("cache_salt must not be empty", "cache_salt")
         service.llm.limits.check_embedding(dimensions)
         hidden = service.llm.limits.hidden
-        places = [f"{name}[{at}]" for at in range(len(given))] if places is None else places
+        places = _places(name, given) if places is None else places
         if "" in given:
             place = places[given.index("")]
             raise InputError(f"{place} is empty: a text must have at least one character", place.partition("[")[0])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.errors import InputError
 from quire.text.grammar_endless import endless
-from quire.vocabulary.structured import HOLDING, NAME, NAMING, OPTIONS, Structured, read_json
+from quire.vocabulary.structured import HOLDING, NAME, OPTIONS, Structured, read_json, within
 
 if TYPE_CHECKING:
     from quire.text.tokenizer import Tokenizer
@@ -81,13 +81,8 @@ def without_idle(schema: Any, depth: int = 0) -> Any:
         return [without_idle(one, depth + 1) for one in schema] if depth <= MAX_DEPTH else schema
     if not isinstance(schema, dict) or depth > MAX_DEPTH:
         return schema
-    found = {name: one for name, one in schema.items() if not _idle(name, one)}
-    for name in found.keys() & {*HOLDING, "allOf"}:
-        found[name] = without_idle(found[name], depth + 1)
-    for name in NAMING:
-        if isinstance(parts := found.get(name), dict):
-            found[name] = {key: without_idle(one, depth + 1) for key, one in parts.items()}
-    return found
+    said = {name: one for name, one in schema.items() if not _idle(name, one)}
+    return within(said, lambda one: without_idle(one, depth + 1), (*HOLDING, "allOf"))
 
 
 def _idle(name: str, value: Any) -> bool:

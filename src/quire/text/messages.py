@@ -15,6 +15,7 @@ MAX_PARTS = 1024
 FIELDS = ("role", "content", "name", "reasoning", "reasoning_content", "tool_call_id")
 MORE = ("tool_calls",)
 OTHERS = ("audio", "function_call", "refusal")  # OpenAI's, of which no template knows: what they say would be lost
+KNOWN = frozenset({*FIELDS, *MORE, *OTHERS})
 THOUGHTS = frozenset({"reasoning", "reasoning_content"})
 DETAILS = (None, "auto", "low", "high")
 _ROLE = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -156,18 +157,16 @@ def _text(at: str, text: str, eyes: Eyes | None) -> str:
 
 def stray(messages: Any) -> list[str]:
     """The fields that say something in messages, and of which nobody knows: once each. None in what is no message."""
-    known = {*FIELDS, *MORE, *OTHERS}
     given = [message for message in messages if isinstance(message, Mapping)] if isinstance(messages, list) else []
     return list(dict.fromkeys(
-        name for message in given for name in message if name not in known and message[name] not in (None, [], ())
+        name for message in given for name in message if name not in KNOWN and message[name] not in (None, [], ())
     ))  # fmt: skip
 
 
 def without_stray(messages: Sequence[Any]) -> list[Any]:
     """The messages without fields of which nobody knows."""
-    known = {*FIELDS, *MORE, *OTHERS}
     return [
-        {name: value for name, value in message.items() if name in known} if isinstance(message, Mapping) else message
+        {name: value for name, value in message.items() if name in KNOWN} if isinstance(message, Mapping) else message
         for message in messages
     ]
 

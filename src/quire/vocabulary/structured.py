@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, get_args
 
@@ -142,12 +142,18 @@ def _closed(schema: Any) -> Any:
         return [_closed(one) for one in schema]
     if not isinstance(schema, dict):
         return schema
-    found = {name: _closed(one) if name in HOLDING else one for name, one in schema.items()}
-    for name in NAMING:
-        if isinstance(parts := found.get(name), dict):
-            found[name] = {key: _closed(one) for key, one in parts.items()}
+    found = within(schema, _closed)
     if "properties" in found and OTHERS.isdisjoint(found):
         found["additionalProperties"] = False
+    return found
+
+
+def within(schema: dict[str, Any], change: Callable[[Any], Any], holding: Collection[str] = HOLDING) -> dict[str, Any]:
+    """The same schema, with what `change` makes of each value that is a schema or a list of some (`holding`)."""
+    found = {name: change(one) if name in holding else one for name, one in schema.items()}
+    for name in NAMING:
+        if isinstance(parts := found.get(name), dict):
+            found[name] = {key: change(one) for key, one in parts.items()}
     return found
 
 
