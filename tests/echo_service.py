@@ -11,7 +11,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -220,6 +221,21 @@ class Running(NamedTuple):
                 return True
             time.sleep(0.02)
         return False
+
+
+def begun(running: Running, pool: ThreadPoolExecutor, ask: Callable[[], httpx.Response]) -> Future[httpx.Response]:
+    """The answer of what `ask` requests, once the engine runs it: before, the requests that ran have to be seen to
+    have ended, which the front hears a step after their last output."""
+    end = time.monotonic() + 60
+    while running.llm.running:
+        assert time.monotonic() < end, "something else runs"
+        time.sleep(0.002)
+    answer = pool.submit(ask)
+    while not running.llm.running:
+        assert not answer.done(), "it was over before it was seen"
+        assert time.monotonic() < end, "it did not run"
+        time.sleep(0.002)
+    return answer
 
 
 @contextlib.contextmanager

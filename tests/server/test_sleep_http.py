@@ -69,10 +69,7 @@ def asked(http: httpx.Client, prompt: list[int]) -> int:
 
 def begun(shop: Running, http: httpx.Client, pool: ThreadPoolExecutor) -> Future[httpx.Response]:
     """A request that runs for 0.4 s, braked for 16."""
-    future = pool.submit(http.post, "/v1/completions", json=LONG)
-    while not shop.llm.running:
-        time.sleep(0.005)
-    return future
+    return echo_service.begun(shop, pool, lambda: http.post("/v1/completions", json=LONG))
 
 
 @pytest.mark.parametrize("level", [1, 2])

@@ -4,9 +4,9 @@ told, and whether to ask again."""
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import echo_service
@@ -36,8 +36,14 @@ class Faulty(Echo):
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[tuple[Running, Faulty, httpx.Client]]:
-    runner = Faulty(pause=0.005)
+def brake(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Steps are slow as long as this file is there."""
+    return tmp_path_factory.mktemp("unfinished") / "brake"
+
+
+@pytest.fixture(scope="module")
+def served(brake: Path) -> Iterator[tuple[Running, Faulty, httpx.Client]]:
+    runner = Faulty(pause=0.005, brake=str(brake))
     with (
         echo_service.serving(echo_service.built(runner), admin_keys=[ADMIN]) as running,
         httpx.Client(base_url=running.url, timeout=20, headers={"Authorization": f"Bearer {ADMIN}"}) as http,
@@ -68,14 +74,15 @@ def test_what_can_not_go_on_says_why(served: Any) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_is_ended_may_be_asked_again(served: Any, stream: bool) -> None:
+def test_what_is_ended_may_be_asked_again(served: Any, brake: Path, stream: bool) -> None:
     running, _, http = served
+    brake.touch()
     with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(http.post, "/v1/messages", json=MESSAGES | {"stream": stream})
-        while not running.llm.running:
-            time.sleep(0.005)
+        body = MESSAGES | {"stream": stream}
+        future = echo_service.begun(running, pool, lambda: http.post("/v1/messages", json=body))
         assert http.post("/sleep?mode=abort").status_code == 200
         answer = future.result()
+    brake.unlink()
     assert http.post("/wake_up").status_code == 200
     error = (last_event(answer) if stream else answer.json())["error"]
     assert error == {"type": "overloaded_error", "message": "the request was ended before its output"}
