@@ -173,7 +173,9 @@ def run(
     except (WireError, StartupError) as error:
         send(FAILED, write_failed(_failure(error)))
         return 1
-    threading.Thread(target=_end_without, args=(connection, end), name="quire-parent", daemon=True).start()
+    parent = select.poll()
+    parent.register(connection, GONE)
+    threading.Thread(target=_end_without, args=(parent, end), name="quire-parent", daemon=True).start()
     logging.getLogger().setLevel(hello.log_level)
     try:
         if kind == MEET:
@@ -234,11 +236,9 @@ def _next(reader: RingReader, poll: select.poll) -> bytes:
     return reader.read()
 
 
-def _end_without(connection: socket.socket, end: Callable[[], object]) -> None:
+def _end_without(parent: select.poll, end: Callable[[], object]) -> None:
     """The process ends with the engine's, also when a step hangs."""
-    poll = select.poll()
-    poll.register(connection, GONE)
-    poll.poll()
+    parent.poll()
     end()
 
 
