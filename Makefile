@@ -33,8 +33,8 @@ chat: $(VENV)/.kernels $(PACKAGED:%=$(VENV)/.model-%)
 	$(BIN)/quire chat $(SERVE_ARGS)
 
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
-	QUIRE_TEST_ENGINE=process OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests/server
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3
+	QUIRE_TEST_ENGINE=process OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 -m 'not soak and not gpu and not once' tests/server
 
 lint: $(VENV)/.tested $(VENV)/.kernels
 	$(BIN)/ruff check .

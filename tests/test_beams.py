@@ -140,7 +140,7 @@ def kinds_of(width: int, length_penalty: float, stopping: bool | str, **more: An
     return SamplingParams(beam_width=width, length_penalty=length_penalty, early_stopping=stopping, **kinds)
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("width", [1, 2, 4, 6])
 def test_beams_equal_transformers(reference: Callable[[str], Reference], family: str, width: int) -> None:
@@ -160,7 +160,7 @@ def test_beams_equal_transformers(reference: Callable[[str], Reference], family:
     assert ended
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("ends", [0, 2, 9])
 @pytest.mark.parametrize("least", [0, 3, NEW])
 def test_end_tokens_and_least_lengths_equal_transformers(

@@ -156,7 +156,7 @@ def assert_equal(oracle: Oracle, engine: Engine, prompts: list[list[int]]) -> No
     assert not differing, f"{len(differing)} of {len(prompts)} answers differ from transformers'"
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("budget", [1, 7, 16, 64])
 def test_chunk_sizes_do_not_change_tokens(oracle, family: str, budget: int) -> None:
@@ -164,7 +164,7 @@ def test_chunk_sizes_do_not_change_tokens(oracle, family: str, budget: int) -> N
     assert_equal(model, engine_of(model, max_num_batched_tokens=budget), model.prompts)
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("page_size", [1, 4, 16, 32])
 def test_page_sizes_do_not_change_tokens(oracle, family: str, page_size: int) -> None:
@@ -172,7 +172,7 @@ def test_page_sizes_do_not_change_tokens(oracle, family: str, page_size: int) ->
     assert_equal(model, engine_of(model, page_size=page_size), model.prompts)
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_alone_and_in_a_batch_tokens_are_the_same(oracle, family: str) -> None:
     model = oracle(family)
@@ -202,7 +202,7 @@ def test_a_second_run_hits_the_prefix_cache_and_gives_the_same_tokens(oracle, fa
     assert engine.scheduler.memory.account().sharing.hits > 0
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("scope", ["model", "layer"])
 @pytest.mark.parametrize("attention", ["reference", "sdpa"])
@@ -229,7 +229,7 @@ def test_branches_of_greedy_requests_agree(oracle) -> None:
     assert answers == [model.answers[3]] * 3
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("family", ["llama", "mistral", *UNLIKE])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_branches_are_requests_with_their_own_seeds(oracle, family: str, page_size: int) -> None:
@@ -344,7 +344,7 @@ def assert_same(ran: Ran, expected: Ran) -> None:
         assert logprobs == pytest.approx(expected.logprobs[kind], abs=1e-4), kind
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("policy", ["swap", "recompute", "auto"])
 @pytest.mark.parametrize(
     ("family", "page_size"),
@@ -414,7 +414,7 @@ class Forced:
         return self.schedule()
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("family", ["llama", "mistral", *UNLIKE])
 @pytest.mark.parametrize("policy", ["swap", "recompute"])
 @pytest.mark.parametrize("kind", GROUPS)

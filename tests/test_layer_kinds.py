@@ -136,7 +136,7 @@ def test_the_references_chunks_are_those_of_transformers_llama_4(oracle: Callabl
     assert torch.equal(theirs[0, 0] == 0, oracle("chunked").dense.mask(0, 50))
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @every_model
 @pytest.mark.parametrize("budget", [1, 7, 64])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
@@ -145,7 +145,7 @@ def test_chunks_and_pages(oracle: Callable[[str], Oracle], name: str, budget: in
     assert_equal(model, engine_of(model, max_num_batched_tokens=budget, page_size=page_size))
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(6)
 @every_model
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_hits(oracle: Callable[[str], Oracle], name: str, page_size: int) -> None:
@@ -157,7 +157,7 @@ def test_hits(oracle: Callable[[str], Oracle], name: str, page_size: int) -> Non
     assert engine.scheduler.memory.account().sharing.hits > before
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @every_model
 @pytest.mark.parametrize("way", ["swap", "recompute"])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
@@ -174,7 +174,7 @@ def test_preemptions(oracle: Callable[[str], Oracle], name: str, way: str, page_
     assert engine.scheduler.preempted[way] > 0
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(6)
 @every_model
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_forks(oracle: Callable[[str], Oracle], name: str, page_size: int) -> None:
@@ -184,7 +184,7 @@ def test_forks(oracle: Callable[[str], Oracle], name: str, page_size: int) -> No
     assert len(set(map(tuple, answers))) == len(answers) == 12
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @every_model
 @pytest.mark.parametrize(
     "settings",

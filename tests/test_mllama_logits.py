@@ -70,7 +70,7 @@ def options(preemption: str | None) -> dict[str, Any]:
     return {} if preemption is None else {"preemption": preemption}
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("preemption", [None, "swap", "recompute"])
 @pytest.mark.parametrize(("page_size", "chunk"), [(1, 7), (4, 1), (16, 3), (16, 64)])
 def test_logits_of_branches(model: Saved, page_size: int, chunk: int, preemption: str | None) -> None:

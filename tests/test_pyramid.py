@@ -101,7 +101,7 @@ def test_what_is_kept_matters(folder: Path, roomy: list[list[int]], tmp_path: Pa
     assert [n for n, equal in zip(LENGTHS, same) if equal] == [7, 9]
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(6)
 @pytest.mark.parametrize("chunk", [8, 13, 512])
 @pytest.mark.parametrize("page", [1, 4, 16])
 def test_chunks_and_pages(folder: Path, said: Said, roomy: list[list[int]], page: int, chunk: int) -> None:
@@ -111,7 +111,7 @@ def test_chunks_and_pages(folder: Path, said: Said, roomy: list[list[int]], page
             assert result.outputs[0].token_ids == expected
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(6)
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("way", ["recompute", "swap"])
 @pytest.mark.parametrize(("page", "chunk"), [(1, 16), (4, 64), (16, 512)])
@@ -123,7 +123,7 @@ def test_preemption(folder: Path, roomy: list[list[int]], page: int, chunk: int,
     assert tokens == roomy
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(6)
 @pytest.mark.parametrize("attention", ["reference", "sdpa"])
 @pytest.mark.parametrize("memory", ["paged", "uniform", "orca-max"])
 def test_backends_and_memories(folder: Path, roomy: list[list[int]], attention: str, memory: str) -> None:
@@ -131,7 +131,7 @@ def test_backends_and_memories(folder: Path, roomy: list[list[int]], attention: 
         assert [result.outputs[0].token_ids for result in served(llm, prompts(), params())] == roomy
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(6)
 @pytest.mark.parametrize("way", ["recompute", "swap"])
 @pytest.mark.parametrize(("page", "memory"), [(1, "paged"), (16, "paged"), (4, "uniform")])
 def test_forks(folder: Path, said: Said, page: int, memory: str, way: str) -> None:

@@ -50,7 +50,7 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Oracle]:
     return of
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @native
 @pytest.mark.parametrize("asked", ASKED)
 @pytest.mark.parametrize(("family", "dtype"), [("llama", "bfloat16"), ("gemma2", "float32")])

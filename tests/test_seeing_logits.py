@@ -137,7 +137,7 @@ def chunk_of(case: str, chunk: int) -> int:
     return max(chunk, 64) if case == "paligemma" else chunk
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize(
     ("page_size", "chunk", "preemption", "vision_cache"),
     [(1, 1, None, "pages"), (4, 7, "recompute", "pages"), (16, 512, "swap", "inside"), (4, 20, "recompute", "off")],
@@ -164,7 +164,7 @@ RANKS: list[tuple[int, str, dict[str, Any]]] = [
 
 
 @pytest.mark.usefixtures("threads")
-@pytest.mark.share(3)
+@pytest.mark.share(6)
 @pytest.mark.parametrize(("ranks", "case", "settings"), RANKS, ids=str)
 def test_ranks(saved: Any, ranks: int, case: str, settings: dict[str, Any]) -> None:
     """All eyes on each, and a part of the text."""
@@ -267,7 +267,7 @@ def test_logits_behind_1024_tokens(saved: Any, case: str, chunk: int) -> None:
     assert entries, "pictures are encoded"
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("vision_cache", ["pages", "inside", "off"])
 @pytest.mark.parametrize("case", MODELS)
 def test_logits_without_caching(saved: Any, case: str, vision_cache: str) -> None:

@@ -131,6 +131,7 @@ SOME = [
 ]  # fmt: skip
 
 
+@pytest.mark.share(3)
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.soak)])
 @pytest.mark.parametrize(
@@ -144,7 +145,7 @@ def test_logits_of_ranks(saved: Any, case: str, settings: dict[str, Any], ranks:
     check(saved(case), SHORT, 2, tp=ranks, **{"page_size": 4, "max_num_batched_tokens": 24, **settings})
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize(("case", "page_size", "chunk", "preemption"), SOME)
 def test_logits_of_branches(saved: Any, case: str, page_size: int, chunk: int, preemption: str | None) -> None:
     how = {} if preemption is None else {"preemption": preemption}
@@ -180,7 +181,7 @@ def test_logits_on_a_gpu(saved: Any, case: str, preemption: str) -> None:
         check(saved(case), SHORT if run == 16 else LONG, 2, within=2e-3, **options)
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("preemption", [None, "swap", "recompute"])
 @pytest.mark.parametrize("settings", [{"page_sizes": "max"}, {"table_scope": "layer"}, {"memory": "uniform"}], ids=str)
 @pytest.mark.parametrize("case", ["jamba", "jamba, attention last", "jamba, no experts"])

@@ -68,7 +68,7 @@ def all_of(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> 
     return found
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(6)
 @pytest.mark.parametrize("family", ALL)
 def test_every_family_is_recorded_and_gives_transformers_tokens(oracle: Callable[[str], Oracle], family: str) -> None:
     model = oracle(family)

@@ -77,7 +77,7 @@ def test_pages_of_two_sizes_serve_the_same_tokens(
     assert "2 groups of layers" in capsys.readouterr().out
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_however_the_memory_is_cut_tokens_are_the_same(folder: Path, page_size: int) -> None:
     """Roomy and starved, with prompts in chunks that end anywhere."""

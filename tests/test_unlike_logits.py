@@ -109,7 +109,7 @@ def assert_said(tops: list[Top], logprobs: torch.Tensor, within: float = 1e-4) -
         assert abs(top.logprob - row[top.token]) < within
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("preemption", ["none", "swap", "recompute"])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("case", CASES)

@@ -51,7 +51,7 @@ def emptied(engine: Engine) -> bool:
     return usage.used == 0
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("family", FAMILIES | MORE)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("budget", "attention"), [(1, "contiguous"), (7, "auto"), (64, "contiguous"), (64, "auto")])
@@ -118,7 +118,7 @@ def least_tokens(model: Oracle, layout: str) -> int:
         tokens += memory.groups[0].run_tokens
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("policy", ["swap", "recompute"])
 @pytest.mark.parametrize(
     ("family", "layout"), [("llama", "sliced"), ("llama", "layer"), ("mistral", "sliced"), ("gpt2", "sliced")]

@@ -91,7 +91,7 @@ def serve(seed: int, way: str, prefix_tokens: int = 0) -> None:
     assert done == served > 0
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(6)
 @pytest.mark.parametrize("way", ["swap", "recompute"])
 @pytest.mark.parametrize("seeds", [range(at, at + 20) for at in range(0, 60, 20)], ids=str)
 def test_the_largest_requests_end(seeds: range, way: str) -> None:
@@ -99,7 +99,7 @@ def test_the_largest_requests_end(seeds: range, way: str) -> None:
         serve(seed, way)
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(6)
 @pytest.mark.parametrize("way", ["swap", "recompute"])
 @pytest.mark.parametrize("seeds", [range(at, at + 10) for at in range(0, 30, 10)], ids=str)
 def test_they_end_beside_scattered_prefixes(seeds: range, way: str) -> None:

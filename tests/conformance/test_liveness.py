@@ -99,7 +99,7 @@ def machine(name: str) -> type[Schedules]:
     return type("Schedules", (Schedules,), {"name": name})
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("name", KNOWN)
 def test_all_work_is_done(name: str) -> None:
     run_state_machine_as_test(machine(name), settings=settings(max_examples=12, stateful_step_count=25))

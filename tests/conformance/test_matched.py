@@ -88,7 +88,7 @@ def matched_trace(
     return trace.run(10), trace
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(6)
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("name", ["paged-1", "paged-4", "mixed-16", "large", "virtual-4", "orca-max"])

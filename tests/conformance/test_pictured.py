@@ -29,7 +29,7 @@ def drawn_trace(name: str, seed: int, depth: int) -> Told:
     )
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @every
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_random_traces(name: str, depth: int) -> None:

@@ -540,7 +540,7 @@ SHOWN = (
 )
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("depth", ALL)
 @pytest.mark.parametrize("name", SHOWN)
 def test_the_data_plane_alone_sees_misplaced_content(name: str, depth: int, monkeypatch: Patch) -> None:

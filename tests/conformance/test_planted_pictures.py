@@ -149,7 +149,7 @@ def run(name: str, depth: int) -> None:
         trace.run(16, 0.04)
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("name", sorted({name for _, name in PLANTED.values()}))
 def test_the_traces_pass_without_a_bug(name: str, depth: int) -> None:
@@ -180,7 +180,7 @@ def trusting(patch: Patch) -> None:
     patch.setattr(Pages, "read", read)
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("name", SHOWN)
 def test_wrong_tokens_alone_show_it(name: str, depth: int, monkeypatch: Patch) -> None:

@@ -125,7 +125,7 @@ def test_planted_bug_is_caught(name: str, depth: int, monkeypatch: Patch) -> Non
         run_all(depth)
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @every_depth
 @pytest.mark.parametrize("name", PLANTED)
 def test_wrong_tokens_alone_show_it(name: str, depth: int, monkeypatch: Patch) -> None:

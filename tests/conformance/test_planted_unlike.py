@@ -235,7 +235,7 @@ PLANTED: dict[str, tuple[Callable[[Patch], None], Make, type[EchoRunner]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @every_depth
 @pytest.mark.parametrize("name", PLANTED)
 def test_the_traces_pass_without_a_bug(name: str, depth: int) -> None:

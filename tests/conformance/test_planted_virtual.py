@@ -215,7 +215,7 @@ def run_all(depth: int) -> None:
     run_each(RUNS, depth)
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(6)
 @pytest.mark.parametrize("depth", ALL)
 def test_the_traces_pass_without_a_bug(depth: int) -> None:
     run_all(depth)
@@ -243,7 +243,7 @@ def no_rules(patch: Patch) -> None:
     patch.setattr(FakeDriver, "hold", released)
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(6)
 @pytest.mark.parametrize(("name", "depth"), [case for case in CASES if case[0] not in RULES])
 def test_the_data_plane_alone_sees_it(name: str, depth: int, monkeypatch: Patch) -> None:
     """By addresses that fault and tokens that are wrong."""

@@ -74,7 +74,7 @@ def only_where_all_is_held(door: Arrivals, seq: Sequence, index: int, owners: di
     return (0, index) if door.memory.forgets else COMMON(door, seq, index, owners)
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_steps_are_the_recorded_ones(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     admit = Watched.admit

@@ -275,7 +275,7 @@ def machine(memory: str) -> type[Calls]:
     return type("Calls", (Calls,), {"name": memory})
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("name", EVERY)
 def test_any_calls(name: str) -> None:
     run_state_machine_as_test(machine(name), settings=settings(max_examples=30, stateful_step_count=30))

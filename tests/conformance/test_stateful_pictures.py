@@ -159,7 +159,7 @@ def machine(memory: str) -> type[Pictured]:
     return type("Pictured", (Pictured,), {"name": memory})
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("name", NAMES)
 def test_any_calls(name: str) -> None:
     run_state_machine_as_test(machine(name), settings=settings(max_examples=40, stateful_step_count=30))

@@ -39,7 +39,7 @@ def drawn_trace(name: str, seed: int, depth: int) -> Told:
     )
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize("name", EVERY)
 def test_random_traces(name: str, depth: int) -> None:
@@ -72,6 +72,7 @@ class Staged(EchoRunner):
         return super().submit(plan)
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("stages", [2, 3])
 @pytest.mark.parametrize("name", ["paged-4", "layer-tables", "mixed-16", "states-window"])
 def test_traces_over_stages(name: str, stages: int) -> None:

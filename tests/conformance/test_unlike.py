@@ -47,7 +47,7 @@ def test_pages_that_are_written_are_among_those_that_are_read(kind: str) -> None
                 assert set(policy.writes(seq, start, end)) <= set(policy.reads(seq, start, end))
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @every
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_random_traces(name: str, depth: int) -> None:
@@ -55,7 +55,7 @@ def test_random_traces(name: str, depth: int) -> None:
     assert sum(t.finished for t in told) > 12
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @every
 def test_traces_that_are_short_of_memory(name: str) -> None:
     """They really preempt both ways, hit prefixes and evict."""

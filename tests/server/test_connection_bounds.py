@@ -27,6 +27,8 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from quire.server.connections import BoundedParser
 from quire.server.errors import Failure
 
+pytestmark = pytest.mark.once
+
 GET = b"GET /health HTTP/1.1\r\nHost: x\r\n"
 KEY = "sk-quire-test-key"
 

@@ -42,7 +42,7 @@ def until(condition: object, seconds: float = 30.0) -> bool:
     return False
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(6)
 @pytest.mark.parametrize("kind", [{"n": 1}, {"n": 4}, {"n": 2, "best_of": 4}, {"n": 2, "beam_width": 4}], ids=str)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("phase", ["queued", "prefill", "decode"])

@@ -97,6 +97,7 @@ def well(url: str) -> bool:
     return False
 
 
+@pytest.mark.once
 def test_a_step_that_hangs() -> None:
     """Stacks in the log once, health 503, and after SIGTERM the process ends with 1, though the thread doesn't."""
     with process("time.sleep(1000)") as (child, url):
@@ -130,6 +131,7 @@ def test_a_step_that_hangs() -> None:
     ],
     ids=["SystemExit", "KeyboardInterrupt", "a silent one", "a panic"],
 )
+@pytest.mark.once
 def test_whoever_ends_the_engine_is_named(fault: str, name: str) -> None:
     with process(fault) as (child, url):
         answer = ask(url)
@@ -141,6 +143,7 @@ def test_whoever_ends_the_engine_is_named(fault: str, name: str) -> None:
     assert f"the engine stopped: {name}" in error
 
 
+@pytest.mark.once
 def test_a_thread_of_a_route_that_hangs() -> None:
     """A template, say. asyncio waits for it without a limit at the end; the process ends nevertheless."""
     program = """
@@ -258,6 +261,7 @@ def test_a_request_that_exits_ends_the_server(caplog: pytest.LogCaptureFixture) 
 
 
 @pytest.mark.parametrize("where", ["at_once", "in_a_task", "in_a_thread"])
+@pytest.mark.once
 def test_a_route_that_exits_ends_the_process_with_1(where: str) -> None:
     with process("pass", where) as (child, url):
         with contextlib.suppress(httpx.TransportError):  # in a task it ends the event loop at once
@@ -313,6 +317,7 @@ def test_those_behind_what_ends_the_engine_are_told(monkeypatch: pytest.MonkeyPa
     assert llm.close()
 
 
+@pytest.mark.once
 def test_a_program_that_forgets_to_close_ends() -> None:
     program = """
 import sys

@@ -14,6 +14,8 @@ from quire.link.child import Child
 from quire.server.fronts import Fronts
 from quire.server.run import ServeOptions, serve
 
+pytestmark = pytest.mark.once
+
 
 @pytest.mark.parametrize(
     ("program", "said"),

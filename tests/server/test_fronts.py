@@ -21,6 +21,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from quire import LLM, SamplingParams
 
+pytestmark = pytest.mark.once
+
 MODEL = ("--device", "cpu", "--dtype", "float32", "--kv-gib", "0.1", "--prefix-tokens", "64")
 KEY = "a-key-that-nobody-sees"
 ADMIN = "an-admin-key-that-nobody-sees"

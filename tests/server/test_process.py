@@ -18,6 +18,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+pytestmark = pytest.mark.once
+
 TESTS = Path(__file__).parent.parent
 PROGRAM = """
 import sys, types

@@ -104,7 +104,7 @@ def test_an_overloaded_run_is_given_up_early() -> None:
     assert not meets(outcome, goals)
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(6)
 @pytest.mark.parametrize("statistic", STATISTICS)
 @pytest.mark.parametrize("measure", MEASURES)
 def test_only_lost_runs_are_given_up(statistic: str, measure: str) -> None:

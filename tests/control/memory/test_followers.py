@@ -91,7 +91,7 @@ def test_followers_may_leave_before(name: str) -> None:
     assert memory.followers.behind == {}
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @every
 def test_random_traces_in_which_branches_come_back(name: str) -> None:
     """Every token sees what it must, in steps in flight, aborts and preemptions, as often as a fork is refused."""

@@ -56,7 +56,7 @@ def changed(value: Any, path: tuple[Any, ...], new: Any) -> Any:
 SEEING = [name for name, (settings, _) in ARCHITECTURES.items() if settings is SeeingSettings]
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if name not in SEEING])
 @pytest.mark.parametrize("kind", ["yarn", "llama3", "dynamic"])
 def test_any_value_of_any_key(architecture: str, kind: str) -> None:

@@ -143,7 +143,7 @@ def said_of(said: dict[str, Any], quantise: Callable[[str], bool]) -> dict[str, 
     return {**said, name: [*said.get(name, []), *more]}
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(6)
 @pytest.mark.parametrize("family", SMALL)
 @pytest.mark.parametrize(("said", "kind", "quantise"), KINDS)
 def test_published_checkpoints(

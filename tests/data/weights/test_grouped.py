@@ -113,7 +113,7 @@ SAID = [
 ]  # fmt: skip
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(6)
 @pytest.mark.parametrize("kernels", [True, False])
 @pytest.mark.parametrize("said", SAID, ids=str)
 def test_published_checkpoints(

@@ -182,7 +182,7 @@ TILINGS: list[Tiling] = [
 ]
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("tiling", TILINGS, ids=repr)
 def test_rows_and_parts_are_bounded_and_what_is_cut(tiling: Tiling) -> None:
     ours = read_preparation({}, tiling, HALF)

@@ -118,7 +118,7 @@ FEW = ("amx", "avx2", "neon")
 """Sets whose sources are compiled each time; those between them in the soak."""
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize(
     "variant", [pytest.param(v, marks=() if v.name in FEW else pytest.mark.soak, id=v.name) for v in variants()]
 )

@@ -91,7 +91,7 @@ def rows(count: int, columns: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(count, columns, generator=torch.Generator().manual_seed(count)).to(dtype)
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(6)
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_products_are_those_of_fp64(use: Callable[[int], Library], form: Form) -> None:
     """Rows in fp32 as they are; rows in bf16 to within what their int8 rounds."""

@@ -298,7 +298,7 @@ threading.Thread(target=use, daemon=True).start()
 """
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("what", ["", FORKED, LEFT_RUNNING, "del library", "library.close()"])
 def test_processes_end_cleanly(built: Path, what: str) -> None:
     command = [sys.executable, "-c", PROGRAM.format(what), str(built)]

@@ -57,7 +57,7 @@ def assert_close(got: Tensor, want: Tensor) -> None:
     torch.testing.assert_close(got.double(), want, atol=near, rtol=near)
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(6)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_other_numbers_and_larger_heads_are_refused() -> None:
             backend.check(replace(cache, heads=shape.heads))
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_nothing_outside_of_a_sequence_is_touched(variant) -> None:
     """Where no memory is before and behind a sequence's tokens, and behind queries and answers."""

@@ -30,7 +30,7 @@ def cells(cache: LayerCache) -> tuple[Tensor, Tensor]:
     return keys, values
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(6)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)

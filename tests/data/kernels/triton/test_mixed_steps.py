@@ -201,7 +201,7 @@ def served(
     return drawn
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(6)
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # NumPy's, in the interpreter
 @pytest.mark.parametrize(
     ("name", "how"),

@@ -128,7 +128,7 @@ print("survived")
 """
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize(
     ("overrun", "faults"),
     [
