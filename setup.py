@@ -26,12 +26,12 @@ def kernels() -> Any:
 
 
 class BuildWithKernels(build_py):
-    """The libraries go into the package: in place where that is used from here."""
+    """The libraries go into the package: in place, and for this machine alone, where that is used from here."""
 
     def run(self) -> None:
         super().run()
         place = FOLDER if self.editable_mode else Path(self.build_lib, *FOLDER.parts[1:])
-        made = kernels().build(place / "built", FOLDER / "built" / "objects")
+        made = kernels().build(place / "built", FOLDER / "built" / "objects", here=self.editable_mode)
         for line in made.refused:
             print(f"CPU kernels: {line}", file=sys.stderr)
 

@@ -22,7 +22,7 @@ if not torch.cuda.is_available():
 httpx._config.DEFAULT_TIMEOUT_CONFIG.read = httpx._config.DEFAULT_TIMEOUT_CONFIG.connect = 60.0
 
 slow = [HealthCheck.too_slow, HealthCheck.data_too_large]
-settings.register_profile("ci", max_examples=30, derandomize=True, deadline=None, suppress_health_check=slow)
+settings.register_profile("ci", max_examples=50, derandomize=True, deadline=None, suppress_health_check=slow)
 settings.register_profile("soak", max_examples=2000, deadline=None, suppress_health_check=slow)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 

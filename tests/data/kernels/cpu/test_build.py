@@ -34,14 +34,16 @@ class Kernels:
         shutil.copytree(HERE, self.folder, ignore=away)
         self.sources = len(list((self.folder / "native").glob("*.cpp")))
 
-    def build(self, refused: str = "nothing at all", cxx: str | None = None) -> tuple[list[str], int, str]:
+    def build(
+        self, refused: str = "nothing at all", cxx: str | None = None, here: bool = False
+    ) -> tuple[list[str], int, str]:
         """The libraries' names, how often something was compiled, and what was printed."""
         fake = self.log.with_name("c++")
         fake.write_text(COMPILER.format(refused=f'"{refused}"', log=self.log))
         fake.chmod(0o755)
         self.log.write_text("")
         environment = {**os.environ, "CXX": cxx or str(fake)}
-        command = [sys.executable, str(self.folder / "build.py")]
+        command = [sys.executable, str(self.folder / "build.py"), *(() if here else ("--all",))]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
         built = sorted(path.stem for path in (self.folder / "built").glob("*.so"))
         return built, sum(" -c " in line for line in self.log.read_text().splitlines()), done.stdout
@@ -62,6 +64,27 @@ def test_what_changed_is_compiled_again(kernels: Kernels) -> None:
     header = kernels.folder / "native" / "quire.h"
     header.write_text(header.read_text() + "\n")
     assert kernels.build()[:2] == (sorted(NAMES), all_of)
+
+
+@pytest.mark.skipif("avx2" not in NAMES, reason="other machines have other names for what they have")
+@pytest.mark.parametrize(
+    ("said", "built"),
+    [
+        (sorted(variants()[-1].needs) if NAMES else [], ["avx2"]),
+        (sorted(variants()[-1].needs | {"avx_vnni", "avx512f"}) if NAMES else [], ["avx2", "avxvnni"]),
+        (sorted(variants()[0].needs) if NAMES else [], sorted({*NAMES} - {"avxvnni"})),
+        (["fpu"], []),
+        ([], sorted(NAMES)),
+    ],
+    ids=["avx2", "avxvnni", "amx", "an old one", "one that says nothing"],
+)
+def test_in_place_only_what_this_machine_runs_is_built(kernels: Kernels, said: list[str], built: list[str]) -> None:
+    told = kernels.folder / "cpuinfo"
+    told.write_text(f"flags : {' '.join(said)}\n" if said else "")
+    script = kernels.folder / "variants.py"
+    script.write_text(script.read_text().replace('Path("/proc/cpuinfo")', f"Path({str(told)!r})"))
+    assert kernels.build(here=True)[0] == built
+    assert kernels.build()[0] == sorted(NAMES)
 
 
 @pytest.mark.parametrize("flag", ["-O3", "-pthread", variants()[0].flags[0] if NAMES else ""])

@@ -115,6 +115,8 @@ def test_what_is_missing_is_said(built: Path, monkeypatch: pytest.MonkeyPatch) -
     for path in built.iterdir():
         path.unlink()
     assert "install a C++ compiler" in loading.said()
+    monkeypatch.setattr(loading, "features", lambda: X86[-1].needs - {"fma"})
+    assert loading.missing() == "this CPU lacks fma", "so none were built"
     monkeypatch.setattr(loading, "variants", lambda: ())
     assert "quire has no kernels for" in loading.missing()
 

@@ -1,5 +1,6 @@
-"""Builds the kernels: `python src/quire/data/kernels/cpu/build.py` puts a library for each instruction set into
-`built/`, next to this file. It runs without torch, and without quire being installed: whoever installs it runs it."""
+"""Builds the kernels: `python src/quire/data/kernels/cpu/build.py` puts a library for each instruction set that this
+machine has into `built/`, next to this file; with `--all` those for other machines too, as wheels have them. It runs
+without torch, and without quire being installed: whoever installs it runs it."""
 
 from __future__ import annotations
 
@@ -42,10 +43,12 @@ def variants() -> Any:
     return module
 
 
-def build(target: Path, objects: Path) -> Made:
+def build(target: Path, objects: Path, here: bool = False) -> Made:
     """The libraries, in `target`, where no others stay; none without a compiler. What is in `objects` from before is
-    compiled again where a source, a header, the flags or the compiler changed."""
+    compiled again where a source, a header, the flags or the compiler changed. `here`: of those only what this machine
+    runs, if it says what it has."""
     cxx, kinds = compiler(), variants()
+    has = kinds.features() if here else None
     target.mkdir(parents=True, exist_ok=True)
     made, refused = [], []
     if cxx is None:
@@ -60,6 +63,7 @@ def build(target: Path, objects: Path) -> Made:
                     for source in sorted((HERE / "native").glob("*.cpp"))
                 ]
                 for variant in kinds.variants()
+                if not has or variant.needs <= has
             }
         for name, parts in tasks.items():
             try:
@@ -103,7 +107,7 @@ def linked(path: Path, command: tuple[str, ...], objects: list[Path]) -> Path:
 
 def main() -> None:
     began = time.monotonic()
-    made = build(HERE / "built", HERE / "built" / "objects")
+    made = build(HERE / "built", HERE / "built" / "objects", here="--all" not in sys.argv[1:])
     for line in made.refused:
         print(f"CPU kernels: {line}")
     names = ", ".join(path.stem for path in made.libraries)

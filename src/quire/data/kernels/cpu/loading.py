@@ -110,11 +110,12 @@ def missing() -> str:
     built = [variant for variant in variants() if (BUILT / f"{variant.name}.so").exists()]
     if not variants():
         return f"quire has no kernels for {platform.system()} on {platform.machine()}"
-    if not built:
+    has = features()
+    lacks = ", ".join(sorted((built or variants())[-1].needs - usable(has)))
+    if not built and (not has or not lacks):
         return "quire's kernels aren't built; install a C++ compiler (g++ or clang++), then quire again"
-    if not current():
+    if built and not current():
         return "quire's kernels were built from other sources; install quire again"
-    lacks = ", ".join(sorted(built[-1].needs - usable(features())))
     if lacks:
         return f"this CPU lacks {lacks[:80]}"
     if suited(os.environ.get("QUIRE_CPU_KERNELS", "")) is None:
