@@ -24,6 +24,8 @@ from quire.server.protocol import (
     TokenizeRequest,
 )
 
+pytestmark = pytest.mark.once
+
 
 @pytest.fixture
 def http(echo: Running) -> Iterator[httpx.Client]:

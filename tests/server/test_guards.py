@@ -23,6 +23,8 @@ from quire.server.console import OPEN as CONSOLE
 from quire.server.guards import MAX_BACKSLASHES, MAX_COMMAS, MAX_OPENED, BoundBody
 from quire.server.keys import read_keys
 
+pytestmark = pytest.mark.once
+
 KEY = "sk-quire-test-key"
 ADMIN = ("/reset_prefix_cache", "/sleep", "/wake_up", "/is_sleeping")  # beside those of prefixes
 

@@ -43,7 +43,7 @@ def explored(running: Running, examples: int, folder: Path) -> None:
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("examples", [3, pytest.param(400, marks=[pytest.mark.soak, pytest.mark.timeout(3000)])])
+@pytest.mark.parametrize("examples", [2, pytest.param(400, marks=[pytest.mark.soak, pytest.mark.timeout(3000)])])
 def test_schemathesis_finds_nothing(examples: int, tmp_path: Path) -> None:
     model = echo_service.built(kv_tokens=4096, prefix_tokens=256)
     with echo_service.serving(model, keys=["user"], admin_keys=["admin"]) as running:

@@ -13,6 +13,8 @@ from echo_service import Running
 
 from quire.config import EngineConfig
 
+pytestmark = pytest.mark.once
+
 KEY = {"Authorization": "Bearer sk-test"}
 PAGE = "https://app.example"
 PREFLIGHT = {
