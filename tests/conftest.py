@@ -29,12 +29,14 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test with the mark `share(n)` one case in n is run, always the same ones; the others are left to soak. On a
-    GPU all of them are."""
+    """Of a test with the mark `share(n)` one case in n of those that aren't soak's is run, always the same ones; the
+    others are left to soak. On a GPU all of them are."""
     if torch.cuda.is_available():
         return
     grids = defaultdict[str, list[pytest.Item]](list)
     for item in items:
+        if item.get_closest_marker("soak"):
+            continue
         grids[item.nodeid.split("[")[0]].append(item)
     for cases in grids.values():
         grid = sorted(cases, key=lambda item: crc32(item.name.encode()))

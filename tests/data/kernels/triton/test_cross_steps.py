@@ -35,7 +35,7 @@ def triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quire.shard, "attention_of", lambda *_: "triton")
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(4)
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # NumPy's, in the interpreter
 @pytest.mark.parametrize(
     ("page_size", "chunk", "more"),

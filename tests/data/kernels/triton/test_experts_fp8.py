@@ -54,7 +54,7 @@ def tokens(count: int, experts: int, top: int, dtype: torch.dtype, hidden: int =
     return x[:, :hidden], *scores.topk(top, dim=1)
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(2)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
@@ -65,7 +65,7 @@ def test_equal_to_a_dense_loop(kind: str, dtype: torch.dtype, deterministic: boo
         experts.check(*tokens(count, 3, 2, dtype), deterministic)
 
 
-@pytest.mark.share(6)
+@pytest.mark.share(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("inner", "hidden"), [(16, 32), (1040, 272), (256, 1040)])
 @pytest.mark.parametrize("kind", KINDS)

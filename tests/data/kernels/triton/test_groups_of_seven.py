@@ -26,7 +26,7 @@ from quire.data.layers.rotary import Rotary
 HEADS, KV_HEADS, DIM = 56, 8, 128
 
 
-@pytest.mark.share(6)
+@pytest.mark.share(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", [*PAGED, *CONTIGUOUS])
 def test_decode_and_prompts(layout: str, dtype: torch.dtype) -> None:

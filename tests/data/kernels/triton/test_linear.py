@@ -49,7 +49,7 @@ def test_linear(rows: int, shape: tuple[int, int], dtype: torch.dtype, pdl: bool
     assert_rounded(linear(x, weight, bias, pdl=pdl), want + bias.double())
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("pdl", PDL)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("depth", [16, 144, 1040])

@@ -64,7 +64,7 @@ def test_few_rows(rows: int, shape: tuple[int, int], groups: bool, dtype: torch.
     assert_rounded(linear(x, numbers, bias, scale, pdl=pdl), want + bias.double())
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("groups", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("depth", [16, 144, 1040, 1024])

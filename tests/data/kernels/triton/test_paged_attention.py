@@ -154,7 +154,7 @@ def check_decode(shape: Shape, dtype: torch.dtype, lengths: tuple[int, ...] = LE
             assert_close(got[i : i + 1], want)
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 5, 24, 100])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (7, 1), (14, 2), (5, 1)])
@@ -344,7 +344,7 @@ def test_prompts_equal_dense_attention(heads, kv_heads, window, dtype) -> None:
     check_prompt(Shape(heads, kv_heads, window=window), dtype)
 
 
-@pytest.mark.share(6)
+@pytest.mark.share(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("chunk", [1, 5, 32, 33, 100, 128])
 @pytest.mark.parametrize("layout", ["pages", "token runs"])
@@ -476,7 +476,7 @@ def test_the_backend_caps_scores(dtype, deterministic) -> None:
         run_backend(TritonBackend(deterministic=deterministic), BATCHES["mixed"], shape, dtype, fused=fused)
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("normalised", [False, True])
 def test_the_backend_rotates_and_writes_in_one_pass(normalised, batch) -> None:

@@ -214,7 +214,7 @@ def test_the_backend_chooses_it_for_long_contexts(
     assert both == first, "the contexts of the second are short"
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(2)
 @CHOICES
 def test_what_is_chosen_gets_tiles_of_its_own(
     longest: int, window: int | None, deterministic: bool, chosen: bool, monkeypatch: pytest.MonkeyPatch

@@ -75,7 +75,7 @@ def named(geometry: Geometry, slot: int) -> list[Table]:
     return [Table(slot, g, 0, tuple(range(first, first + widths[g]))) for g, first in enumerate(firsts)]
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(2)
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # NumPy's, in the interpreter
 @pytest.mark.parametrize(("name", "deterministic"), [*((name, False) for name in SMALL), ("state last", True)])
 def test_replayed_steps_compute_what_eager_ones_do(

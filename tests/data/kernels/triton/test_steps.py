@@ -53,7 +53,7 @@ def test_logits_of_a_mixed_step(runners: tuple[ModelRunner, ModelRunner]) -> Non
     torch.testing.assert_close(got, expected, atol=2e-4, rtol=2e-4)
 
 
-@pytest.mark.share(6)
+@pytest.mark.share(3)
 def test_the_step_that_graphs_capture(runners: tuple[ModelRunner, ModelRunner]) -> None:
     from quire.data.kernels.triton.attention import decode_scratch
     from quire.data.kernels.triton.backend import TritonBackend
@@ -74,7 +74,7 @@ def test_the_step_that_graphs_capture(runners: tuple[ModelRunner, ModelRunner]) 
         torch.testing.assert_close(got[:3], expected, atol=2e-4, rtol=2e-4)
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(4)
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # NumPy's, in the interpreter
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_caps_and_scales_hold_in_steps_of_graphs_too(

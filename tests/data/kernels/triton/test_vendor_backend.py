@@ -105,7 +105,7 @@ def step(backend: VendorBackend, store: VirtualStore, sizes: list[tuple[int, int
     return calls
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(4)
 @pytest.mark.usefixtures("lower")
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_steps_equal_dense_attention(name: str, sizes: str, calls: list[int], st
     assert step(VendorBackend(name), store, SIZES[sizes]) == calls
 
 
-@pytest.mark.share(6)
+@pytest.mark.share(3)
 @pytest.mark.usefixtures("lower")
 def test_the_last_layer_asks_for_single_rows(store: VirtualStore) -> None:
     assert step(VendorBackend("cudnn"), store, SIZES["beside others"], asked=True) == []
