@@ -33,9 +33,11 @@ serve: $(VENV)/.kernels $(PACKAGED:%=$(VENV)/.model-%)
 chat: $(VENV)/.kernels $(PACKAGED:%=$(VENV)/.model-%)
 	$(BIN)/quire chat $(SERVE_ARGS)
 
+# With the engine in a process of its own, without tests to which that is nothing.
+APART := QUIRE_TEST_ENGINE=process OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not soak and not gpu and not once' tests/server
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3
-	QUIRE_TEST_ENGINE=process OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 -m 'not soak and not gpu and not once' tests/server
+	$(APART) -n 4
 
 lint: $(VENV)/.tested $(VENV)/.kernels
 	$(BIN)/ruff check .
@@ -47,9 +49,11 @@ soak: $(VENV)/.tested $(VENV)/.kernels $(VENV)/.clients $(VENV)/.browser $(VENV)
 
 # Random delays where threads and processes meet: most of the time passes in them, hence more workers than cores.
 DELAYED := tests/server tests/link tests/parallel tests/fuzz tests/text tests/bench tests/test_sleep.py tests/test_llm.py
+delays: private export QUIRE_DELAYS = 1
+delays: private export PYTHONPATH = $(CURDIR)/tests/delays
 delays: $(VENV)/.tested $(VENV)/.kernels
-	QUIRE_DELAYS=1 PYTHONPATH=$(CURDIR)/tests/delays OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 5 $(DELAYED)
-	QUIRE_DELAYS=1 PYTHONPATH=$(CURDIR)/tests/delays QUIRE_TEST_ENGINE=process OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 5 tests/server
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 5 $(DELAYED)
+	$(APART) -n 5
 
 test-gpu:
 	$(GPU_PYTHON) -m pytest -n 8 tests/data/kernels/triton tests/data/runner tests/test_equality.py tests/test_beams.py \

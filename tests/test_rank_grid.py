@@ -124,7 +124,7 @@ def told(engine: Engine, more: int, rounds: int) -> dict[tuple[str, int], list[i
     found: dict[tuple[str, int], Any] = {}
     for again in range(rounds):
         for i, prompt in enumerate(PROMPTS):
-            for j in (i, i + 2)[: again + 1]:
+            for j in (i, i + again + 1):
                 name = f"{again}, prompt {i}, kind {j % len(KINDS)}"
                 try:
                     engine.add(name, prompt, kinds[j % len(KINDS)])

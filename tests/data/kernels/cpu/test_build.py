@@ -137,7 +137,7 @@ def test_a_compiler_with_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     assert command[1:] == (found[0], "-O1")
 
 
-FEW = ("amx", "neon")
+FEW = ("amx", "avx2", "neon")
 """Sets whose sources are compiled each time; the others in the soak."""
 
 
