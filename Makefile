@@ -49,11 +49,10 @@ soak: $(VENV)/.tested $(VENV)/.kernels $(VENV)/.clients $(VENV)/.browser $(VENV)
 
 # Random delays where threads and processes meet: most of the time passes in them, hence more workers than cores.
 DELAYED := tests/server tests/link tests/parallel tests/fuzz tests/text tests/bench tests/test_sleep.py tests/test_llm.py
-delays: private export QUIRE_DELAYS = 1
-delays: private export PYTHONPATH = $(CURDIR)/tests/delays
+DELAYING := QUIRE_DELAYS=1 PYTHONPATH=$(CURDIR)/tests/delays
 delays: $(VENV)/.tested $(VENV)/.kernels
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 5 $(DELAYED)
-	$(APART) -n 5
+	$(DELAYING) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 5 $(DELAYED)
+	$(DELAYING) $(APART) -n 5
 
 test-gpu:
 	$(GPU_PYTHON) -m pytest -n 8 tests/data/kernels/triton tests/data/runner tests/test_equality.py tests/test_beams.py \
