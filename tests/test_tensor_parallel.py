@@ -102,7 +102,7 @@ def both(folder: Path, tp: int, rounds: int = 2, **settings: Any) -> tuple[Engin
     one, several = engine_of(folder, **settings), engine_of(folder, tp=tp, **theirs, **settings)
     try:
         for wanted, got in zip(answers(one, rounds), answers(several, rounds), strict=True):
-            assert got == wanted
+            assert got == wanted, "several ranks say something else than one"
     finally:
         several.close()
     return one, several

@@ -4,10 +4,11 @@ each is planted, and must be caught at every depth."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from memories import MAX_LEN, VOCAB, Build
+from test_planted import HIT, SCRATCH, TABLE, UNCOMPUTED, WRONG, found_by
 from traces import Trace, run_trace
 from unlike import FULL, STATE, UNLIKE, WINDOW, Kind, large, unlike
 
@@ -27,8 +28,6 @@ every_depth = pytest.mark.parametrize("depth", [1, 2, 3])
 TWINS = unlike(*(Kind(8 + 8 * i, 2) for i in range(5)))
 """Pages of five sizes whose numbers overlap."""
 PLAIN = unlike(FULL, Kind(24, 8))
-BUDGETS = UNLIKE["budgets-uncached"]
-ROOMY = large(FULL, Kind(24, 4, window=8))
 
 
 class Traveller(EchoRunner):
@@ -75,7 +74,8 @@ def eager(build: Build) -> PagedMemory:
 
 
 def run(make: Make, depth: int, runner: type[EchoRunner] = EchoRunner, **settings: Any) -> None:
-    for seed in range(8):
+    # A run with a bug ends at its first failure. Seed 5 alone finds a copy that is keyed without its group.
+    for seed in (5, 0, 1, 2, 3, 4, 6, 7):
         run_trace(
             make, seed=seed, depth=depth, budget=16, requests=12, aborts=0.06, runner=runner(depth, vocab_size=VOCAB),
             **{"tokens": 96, "preemption": ("swap", "recompute")[seed % 2], "host": 1000, **settings},
@@ -209,46 +209,75 @@ def prefix_found_in_pages_that_changed(patch: Patch) -> None:
     patch.setattr(PagedMemory, "__init__", caching)
 
 
-PLANTED: dict[str, tuple[Callable[[Patch], None], Make, type[EchoRunner]]] = {
-    "a copy keyed without its group": (copy_keyed_without_its_group, TWINS, EchoRunner),
-    "a state page shared while written": (state_page_shared_while_written, unlike(STATE, FULL), EchoRunner),
-    "a window page dropped before its chunk ran": (
-        window_page_dropped_before_its_chunk_ran, UNLIKE["3-to-2"], EchoRunner
+class Planted(NamedTuple):
+    """A bug, how the failures begin that it causes (see `found_by`), and the name of the memory that shows it."""
+
+    plant: Callable[[Patch], None]
+    message: str
+    memory: str
+
+
+SHOWING: dict[str, tuple[Make, type[EchoRunner]]] = {
+    "twins": (TWINS, EchoRunner),
+    "state, full": (unlike(STATE, FULL), EchoRunner),
+    "3-to-2": (UNLIKE["3-to-2"], EchoRunner),
+    "chunked": (UNLIKE["chunked"], EchoRunner),
+    "large": (large(FULL, Kind(24, 4, window=8)), EchoRunner),
+    "large-poisoned": (UNLIKE["large-poisoned"], EchoRunner),
+    "large, state": (large(FULL, WINDOW, STATE), EchoRunner),
+    "full, window, state": (unlike(FULL, WINDOW, STATE), EchoRunner),
+    "budgets": (UNLIKE["budgets-uncached"], EchoRunner),
+    "eager": (eager, EchoRunner),
+    "plain": (PLAIN, EchoRunner),
+    "plain, encoded": (PLAIN, Traveller),
+}
+STATES = r"slot \d+ needs the state of \d+ tokens, its page has that of \d+"
+
+PLANTED: dict[str, Planted] = {
+    "a copy keyed without its group": Planted(copy_keyed_without_its_group, WRONG, "twins"),
+    "a state page shared while written": Planted(state_page_shared_while_written, STATES, "state, full"),
+    "a window page dropped before its chunk ran": Planted(window_page_dropped_before_its_chunk_ran, SCRATCH, "3-to-2"),
+    "a chunk's page dropped one token early": Planted(
+        chunk_page_dropped_one_token_early, r"ChunkedPolicy, .* writes pages .*, and reads pages ", "chunked"
     ),
-    "a chunk's page dropped one token early": (chunk_page_dropped_one_token_early, UNLIKE["chunked"], EchoRunner),
-    "a window one token short": (window_one_token_short, ROOMY, EchoRunner),
-    "a window page dropped too early, in large pages": (
-        window_page_dropped_before_its_chunk_ran, UNLIKE["large-poisoned"], EchoRunner
+    "a window one token short": Planted(window_one_token_short, SCRATCH, "large"),
+    "a window page dropped too early, in large pages": Planted(
+        window_page_dropped_before_its_chunk_ran, SCRATCH, "large-poisoned"
     ),
-    "a hit valid for one type only, in large pages": (
-        hit_valid_for_one_group_only, large(FULL, WINDOW, STATE), EchoRunner
+    "a hit valid for one type only, in large pages": Planted(hit_valid_for_one_group_only, HIT, "large, state"),
+    "a type allocated when another fails": Planted(
+        a_type_allocated_when_another_fails, "a call that reported shortage changed the memory", "large"
     ),
-    "a type allocated when another fails": (a_type_allocated_when_another_fails, ROOMY, EchoRunner),
-    "a hash kept on a rebound page": (hash_kept_on_a_rebound_page, ROOMY, EchoRunner),
-    "a hit valid for one group only": (hit_valid_for_one_group_only, unlike(FULL, WINDOW, STATE), EchoRunner),
-    "a budget a token short": (budget_a_token_short, BUDGETS, EchoRunner),
-    "writes behind a prompt by position": (writes_behind_a_prompt_by_position, BUDGETS, EchoRunner),
-    "a prefix found in pages that changed": (prefix_found_in_pages_that_changed, BUDGETS, EchoRunner),
-    "`ahead` not done": (ahead_not_done, eager, EchoRunner),
-    "a birth that inherits the wrong rules": (birth_that_inherits_the_wrong_rules, PLAIN, EchoRunner),
-    "a plan that changes when encoded and decoded": (plan_that_changes_on_its_way, PLAIN, Traveller),
-}  # fmt: skip
+    "a hash kept on a rebound page": Planted(
+        hash_kept_on_a_rebound_page, "the index differs from the pages' keys", "large"
+    ),
+    "a hit valid for one group only": Planted(hit_valid_for_one_group_only, HIT, "full, window, state"),
+    "a budget a token short": Planted(budget_a_token_short, SCRATCH, "budgets"),
+    "writes behind a prompt by position": Planted(writes_behind_a_prompt_by_position, WRONG, "budgets"),
+    "a prefix found in pages that changed": Planted(prefix_found_in_pages_that_changed, UNCOMPUTED, "budgets"),
+    "`ahead` not done": Planted(ahead_not_done, TABLE, "eager"),
+    "a birth that inherits the wrong rules": Planted(birth_that_inherits_the_wrong_rules, WRONG, "plain"),
+    "a plan that changes when encoded and decoded": Planted(
+        plan_that_changes_on_its_way, r"the log-probabilities of the prompt of request \w+ are wrong", "plain, encoded"
+    ),
+}
 
 
 @pytest.mark.share(8)
 @every_depth
-@pytest.mark.parametrize("name", PLANTED)
+@pytest.mark.parametrize("name", SHOWING)
 def test_the_traces_pass_without_a_bug(name: str, depth: int) -> None:
-    _, make, runner = PLANTED[name]
+    make, runner = SHOWING[name]
     run(make, depth, runner)
 
 
 @every_depth
 @pytest.mark.parametrize("name", PLANTED)
 def test_planted_bug_is_caught(name: str, depth: int, monkeypatch: Patch) -> None:
-    plant, make, runner = PLANTED[name]
-    plant(monkeypatch)
-    with pytest.raises((AssertionError, LookupError)):
+    bug = PLANTED[name]
+    make, runner = SHOWING[bug.memory]
+    bug.plant(monkeypatch)
+    with found_by(bug.message):
         run(make, depth, runner)
 
 

@@ -532,7 +532,7 @@ class Trace:
             assert mine[0].prompt_tops is not None
             assert list(mine[0].prompt_tops) == [
                 fake_top(known[i], token, params.prompt_logprobs, VOCAB) for i, token in enumerate(prompt[1:])
-            ]
+            ], f"the log-probabilities of the prompt of request {asked.id} are wrong"
 
 
 def ending(params: SamplingParams, tokens: list[int]) -> tuple[str, int | None]:

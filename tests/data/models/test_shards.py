@@ -133,8 +133,8 @@ def backwards(exchange: ThreadExchange, x: torch.Tensor) -> torch.Tensor:
 right_heads = Part.heads
 BIASES, COPIED = "llama, biases", "llama, two heads a copied kv head"
 PLANTED: dict[str, tuple[type, str, Any, str, str]] = {
-    "a bias on every rank": (Part, "first", property(lambda part: True), BIASES, "not close"),
-    "a wrong map of copied heads": (Part, "heads", wrong_heads, COPIED, "not close"),
+    "a bias on every rank": (Part, "first", property(lambda part: True), BIASES, "^Tensor-likes are not close"),
+    "a wrong map of copied heads": (Part, "heads", wrong_heads, COPIED, "^Tensor-likes are not close"),
     "one rank sums in another order": (ThreadExchange, "add", backwards, COPIED, "ranks have different bits"),
 }
 
