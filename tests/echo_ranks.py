@@ -42,7 +42,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "exit": lambda: os._exit(3),
     "kill": lambda: hit(signal.SIGKILL),
     "stop": lambda: hit(signal.SIGSTOP),
-    "hang": lambda: time.sleep(1000),
+    "hang": lambda: time.sleep(1000),  # until the process is killed
 }
 
 
@@ -83,7 +83,7 @@ class FaultyEcho(EchoRunner):
         return super().submit(plan)
 
     def collect(self, ticket: int) -> StepResult:
-        time.sleep(self.pause)
+        time.sleep(self.pause)  # a device whose step takes time
         self._at("collect", ticket)
         result = super().collect(ticket)
         if self.how == "draw" and ticket >= self.step and result.samples:

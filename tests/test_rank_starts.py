@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import IDLE
 
 from quire import build as building
 from quire.build import build
@@ -183,7 +184,7 @@ def test_an_interrupt_while_they_start_leaves_none(monkeypatch: pytest.MonkeyPat
 
     def start() -> list[Child]:
         interrupted.wait(60)
-        started.append(Child(1, ("-c", "import time; time.sleep(60)")))
+        started.append(Child(1, IDLE))
         return started
 
     def interrupt() -> None:

@@ -12,6 +12,13 @@ from quire.control.memory.pages import Ledger
 from quire.errors import StartupError
 
 
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a tenth of the benchmark's pages, and no collection of all that the tests of this process hold."""
+    monkeypatch.setattr(allocator, "PAGES", 625)
+    monkeypatch.setattr("gc.collect", lambda: 0)
+
+
 def test_every_case_is_measured_in_one_level_and_in_two() -> None:
     results = allocator.run(Namespace(repeats=1))
     assert [(one["ledger"], one["case"]) for one in results] == [

@@ -10,13 +10,13 @@ import ssl
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from paced import Paced, serving
+from waiting import wait_until
 
 from quire.bench.client import Client
 from quire.bench.drive import Load
@@ -125,7 +125,7 @@ def test_a_client_that_dies_is_an_error(number: int) -> None:
         process = client._fleet_for(2, load)._processes[number]
 
         def kill() -> None:
-            wait_until(lambda: paced.under_way == 2)
+            wait_until(lambda: paced.under_way == 2, "both requests are under way")
             process.kill()
 
         thread = threading.Thread(target=kill)
@@ -141,19 +141,15 @@ def test_clients_end_with_the_process_that_started_them() -> None:
     with serving(paced) as url:
         command = [sys.executable, "-m", "quire", "bench", "serve", "--url", url, "--workload", "fixed:5:3@4"]
         parent = subprocess.Popen([*command, "--clients", "2"], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-        wait_until(lambda: paced.under_way == 4)
+        wait_until(lambda: paced.under_way == 4, "all requests are under way")
         children = psutil.Process(parent.pid).children()
         assert len(children) == 2
         parent.send_signal(signal.SIGKILL)
         parent.wait()
-        wait_until(lambda: not any(child.is_running() and child.status() != "zombie" for child in children))
-
-
-def wait_until(true: Any) -> None:
-    end = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < end, "it never came to be"
-        time.sleep(0.02)
+        wait_until(
+            lambda: not any(child.is_running() and child.status() != "zombie" for child in children),
+            "the clients have ended",
+        )
 
 
 def test_a_fleet_serves_several_loads() -> None:

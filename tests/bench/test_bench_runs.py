@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -154,7 +153,7 @@ class Imitation(BaseHTTPRequestHandler):
     last: ClassVar[list[dict[str, Any]]] = []  # what the latest server was asked
     every = 0  # which requests are refused
     metrics = b""
-    pause = 0.0  # seconds before an answer
+    scraped: ClassVar[threading.Event | None] = None  # each answer waits for the next reading of the metrics
     count = threading.Lock()  # held while a request is numbered
 
     def log_message(self, *args: object) -> None:
@@ -169,6 +168,8 @@ class Imitation(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.path.endswith("/metrics"):
             self.answer(200 if self.metrics else 404, self.metrics)
+            if self.scraped is not None:
+                self.scraped.set()
             return
         self.answer(200, json.dumps({"data": [{"id": "imitation"}]}).encode())
 
@@ -177,7 +178,9 @@ class Imitation(BaseHTTPRequestHandler):
         with self.count:
             self.asked.append(asked | {"path": self.path})
             refused = self.every and len(self.asked) % self.every == 0
-        time.sleep(self.pause)
+        if self.scraped is not None:
+            self.scraped.clear()
+            assert self.scraped.wait(60)
         if refused:
             self.answer(503, b'{"error": {"message": "the queue is full"}}')
             return
@@ -221,7 +224,7 @@ def test_memory_is_looked_at(
 ) -> None:
     text = 'quire_num_requests_running 2\nquire_kv_layer_bytes{layer_type="state",category="used"} 3221225472\n'
     monkeypatch.setattr(Imitation, "metrics", text.encode())
-    monkeypatch.setattr(Imitation, "pause", 0.3)
+    monkeypatch.setattr(Imitation, "scraped", threading.Event())
     with imitation() as url:
         content = bench(tmp_path, "serve", "--url", url, "--workload", "fixed:5:4@2", "--repeat", "1", "--warmup", "0",
                         "--watch-memory", "0.1")  # fmt: skip

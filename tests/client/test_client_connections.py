@@ -6,6 +6,8 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
+from waiting import wait_until_async
+
 from quire.client.answer import Answer
 from quire.client.connections import SILENCE, Address, Connections
 
@@ -47,7 +49,8 @@ def test_a_connection_that_was_closed_while_idle_is_no_failure() -> None:
             answer = Answer(number, None)
             await connections.ask(REQUEST, answer)
             assert (answer.error, answer.tokens, len(answer.times)) == (None, 1, 1)
-            await asyncio.sleep(0.01)
+            if number == 1:
+                await wait_until_async(lambda: not any(one.usable for one in connections._idle), "it is closed")
         assert len(opened) == 3
         assert not connections.busy
 
@@ -76,8 +79,7 @@ def test_a_silent_server_is_given_up() -> None:
     async def use(connections: Connections) -> None:
         answer = Answer(0, None)
         asking = asyncio.create_task(connections.ask(REQUEST, answer))
-        while not connections.busy:
-            await asyncio.sleep(0.001)
+        await wait_until_async(lambda: connections.busy, "the request is sent")
         connections.end_silent(time.monotonic() + SILENCE - 5)
         assert connections.busy
         connections.end_silent(time.monotonic() + SILENCE + 1)
@@ -88,10 +90,13 @@ def test_a_silent_server_is_given_up() -> None:
 
 
 def test_bytes_after_an_answer_end_the_connection() -> None:
+    opened, answered = [], asyncio.Event()
+
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        opened.append(writer)
         await reader.readuntil(b"\r\n\r\n")
         writer.write(GOOD)
-        await asyncio.sleep(0.02)
+        await answered.wait()
         writer.write(b"more")
         await reader.read()
         writer.close()
@@ -101,6 +106,9 @@ def test_bytes_after_an_answer_end_the_connection() -> None:
             answer = Answer(number, None)
             await connections.ask(REQUEST, answer)
             assert answer.error is None
-            await asyncio.sleep(0.05)
+            answered.set()
+            await wait_until_async(lambda: not any(one.usable for one in connections._idle), "it is closed")
+            answered.clear()
+        assert len(opened) == 2
 
     asked(serve, use)

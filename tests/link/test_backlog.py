@@ -122,6 +122,19 @@ def test_what_was_merged_is_sent_once_the_front_reads(monkeypatch: pytest.Monkey
         assert not engine._backlog
 
 
+def test_what_waits_is_not_overtaken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs are merged until nothing waits, not only as long as much does."""
+    with side() as (front, engine):
+        monkeypatch.setattr("quire.link.program.LAGS", -1)
+        engine.tell(stepped((1, output(0, 5))))
+        monkeypatch.setattr("quire.link.program.LAGS", 1000)
+        engine.tell(stepped((1, output(0, 6))))
+        engine._caught_up()
+        engine.tell(Answer(1))
+        steps = [message for message in read(front, Answer) if isinstance(message, Stepped)]
+    assert [token for step in steps for _, found in step.outputs for token in found.tokens] == [5, 6]
+
+
 def test_a_front_that_never_reads_is_left_in_the_end(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

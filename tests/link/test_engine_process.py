@@ -20,6 +20,7 @@ import echo_service
 import httpx
 import pytest
 from echo_service import Echo
+from waiting import IDLE, wait_until, wait_until_async
 
 from quire.async_llm import AsyncLLM
 from quire.config import EngineConfig
@@ -29,6 +30,7 @@ from quire.link.frames import STEPPED, Frames
 from quire.link.hello import Hello
 from quire.link.process import ProcessLink
 from quire.link.program import Side
+from quire.link.thread import ThreadLink
 from quire.vocabulary.params import SamplingParams
 
 TESTS = Path(__file__).parent.parent
@@ -38,7 +40,7 @@ LONG = SamplingParams(max_tokens=200, ignore_eos=True, seed=1)
 def apart(work: Callable[[AsyncLLM, ProcessLink], Awaitable[None]], **echo: float) -> AsyncLLM:
     """Run a coroutine function with an AsyncLLM whose engine has a process of its own, then close that."""
     model = echo_service.built(Echo(**echo))  # type: ignore[arg-type]
-    llm = echo_service.linked(model, apart=True)
+    llm = echo_service.linked(model)
     link = llm.link
     assert isinstance(link, ProcessLink)
     try:
@@ -61,8 +63,7 @@ async def under_way(llm: AsyncLLM, count: int) -> list[asyncio.Future[None]]:
             first = False
 
     readers = [asyncio.ensure_future(read(at)) for at in range(count)]
-    while begun < count:
-        await asyncio.sleep(0.01)
+    await wait_until_async(lambda: begun == count, "all requests are answered")
     return readers
 
 
@@ -85,7 +86,9 @@ def test_a_killed_engine_is_named_to_all() -> None:
     apart(work, pause=0.1)
 
 
-def test_a_stopped_engine_is_given_up() -> None:
+def test_a_stopped_engine_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.link.process.SILENT", 0.5)
+
     async def work(llm: AsyncLLM, link: ProcessLink) -> None:
         readers = await under_way(llm, 3)
         link.child.process.send_signal(signal.SIGSTOP)
@@ -101,34 +104,30 @@ def test_a_stopped_engine_is_given_up() -> None:
 def test_a_silent_engine_is_not_well(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that isn't stopped may only be busy: health says so, and requests go on once it is back."""
     monkeypatch.setattr(Child, "stopped", lambda self: False)
+    monkeypatch.setattr("quire.link.process.SILENT", 1.0)
 
     async def work(llm: AsyncLLM, link: ProcessLink) -> None:
         [reader] = await under_way(llm, 1)
         link.child.process.send_signal(signal.SIGSTOP)
-        end = time.monotonic() + 30
-        while not llm.heartbeat().stalled and time.monotonic() < end:
-            await asyncio.sleep(0.05)
-        assert llm.heartbeat().stalled
-        assert "not been heard of for 2 s" in llm.heartbeat().why
+        await wait_until_async(lambda: llm.heartbeat().stalled, "the engine is silent")
+        assert "not been heard of for 1 s" in llm.heartbeat().why
         link.child.process.send_signal(signal.SIGCONT)
         await reader
-        end = time.monotonic() + 30
-        while llm.heartbeat().stalled and time.monotonic() < end:
-            await asyncio.sleep(0.05)
+        await wait_until_async(lambda: not llm.heartbeat().stalled, "the engine is heard of again")
         assert llm.heartbeat().alive
-        assert not llm.heartbeat().stalled
 
     apart(work, pause=0.005)
 
 
 def test_a_hung_engine_is_killed_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Child, "stopped", lambda self: False)
-    monkeypatch.setattr("quire.link.process.HUNG", 3.0)
+    monkeypatch.setattr("quire.link.process.SILENT", 0.5)
+    monkeypatch.setattr("quire.link.process.HUNG", 1.0)
 
     async def work(llm: AsyncLLM, link: ProcessLink) -> None:
         [reader] = await under_way(llm, 1)
         link.child.process.send_signal(signal.SIGSTOP)
-        with pytest.raises(EngineDead, match="has not been heard of for 3 s and is given up"):
+        with pytest.raises(EngineDead, match="has not been heard of for 1 s and is given up"):
             await reader
 
     apart(work, pause=0.02)
@@ -141,6 +140,21 @@ def test_an_engine_that_fails_says_why() -> None:
                 pass
 
     apart(work, fail_at=5)
+
+
+def test_an_engine_in_a_dead_ones_place_knows_none_of_its_ids() -> None:
+    llm, again = AsyncLLM.of(echo_service.built(Echo(fail_at=5))), echo_service.built()  # type: ignore[arg-type]
+
+    async def work() -> None:
+        with pytest.raises(EngineDead):
+            async for _ in await llm.submit([1], LONG, request_id="mine"):
+                pass
+        llm.revive(ThreadLink(again.engine, llm.link.ready))
+        async for _ in await llm.submit([1], SamplingParams(max_tokens=2), request_id="mine"):
+            pass
+
+    asyncio.run(work())
+    assert llm.close()
 
 
 def test_closing_ends_the_process_at_once() -> None:
@@ -164,7 +178,7 @@ import sys
 sys.path.insert(0, {str(TESTS)!r})
 import asyncio, os, signal, echo_service
 from quire.vocabulary.params import SamplingParams
-llm = echo_service.linked(echo_service.built(echo_service.Echo(pause=0.05)), apart=True)
+llm = echo_service.linked(echo_service.built(echo_service.Echo(pause=0.05)))
 async def work():
     async for _ in await llm.submit([1], SamplingParams(max_tokens=200, ignore_eos=True)):
         print(llm.link.child.process.pid, flush=True)
@@ -173,11 +187,7 @@ asyncio.run(work())
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.returncode == -signal.SIGKILL
-    pid = int(done.stdout)
-    end = time.monotonic() + 30
-    while gone(pid) is False and time.monotonic() < end:
-        time.sleep(0.05)
-    assert gone(pid)
+    wait_until(lambda: gone(int(done.stdout)), "the engine's process has ended")
 
 
 def gone(pid: int) -> bool:
@@ -248,7 +258,7 @@ def test_a_start_that_fails_says_why(tmp_path: Path) -> None:
 
 def test_an_engine_that_is_called_off_before_it_starts_is_not_waited_for() -> None:
     """As by a signal while the dead one's end is awaited; the new one would load for minutes."""
-    first = ProcessLink(Child(1, ("-c", "import time; time.sleep(100)")))
+    first = ProcessLink(Child(1, IDLE))
     first.close(0.0)
     first.abandon()
     began = time.monotonic()
@@ -364,13 +374,13 @@ def test_an_engine_is_started_again_once(tmp_path: Path) -> None:
         body = {"prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}
         before = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()["choices"][0]["text"]
         os.kill(engine, signal.SIGKILL)
-        end = time.monotonic() + 80
-        while httpx.get(f"{url}/health").status_code == 200 and time.monotonic() < end:
-            time.sleep(0.02)
-        while httpx.get(f"{url}/health").status_code == 503 and time.monotonic() < end:
-            refused = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
-            assert refused.status_code in (200, 503)
-            time.sleep(0.05)
+        wait_until(lambda: httpx.get(f"{url}/health").status_code == 503, "the server knows")
+
+        def back() -> bool:
+            assert httpx.post(f"{url}/v1/completions", json=body, timeout=60).status_code in (200, 503)
+            return httpx.get(f"{url}/health").status_code == 200
+
+        wait_until(back, "the engine is back", 80)
         after = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()["choices"][0]["text"]
         assert after == before
         listed = httpx.get(f"{url}/v1/prefixes", headers=headers).json()["data"]

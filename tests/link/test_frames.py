@@ -32,8 +32,12 @@ from quire.errors import (
     UnknownPrefix,
 )
 from quire.link.frames import (
+    ANSWER,
     DEFAULTS,
+    DIED,
     HEAD,
+    KINDS,
+    STEPPED,
     UNSENT,
     VERSION,
     Frame,
@@ -94,12 +98,12 @@ progress = st.builds(Progress, unsigned, unsigned, st.none() | finite, st.none()
 def some_facts() -> Facts:
     stats = Stats()
     stats.steps, stats.rows, stats.prompt_tokens, stats.generated_tokens, stats.computed_tokens = 5, 4, 3, 2, 1
-    stats.step_seconds, stats.finished = 0.25, {"stop": 3}
+    stats.step_seconds, stats.idle_seconds, stats.finished = 0.25, 0.5, {"stop": 3}
     account = Account(
         Usage(1, 2, 3, 4, 5, 6), Sharing(*range(13)), (TypeUsage("full", 1, 2, 3), TypeUsage("window-6", 4, 5, 6))
     )
     return Facts(
-        account, stats, {"swap": 1, "recompute": 0}, 1.5, Mapped(4096, 5, 4, 3, 0.25, 0.5), (RankUse(0.5, 2**31),)
+        account, stats, {"swap": 1, "recompute": 0}, 1.5, Mapped(4096, 5, 4, 3, 0.25, 0.5), (RankUse(0.5, 2**31),), 2
     )
 
 
@@ -250,6 +254,12 @@ def test_other_errors_are_named() -> None:
 def test_answers(value: Any) -> None:
     kind, body = write_engine(Answer(3, None, value))
     assert read_engine(Frame(kind, memoryview(body))) == Answer(3, None, value)
+
+
+@pytest.mark.parametrize("kind", sorted({*KINDS} - {ANSWER, STEPPED, DIED}))
+def test_kinds_that_no_engine_sends_are_refused(kind: int) -> None:
+    with pytest.raises(WireError, match=f"kind: {kind} is nothing that an engine sends"):
+        read_engine(Frame(kind, memoryview(b'{"key":1}')))
 
 
 def test_the_first_frames() -> None:

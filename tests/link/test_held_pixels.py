@@ -34,6 +34,13 @@ def test_two_users_in_one_request() -> None:
     assert len(held) == 0
 
 
+def test_all_of_the_room_can_be_used() -> None:
+    held = HeldPixels(most=24)
+    held.hold([pixels(1)])
+    held.hold([pixels(2)])
+    assert held.bytes == 24
+
+
 def test_it_is_bounded() -> None:
     held = HeldPixels(most=30)
     held.hold([pixels(1), pixels(2)])

@@ -163,6 +163,14 @@ def test_a_front_that_leaves_takes_its_requests_along() -> None:
     assert told.host.fronts == [0]
 
 
+def test_a_front_that_leaves_ends_its_requests() -> None:
+    """In the next step: they would compute for nobody."""
+    told = Told(fronts=2)
+    told.turns((1, Add(0, (Asked(1, "a", [1, 2]),), LONG)), most=3)
+    told.turns((1, Left()))
+    assert told.engine.stats.finished == {"abort": 2}  # of two branches
+
+
 def test_ids_and_numbers_in_use_are_refused() -> None:
     told = Told(fronts=2)
     told.turns((0, Add(0, (Asked(1, "a", [1]),), LONG)), most=2)

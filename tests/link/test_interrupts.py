@@ -12,8 +12,9 @@ import pytest
 from quire.link.child import Child, Interrupts
 
 SPARED = (
-    "import signal, time; from quire.link.child import leave, spare_signals; time.sleep(0.2); spare_signals(); "
-    "leave(7 if not signal.pthread_sigmask(signal.SIG_BLOCK, ()) else 8)"
+    "import signal, time; from quire.link.child import leave, spare_signals; signal.alarm(60)\n"
+    "while signal.SIGINT not in signal.sigpending(): time.sleep(0.01)\n"
+    "spare_signals(); leave(7 if not signal.pthread_sigmask(signal.SIG_BLOCK, ()) else 8)"
 )
 
 

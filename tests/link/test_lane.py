@@ -12,6 +12,7 @@ from typing import Any
 
 import echo_service
 import pytest
+from waiting import wait_until
 
 from quire.errors import EngineDead, InputError
 from quire.link import lane as lanes
@@ -143,6 +144,18 @@ def test_others_go_on_and_those_of_a_held_grammar_too(front: Front) -> None:
     front.check_empty()
 
 
+def test_a_grammar_that_is_made_holds_up_none_that_is_there(front: Front) -> None:
+    front.maker.made.add("b")
+    front.lane.take(add(1))
+    front.lane.take(there := add(2, Structured("regex", "b")))
+    assert [message.requests[0].number for message in front.sent if isinstance(message, Add)] == [2]
+    assert there.params.structured is not None
+    front.maker.let.release()
+    front.turns(front.quiet)
+    assert front.answers() == {1: None, 2: None}
+    front.check_empty()
+
+
 @pytest.mark.parametrize(
     ("message", "now"), [(Abort((1,)), None), (Abort(None), Abort(None)), (Abort((7, 1, 2)), Abort((7, 2)))]
 )
@@ -228,9 +241,7 @@ def test_the_reader_waits_where_very_many_wait(front: Front, monkeypatch: pytest
     reader = threading.Thread(target=read)
     reader.start()
     for left in range(8, 3, -1):
-        end = time.monotonic() + 20
-        while len(front.lane._waiting) < 3 and time.monotonic() < end:
-            time.sleep(0.002)
+        wait_until(lambda: len(front.lane._waiting) >= 3, "three wait")
         assert len(front.lane._waiting) == 3
         assert reader.is_alive() == (left > 3)
         front.maker.let.release()

@@ -8,7 +8,7 @@ from typing import Any
 
 import echo_service
 import pytest
-from echo_service import VOCAB, Echo
+from echo_service import VOCAB, Echo, Placement
 
 from quire.llm import LLM
 from quire.text.outputs import RequestOutput
@@ -69,9 +69,9 @@ def offline(requests: list[tuple[list[int], dict[str, Any]]]) -> list[Any]:
         return list(map(essence, llm.generate([prompt for prompt, _ in requests], params, use_tqdm=False)))
 
 
-def online(requests: list[tuple[list[int], dict[str, Any]]], apart: bool) -> list[Any]:
+def online(requests: list[tuple[list[int], dict[str, Any]]], placement: Placement) -> list[Any]:
     """All at once."""
-    llm = echo_service.linked(echo_service.built(Echo(), **MODEL), apart=apart)
+    llm = echo_service.linked(echo_service.built(Echo(), **MODEL), placement=placement)
 
     async def one(prompt: list[int], given: dict[str, Any]) -> Any:
         results = [result async for result in llm.generate(prompt, SamplingParams(**given))]
@@ -91,9 +91,10 @@ def compare(count: int, seed: int) -> None:
     wanted = offline(requests)
     stopped = [out for outs, *_ in wanted for out in outs if isinstance(out.stop_reason, str)]
     assert len(stopped) > count // 20, "stop strings were meant to be found"
-    for apart in (False, True):
-        for (prompt, given), mine, twin in zip(requests, online(requests, apart), wanted):
-            assert mine == twin, (apart, prompt, given)
+    placements: tuple[Placement, ...] = ("thread", "process")
+    for placement in placements:
+        for (prompt, given), mine, twin in zip(requests, online(requests, placement), wanted):
+            assert mine == twin, (placement, prompt, given)
 
 
 def test_offline_and_both_links_say_the_same() -> None:

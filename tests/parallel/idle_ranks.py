@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 from served_ranks import served
 
-SETTLED = 5.0  # seconds after an answer
+SETTLED = 5.0  # seconds after an answer before the measurement: what follows an answer is no idling
 
 
 def ticks(process: psutil.Process) -> int:
@@ -34,7 +34,7 @@ def measured(ranks: int, seconds: float, folder: Path) -> dict[str, float]:
         named |= {re.findall(r"quire\.(?!parallel)[a-z.]+", " ".join(one.cmdline()))[-1]: one for one in others}
         time.sleep(SETTLED)
         before, began = {name: ticks(process) for name, process in named.items()}, time.monotonic()
-        time.sleep(seconds)
+        time.sleep(seconds)  # what is measured
         passed = time.monotonic() - began
         hertz = os.sysconf("SC_CLK_TCK")
         return {name: (ticks(process) - before[name]) / hertz / passed for name, process in named.items()}

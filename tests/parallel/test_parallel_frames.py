@@ -15,7 +15,7 @@ from quire.link.frames import Frame, Frames
 from quire.parallel import frames
 from quire.parallel.frames import FAILED, KINDS, Failed, Hello
 from quire.vocabulary.columns import WireError
-from quire.vocabulary.layout import Part
+from quire.vocabulary.layout import MOST_RANKS, Part
 from quire.vocabulary.media import Pixels
 
 HELLO = Hello(EngineConfig(model="x", device="cpu", dtype="float32"), Part(1, 4), (0, 2), 128, 60.0, (7, 8, 9))
@@ -37,6 +37,14 @@ BODIES = {
 def test_bodies_are_read_as_they_were_said(name: str) -> None:
     read, body, said = BODIES[name]
     assert read(memoryview(body)) == said
+
+
+@pytest.mark.parametrize(
+    "part", [(4, 4, 0, 1), (0, 1, 2, 2), (-1, 4, 0, 1), (0, 1, -1, 2), (0, MOST_RANKS, 0, 2)], ids=str
+)
+def test_parts_that_there_can_not_be_are_refused(part: tuple[int, int, int, int]) -> None:
+    with pytest.raises(WireError, match="is no rank and number of ranks, stage and number of stages"):
+        frames.read_hello(memoryview(frames.write_hello(HELLO._replace(part=Part(*part)))))
 
 
 def test_failures_are_read_as_they_were_said() -> None:

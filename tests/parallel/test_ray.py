@@ -10,7 +10,6 @@ import select
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,6 +20,7 @@ import psutil
 import pytest
 from echo_ranks import started
 from test_restart import VOCAB, ask, clean, heard, opened, undisturbed
+from waiting import wait_until
 from wired import drain, open_engine
 
 from quire import LLM, SamplingParams
@@ -73,12 +73,9 @@ def alive(pids: list[int]) -> bool:
     return any(known.get(pid, "X") not in "XZ" for pid in pids)
 
 
-def gone(pids: list[int], seconds: float = 30.0) -> bool:
-    """All have ended, or do within so many seconds."""
-    end = time.monotonic() + seconds
-    while alive(pids) and time.monotonic() < end:
-        time.sleep(0.05)
-    return not alive(pids)
+def wait_gone(pids: list[int], seconds: float = 30.0) -> None:
+    """Wait until all have ended."""
+    wait_until(lambda: not alive(pids), f"processes {pids} have ended", seconds)
 
 
 def test_a_cluster_of_their_own_and_what_is_left_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +104,7 @@ def test_a_cluster_of_their_own_and_what_is_left_of_it(tmp_path: Path, monkeypat
     told = r"rank [01] was ended with Ray's raylet, which was ended by signal 9 \(SIGKILL\)"
     with pytest.raises(EngineDead, match=told):
         llm.generate(prompts, SamplingParams(max_tokens=1000, ignore_eos=True))
-    assert gone(everything)
+    wait_gone(everything)
     llm.close()
     alone.close()
     assert not os.path.exists(group._folder)
@@ -128,10 +125,10 @@ def test_ranks_are_placed_anew(cluster: str, caplog: pytest.LogCaptureFixture) -
     assert heard(engine) == undisturbed()
     clean(engine)
     assert "rank 1 was ended by signal 9 (SIGKILL) in step 3; ranks are started anew" in caplog.text
-    assert gone(pids[0])
+    wait_gone(pids[0])
     assert alive(pids[1])
     engine.close()
-    assert gone(pids[1])
+    wait_gone(pids[1])
 
 
 def test_an_actor_that_ends_is_named_and_nothing_is_left(cluster: str) -> None:
@@ -141,7 +138,7 @@ def test_an_actor_that_ends_is_named_and_nothing_is_left(cluster: str) -> None:
     os.kill(pids[3], signal.SIGKILL)
     with pytest.raises(EngineDead, match=r"^rank 1 was ended with Ray's actor: The actor died.* between steps$"):
         idle(runner)
-    assert gone(pids)
+    wait_gone(pids)
 
 
 @pytest.mark.soak
@@ -150,24 +147,22 @@ def test_other_failures_are_named_and_nothing_is_left(cluster: str) -> None:
     pids = pids_of(runner)
     with pytest.raises(EngineDead, match=r"rank . has not answered for 1 s in step 2 \(--rank-timeout\)"):
         drain(open_engine(runner))
-    assert gone(pids)
+    wait_gone(pids)
 
     runner = placed(cluster)
     pids = pids_of(runner)
     os.kill(pids[4], signal.SIGKILL)
     with pytest.raises(EngineDead, match=r"^rank . was ended with Ray's driver, which was ended by signal 9"):
         idle(runner)
-    assert gone(pids)
+    wait_gone(pids)
 
     with pytest.raises(StartupError, match="rank 0 failed: RuntimeError: the device is gone at start"):
         placed(cluster, rank0={"how": "raise", "place": "start"})
 
 
 def idle(runner: RemoteRunner) -> None:
-    """Look until a rank is missed."""
-    for _ in range(1000):
-        runner.check()
-        time.sleep(0.02)
+    """Wait until `check` raises, as a rank is missed."""
+    wait_until(runner.check, "a rank is missed")
 
 
 def test_all_end_with_the_engine_s_process(cluster: str) -> None:
@@ -185,7 +180,7 @@ def test_all_end_with_the_engine_s_process(cluster: str) -> None:
     done = subprocess.run(program, capture_output=True, text=True, timeout=100)
     pids = [int(pid) for pid in done.stdout.split()]
     assert len(pids) == 5, done.stderr
-    assert gone(pids)
+    wait_gone(pids)
 
 
 @pytest.mark.soak
@@ -199,11 +194,11 @@ def test_a_model_s_ranks_are_placed_anew(cluster: str, monkeypatch: pytest.Monke
     os.kill(pids[0], signal.SIGKILL)
     assert [list(one.outputs[0].token_ids) for one in llm.generate(["Once upon a time"], GREEDY)] == before
     assert llm.engine.stats.restarts == 1
-    assert gone(pids)
+    wait_gone(pids)
     runner = llm.engine.runner
     pids = pids_of(runner)
     llm.close()
-    assert gone(pids)
+    wait_gone(pids)
 
 
 def test_gpus_are_those_that_ray_chose_and_room_is_bounded(cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:

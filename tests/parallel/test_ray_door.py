@@ -17,6 +17,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from waiting import IDLE
 
 from quire.build import build_engine
 from quire.config import EngineConfig
@@ -33,7 +34,7 @@ import json, os, sys
 print(json.dumps({"arguments": sys.argv[1:], "folder": os.getcwd(), "environment": dict(os.environ),
                   "said": os.read(int(sys.argv[1]), 9).decode(), "open": list(map(int, os.listdir("/proc/self/fd")))}),
       file=os.fdopen(int(sys.argv[2]), "w"), flush=True)
-import time; time.sleep(60)
+import time; time.sleep(60)  # until it is killed
 """
 
 
@@ -142,8 +143,7 @@ def test_a_rank_ends_with_the_actor_that_holds_it(door: Door) -> None:
     said = json.dumps({"name": door.name, "token": door.token, "rank": 0})
     with subprocess.Popen([sys.executable, "-c", code, said, *LAUNCHER]) as actor:
         door.admit()
-        arguments = [sys.executable, "-c", "import time; time.sleep(60)"]
-        rank = Process(*door.tell(0, arguments, {}, []))
+        rank = Process(*door.tell(0, [sys.executable, *IDLE], {}, []))
         os.kill(rank.pid, signal.SIGSTOP)
         actor.kill()
     rank.wait(30)
@@ -179,6 +179,13 @@ def test_addresses(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
         address_of("")
     monkeypatch.setattr(ray_address, "listeners", lambda port: set())
     with pytest.raises(StartupError, match="isn't known"):
+        address_of("")
+
+
+def test_an_address_where_strangers_listen_too(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
+    monkeypatch.setattr(ray_address, "listeners", lambda port: {os.getuid(), os.getuid() + 1})
+    with pytest.raises(StartupError, match="isn't known to be this user's own"):
         address_of("")
 
 

@@ -21,7 +21,7 @@ from quire.errors import EngineDead, StartupError
 from quire.parallel.remote import RemoteRunner
 from quire.sim.echo import EchoRunner
 from quire.vocabulary.layout import Layout
-from quire.vocabulary.plan import Mapped, Sampled, StepResult
+from quire.vocabulary.plan import Mapped, Sampled, StepPlan, StepResult
 
 LAYOUTS = {**EVERY, **UNLIKE, **PICTURED}
 
@@ -98,6 +98,21 @@ def test_a_rank_that_differs_is_named_with_the_step(fault: dict[str, Any], step:
     runner.close()
 
 
+def test_a_rank_that_applied_something_else_is_named() -> None:
+    """Also where it draws the same tokens."""
+
+    class Applying(EchoRunner):
+        def submit(self, plan: StepPlan) -> int:
+            ticket = super().submit(plan)
+            self.applied += ticket == 2
+            return ticket
+
+    runner = threaded(2, lambda rank: (Applying if rank else EchoRunner)(1, vocab_size=VOCAB))
+    with pytest.raises(EngineDead, match=r"rank 1 applied or drew something else than rank 0 in step 2$"):
+        drain(open_engine(runner))
+    runner.close()
+
+
 def test_a_rank_that_would_capture_another_size_is_named() -> None:
     """Before any does: in a graph of more rows it would wait for what the others never send."""
 
@@ -112,6 +127,23 @@ def test_a_rank_that_would_capture_another_size_is_named() -> None:
     runner = threaded(3, lambda rank: Capturing(*(1, 2, 8) if rank == 2 else (1, 2, 4, 8)))
     said = r"rank 2 captures graphs of decode steps of \[1, 2, 8\] rows, rank 0 of \[1, 2, 4, 8\]"
     with pytest.raises(StartupError, match=said):
+        runner.warm_up(64, 48)
+    runner.close()
+
+
+def test_a_rank_that_captures_none_where_others_do_is_named() -> None:
+    class Capturing(EchoRunner):
+        def warm_up(self, tokens: int, max_len: int) -> None:
+            raise AssertionError("no rank may begin")
+
+    def build(rank: int) -> EchoRunner:
+        made: Any = Capturing(1, vocab_size=VOCAB)
+        if rank != 1:
+            made.graphs = SimpleNamespace(sizes=[1, 2])
+        return made
+
+    runner = threaded(3, build)
+    with pytest.raises(StartupError, match=r"rank 1 captures graphs of decode steps of None rows, rank 0 of \[1, 2\]"):
         runner.warm_up(64, 48)
     runner.close()
 

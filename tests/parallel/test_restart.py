@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 from echo_ranks import FaultyEcho, processes, threaded
 from memories import MEMORIES, VOCAB, Build
 from traces import MAX_LEN
+from waiting import wait_until
 from wired import drain
 
 from quire.control.edge import Limits
@@ -103,7 +103,10 @@ def test_streams_go_on_with_the_same_tokens(depth: int, place: str, step: int) -
     ("how", "cause"),
     [("kill", "was ended by signal 9"), ("stop", "was stopped")],
 )
-def test_whatever_a_process_fails_of(how: str, cause: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_whatever_a_process_fails_of(
+    how: str, cause: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire.parallel.remote.SILENT", 0.2)
     faulty = processes(2, rank1={"depth": 2, "vocab_size": VOCAB, "how": how, "place": "collect", "step": 6},
                        rank0={"depth": 2, "vocab_size": VOCAB})  # fmt: skip
     engine = opened(faulty, partial(threaded, 2, lambda rank: FaultyEcho(2, VOCAB)))
@@ -183,8 +186,7 @@ def test_ranks_that_go_while_nothing_is_done(sent: signal.Signals) -> None:
     drain(engine)
     child = runner.sides[1].child
     os.kill(child.process.pid, sent)
-    while not (child.stopped() or child.ended()):
-        time.sleep(0.01)
+    wait_until(lambda: child.stopped() or child.ended(), "the signal has arrived")
     for _ in range(10):
         engine.check()
     assert engine.stats.restarts == 1

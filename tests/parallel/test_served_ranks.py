@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import httpx
@@ -19,6 +18,7 @@ import idle_ranks
 import psutil
 import pytest
 from served_ranks import Served, served
+from waiting import wait_until
 
 TEXT = ", there was a boy named Eric. Next door lived Eric"
 STREAMS = 32
@@ -30,10 +30,7 @@ def gone(processes: list[psutil.Process], seconds: float = 60.0) -> bool:
 
 def started(server: Served, ranks: int) -> list[psutil.Process]:
     """Its processes, of which so many are ranks, that may still be loading."""
-    end = time.monotonic() + 100
-    while len(server.ranks()) < ranks:
-        assert time.monotonic() < end, server.log.read_text()
-        time.sleep(0.01)
+    wait_until(lambda: len(server.ranks()) >= ranks, server.log.read_text, 100)
     return server.processes()
 
 
@@ -89,9 +86,8 @@ def test_streams_go_on_where_a_rank_is_killed_and_say_the_same(tmp_path: Path) -
         url, said = server.ready().url, []
         for killed in (False, True):
             readers = read(url)
-            while killed and not all(reader.chunks > 2 for reader in readers):
-                time.sleep(0.01)
             if killed:
+                wait_until(lambda: all(reader.chunks > 2 for reader in readers), "all streams have begun")  # noqa: B023
                 assert not any(reader.reason for reader in readers)
                 server.ranks()[1].kill()
             for reader in readers:

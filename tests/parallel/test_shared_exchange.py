@@ -79,7 +79,7 @@ def test_large_ones_go_in_pieces_and_nothing_is_written_over_before_it_is_read(
         rng, found = random.Random(exchange.part.rank), []
         for step in range(60):
             if rng.random() < 0.2:
-                time.sleep(rng.random() / 500)
+                time.sleep(rng.random() / 500)  # a late rank: up to 2 ms, some meetings of the others
             x = torch.arange(1 + 7 * (step % 9), dtype=torch.float32) * (exchange.part.rank + step)
             found += [exchange.gather(x), exchange.add(x.clone())]
         return found

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import threading
-import time
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 from echo_ranks import FaultyEcho, threaded
+from waiting import IDLE, wait_until
 from wired import drain, open_engine
 
 from quire.cli.simulate import plant_of
@@ -106,27 +106,21 @@ def test_a_start_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> N
         patched.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
         with pytest.raises(StartupError, match="has no thread to start ranks: can't start new thread"):
             RemoteRunner(3, 60.0)
-    end = time.monotonic() + 30
-    while threading.active_count() > threads and time.monotonic() < end:
-        time.sleep(0.01)
+    wait_until(lambda: threading.active_count() <= threads, "the threads have ended")
     assert descriptors() <= there  # others' connections may have ended
-    assert threading.active_count() <= threads
 
 
 def test_an_interrupt_once_they_are_started_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
     children: list[Child] = []
 
     def start(rank: int, inherited: Sequence[int]) -> Child:
-        children.append(Child(1, ("-c", "import time; time.sleep(60)"), f"rank {rank}", inherited))
+        children.append(Child(1, IDLE, f"rank {rank}", inherited))
         return children[-1]
 
     monkeypatch.setattr(remote, "Side", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         RemoteRunner(2, 60.0, start)
-    end = time.monotonic() + 10
-    while not all(child.ended() for child in children) and time.monotonic() < end:
-        time.sleep(0.01)
-    assert [child.ended() for child in children] == [True, True]
+    wait_until(lambda: [child.ended() for child in children] == [True, True], "both ranks have ended")
 
 
 def test_an_interrupt_while_they_end_leaves_nothing() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -28,8 +29,11 @@ def test_lines_of_code(source: str, tmp_path: Path) -> None:
     assert code_lines(path) == CODE[source]
 
 
+counted = cache(lambda: list(sizes()))  # counting takes seconds
+
+
 def test_every_file_is_counted_once() -> None:
-    found = list(sizes())
+    found = counted()
     assert {size.part for size in found} == {*PARTS, OTHER}
     assert sum(size.files for size in found) == len(list(ROOT.rglob("*.py")))
     assert all(0 < size.code < size.lines for size in found)
@@ -42,7 +46,8 @@ def test_parts() -> None:
     assert not {name for names in PARTS.values() for name in names} - there, "a part names a module that is gone"
 
 
-def test_the_paper_stands_beside() -> None:
+def test_the_paper_stands_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.reproduce.code_size.sizes", counted)
     python, kernels, *parts = code_size().results
     assert (python.paper, kernels.paper) == (8.5, 2.0)
     assert {result.verdict for result in (python, kernels, *parts)} == {MEASURED}

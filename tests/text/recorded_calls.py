@@ -159,6 +159,7 @@ MALFORMED: dict[str, list[tuple[str, list[tuple[str, str]], str]]] = {
         ('<tool_call>{"name": "f", "arguments": null}</tool_call>', [("f", "{}")], ""),
         ('<tool_call>{"name": "f", "arguments": 12}</tool_call>', [("f", "12")], ""),
         ('<tool_call>{"arguments": "{\\"a\\": \\"\\ud83d\\ude00\\"}", "name": "f"}', [("f", '{"a": "😀"}')], ""),
+        ('<tool_call>{"name": "f", "arguments": "{\\"a\\": \\"\\d\\"}"}', [("f", '{"a": "\\d"}')], ""),
         ('<tool_call>{"name": "f", "name": "g", "arguments": {}}</tool_call>', [("f", "{}")], ""),
         ("<<tool_call>{\"name\": \"f\"}</tool_call>", [("f", "{}")], "<"),
     ],

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from jinja2.exceptions import SecurityError
 
+from quire.text.bounds import BoundedFormatter
 from quire.text.rendering import Work
+from quire.text.sandbox import Sandbox
 
 MESSAGES = [{"role": "user", "content": "x" * 1000}]
 
@@ -65,6 +68,12 @@ def test_what_would_be_huge_is_refused(expression: str) -> None:
     kind, said = rendered("{{ (" + expression + ") | length }}")
     assert kind == "failed"
     assert any(word in str(said) for word in ("limit", "may be", "may not", "at most", "too long", "unsafe")), said
+
+
+def test_fields_of_a_format_are_bounded_together() -> None:
+    """As they are written, not when all of them have been."""
+    with pytest.raises(SecurityError, match="a value of 1049000 elements; the limit is 1048576"):
+        BoundedFormatter(Sandbox()).vformat("{0}" * 2000, ("x" * 1000,), {})
 
 
 @pytest.mark.parametrize(

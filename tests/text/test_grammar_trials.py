@@ -17,6 +17,7 @@ from typing import Any
 
 import echo_service
 import pytest
+from waiting import wait_until
 
 from quire.errors import EngineDead, InputError, Overloaded
 from quire.text import grammar_trials
@@ -46,24 +47,22 @@ def process(grammars: Grammars) -> subprocess.Popen[bytes]:
     return found
 
 
-def becomes(pid: int, states: str) -> bool:
-    """Is a process, within some seconds, in one of these states (of /proc, "X" once it's gone)? A signal takes a
-    moment to arrive."""
-    end = time.monotonic() + 10
-    while time.monotonic() < end:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            state = "X"
-        if state in states:
-            return True
-        time.sleep(0.02)
-    return False
+def state(pid: int) -> str:
+    """Return the state of a process in /proc, "X" once it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "X"
 
 
-def gone(pid: int) -> bool:
-    """Within some seconds; also one that ended, and nobody asked how."""
-    return becomes(pid, "XZ")
+def wait_for(pid: int, states: str) -> None:
+    """Wait until a process is in one of these states: a signal takes a moment to arrive."""
+    wait_until(lambda: state(pid) in states, f"process {pid} is in one of the states {states}")
+
+
+def wait_gone(pid: int) -> None:
+    """Wait until a process has ended; it may be a zombie."""
+    wait_for(pid, "XZ")
 
 
 def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *changes: tuple[str, str]) -> None:
@@ -87,7 +86,7 @@ def test_what_takes_too_long_is_refused_and_others_are_not(grammars: Grammars, a
     with pytest.raises(InputError, match=f"{kind}: it is too complex: making its grammar takes more than 0.5 s of a"):
         get(grammars, **asked)
     assert time.process_time() - began < SECONDS, "this process has made it too"
-    assert gone(first.pid)
+    wait_gone(first.pid)
     get(grammars, regex="b")
     assert process(grammars).pid != first.pid
 
@@ -145,7 +144,7 @@ def test_one_that_was_killed_is_another_one(grammars: Grammars) -> None:
         get(grammars, regex=f"a{number}")
         first = process(grammars)
         first.send_signal(number)
-        assert gone(first.pid)
+        wait_gone(first.pid)
         get(grammars, regex=f"b{number}")
         assert process(grammars).pid != first.pid
 
@@ -171,10 +170,10 @@ def test_one_that_does_not_answer_is_left(grammars: Grammars, monkeypatch: pytes
     monkeypatch.setattr(grammar_trials, "WAIT_SECONDS", 0.2)
     first = process(grammars)
     first.send_signal(signal.SIGSTOP)
-    assert becomes(first.pid, "T")
+    wait_for(first.pid, "T")
     with pytest.raises(Overloaded, match=r"could not be tried within 0\.2 s"):
         get(grammars, regex="b")
-    assert gone(first.pid)
+    wait_gone(first.pid)
     monkeypatch.undo()
     get(grammars, regex="b")
 
@@ -217,7 +216,7 @@ def test_nothing_is_left() -> None:
     first = process(made).pid
     made.close()
     made.close()
-    assert gone(first)
+    wait_gone(first)
     with pytest.raises(EngineDead, match="closed"):
         get(made, regex="b")
     get(made, regex="a")  # is held
@@ -226,7 +225,7 @@ def test_nothing_is_left() -> None:
     second = process(other).pid
     del other
     gc.collect()
-    assert gone(second)
+    wait_gone(second)
     code = f"""
 import os, signal, sys
 sys.path.insert(0, {str(TESTS)!r})
@@ -240,7 +239,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == -signal.SIGKILL
-    assert gone(int(done.stdout))
+    wait_gone(int(done.stdout))
 
 
 def test_trusted_forms_are_not_tried() -> None:

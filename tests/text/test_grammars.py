@@ -233,6 +233,13 @@ def test_few_are_held(grammars: Grammars) -> None:
     assert len(found) == 4
 
 
+def test_one_source_of_two_kinds_is_two_grammars(grammars: Grammars) -> None:
+    places = [grammars.get(Structured(kind, '["a"]')).matcher() for kind in ("regex", "choice")]
+    letter = echo_service.tokenizer().encode("a", add_special_tokens=False)[0]
+    quote = echo_service.tokenizer().encode('"', add_special_tokens=False)[0]
+    assert [allowed(grammars, place) for place in places] == [[quote, letter], [letter]]
+
+
 def test_sizes_are_bounded() -> None:
     with pytest.raises(InputError, match=f"at most {MAX_SOURCE}"):
         form(grammar="a" * (MAX_SOURCE + 1))

@@ -15,6 +15,7 @@ import seeing
 from picture_files import drawn, png_of, uri, written
 from PIL import Image
 from seeing import END, PICTURE, Dots, sight
+from waiting import wait_until_async
 
 from quire.errors import InputError, Overloaded, PromptTooLong
 from quire.text import sight as sights
@@ -125,7 +126,7 @@ def test_pictures_wait_for_threads_of_their_own(monkeypatch: pytest.MonkeyPatch)
 
     async def all_of_them() -> None:
         waiting = [asyncio.create_task(eyes.look([Given("a", PNG)], "")) for _ in range(3)]
-        await asyncio.sleep(0.05)
+        await wait_until_async(lambda: len(eyes._under_way) == 3, "three requests wait")
         with pytest.raises(Overloaded, match="the pictures of 3 requests wait"):
             await eyes.look([Given("a", PNG)], "")
         go.set()
@@ -159,7 +160,7 @@ def test_who_is_cancelled_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch)
         arrays.clear()
         for _ in range(2):
             assert await asyncio.to_thread(begun.acquire, timeout=30)
-        await asyncio.sleep(0.05)
+        assert len(eyes._under_way) == 4
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
@@ -168,14 +169,12 @@ def test_who_is_cancelled_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch)
         gc.collect()
         assert [one() is None for one in there] == [False, False, True, True]
         more = looks([np.zeros((8, 8, 3), np.uint8) for _ in range(3)])  # beside the two whose threads go on
-        await asyncio.sleep(0.05)
+        await wait_until_async(lambda: any(task.done() for task in more), "one is refused")
         assert [type(task.exception()) for task in more if task.done()] == [Overloaded]
         go.set()
         assert sum(isinstance(found, list) for found in await asyncio.gather(*more, return_exceptions=True)) == 2
         assert len(await eyes.look([Given("a", PNG)], "")) == 1
-        async with asyncio.timeout(30):  # the other thread may still be at what nobody waits for
-            while eyes._under_way:
-                await asyncio.sleep(0.01)
+        await wait_until_async(lambda: not eyes._under_way, "the thread of a cancelled request is done")
 
     monkeypatch.setattr(eyes.eyes, "prepare", slowly)
     asyncio.run(all_of_them())

@@ -10,12 +10,15 @@ from echo_service import tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quire.control.outcomes import Output
 from quire.errors import InputError
 from quire.llm import LLM
 from quire.text import stream
 from quire.text.stop import Automaton
 from quire.text.stream import TokenText
+from quire.text.transcript import Transcript
 from quire.vocabulary.params import MAX_BAD_WORD_IDS, SamplingParams
+from quire.vocabulary.plan import Top
 
 TEXT = TokenText(tokenizer())
 words = st.text("ab", min_size=1, max_size=5)
@@ -50,6 +53,16 @@ def test_min_tokens_ignores_what_ends_before_it_and_nothing_else(
     assert (shown, found) == (wanted, stop)
 
 
+def test_what_is_held_back_is_shown_at_the_end() -> None:
+    """The beginning of a stop string, and of a character; also when it comes with the last token."""
+    for text, stop in (("once up", "upon"), ("once \U0001f701", "x")):
+        ids = tokenizer().encode(text)
+        for tokens in (ids, ids[:-1]):
+            for stops in ([stop], []):
+                flow = TEXT.stream([], SamplingParams(stop=stops))
+                assert flow.push(tokens, True) == (tokenizer().decode(tokens), None)
+
+
 def test_stops_are_compiled_once_for_all_branches_and_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
 
@@ -64,6 +77,20 @@ def test_stops_are_compiled_once_for_all_branches_and_prompts(monkeypatch: pytes
         results = llm.generate([[1], [2], [3]], params, use_tqdm=False)
     assert sum(len(result.outputs) for result in results) == 12
     assert made == [("upon a", "x" * 200)]
+
+
+def test_what_is_behind_a_stop_is_dropped_with_its_log_probabilities() -> None:
+    ids = tokenizer().encode("once upon a time")
+    read = len(tokenizer().encode("once upon"))
+    told = list[tuple[int, str]]()
+    params = TEXT.resolve(SamplingParams(stop=["upon"], logprobs=0))
+    transcript = Transcript(TEXT, [1], params, lambda branch, stop: told.append((branch, stop)))
+    tops = tuple(Top(id, -1.0, 1) for id in ids)
+    found = transcript.read(Output("r", 0, tuple(ids), "", tops, None, None, False, -float(len(ids))))
+    assert found is not None
+    assert (found.text, found.tokens, found.tops) == ("once ", tuple(ids[:read]), tops[:read])
+    assert found.cumulative_logprob == -read
+    assert told == [(0, "upon")]
 
 
 def test_resolving_twice_changes_nothing() -> None:

@@ -6,7 +6,6 @@ import gc
 import os
 import subprocess
 import sys
-import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from threading import Barrier, Thread
 
 import pytest
 import torch
+from waiting import wait_until
 
 import quire
 from quire.data.kernels.cpu.build import HERE, compiler
@@ -211,10 +211,11 @@ def test_neighbours_change_nothing(built: Path) -> None:
             neighbour.kill()
             neighbour.wait()
     assert counts.tolist() == [500] * 12
-    deadline = time.monotonic() + 60  # the last to be brought may be on its way
-    while moved := {task: place for task, place in places().items() if place != before.get(task, place)}:
-        assert time.monotonic() < deadline, (before, moved)
-        time.sleep(0.01)
+
+    def back() -> bool:  # the last to be brought may be on its way
+        return all(place == before.get(task, place) for task, place in places().items())
+
+    wait_until(back, lambda: f"threads may run where they might before: {before}, {places()}")
     library.close()
 
 
