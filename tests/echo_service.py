@@ -14,12 +14,12 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import httpx
-import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
+from waiting import wait_until
 
 from quire.async_llm import AsyncLLM
 from quire.config import EngineConfig
@@ -38,10 +38,10 @@ from quire.text.tokenizer import Tokenizer
 from quire.vocabulary.plan import Row, Sampled, StepResult
 from quire.vocabulary.specs import LayerSpec, ModelSpec
 
-APART = os.environ.get("QUIRE_TEST_ENGINE") == "process"  # the engine has a process of its own
+Placement = Literal["process", "thread"]  # of the engine
 VOCAB = 512
 MAX_LEN = 256
-BRAKED = 0.2  # seconds
+BRAKED = 0.2  # seconds a step
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% if shout %}!{% endif %}{% endif %}"
@@ -171,15 +171,16 @@ def built(
     return EchoBuilt(engine, spec, words, chat, Plan(), ("an echo",), {}, "echo", recipe)
 
 
-def linked(model: EchoBuilt | EngineConfig, stall_after: float = 60.0, apart: bool = APART) -> AsyncLLM:
-    """An AsyncLLM over `model`, an echo or a real one's config: on a thread, or `apart` over an engine of the same
-    recipe in a process of its own."""
+def linked(model: EchoBuilt | EngineConfig, stall_after: float = 60.0, placement: Placement = "process") -> AsyncLLM:
+    """Return an AsyncLLM over `model`, an echo or a real model's config. Its engine has a process of its own, as a
+    server's has by default, or a thread of this process. A model without a recipe can only have a thread."""
     if isinstance(model, EngineConfig):
-        return AsyncLLM(engine_process=apart, **dataclasses.asdict(model))
-    if not apart or model.recipe is None:
+        return AsyncLLM(engine_process=placement == "process", **dataclasses.asdict(model))
+    recipe = getattr(model, "recipe", None)
+    if placement == "thread" or recipe is None:
         return AsyncLLM.of(model, stall_after=stall_after)  # type: ignore[arg-type]
     program = Path(__file__).parent / "echo_engine.py"
-    link = ProcessLink(Child(1, ("-P", str(program), json.dumps(model.recipe))))
+    link = ProcessLink(Child(1, ("-P", str(program), json.dumps(recipe))))
     link.hello(Hello(EngineConfig(), (), stall_after, False, logging.WARNING))
     link.wait()
     return AsyncLLM.over(link, Prompts(model.tokenizer, model.chat, link.ready.limits, model.defaults, model.sight))
@@ -200,9 +201,8 @@ class Running(NamedTuple):
 
     @property
     def engine(self) -> Engine:
-        """The engine, for tests that look into it: they need one in this process."""
-        if self.llm.link.engine is None:
-            pytest.skip("the engine is in another process")
+        """The engine, for tests that look into it: their servers have the placement "thread"."""
+        assert self.llm.link.engine is not None, "the engine is in another process"
         found: Engine = self.llm.engine
         return found
 
@@ -212,29 +212,30 @@ class Running(NamedTuple):
         start = name + '{engine="0",model_name="echo"} '
         return next(float(line.split()[-1]) for line in text.splitlines() if line.startswith(start))
 
-    def idle(self, seconds: float = 30.0) -> bool:
-        """Waits until no request is left and every page is free or cached."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            busy = self.metric("quire_num_requests_running") + self.metric("quire_num_requests_waiting")
-            if not busy and self.metric("quire_kv_cache_usage_perc") == 0:
-                return True
-            time.sleep(0.02)
-        return False
+    def idle(self) -> bool:
+        """Wait until no request is left and every page is free or cached, and counts are exact; AssertionError if that
+        takes too long. The memory of an engine in this process is checked too."""
+        before = self.llm.account
+        asyncio.run(self.llm.prefixes())  # after any answer the engine reports its state before it rests
+
+        def so() -> bool:
+            account, busy = self.llm.account, self.llm.running or self.llm.queued
+            fresh, usage = account is not before, account.usage
+            return fresh and not busy and usage.free + usage.cached == usage.total
+
+        found = wait_until(so, lambda: f"no request is left and pages are free or cached: {self.llm.account}")
+        if self.llm.link.engine is not None:
+            self.engine.scheduler.memory.check()
+        return found
 
 
 def begun(running: Running, pool: ThreadPoolExecutor, ask: Callable[[], httpx.Response]) -> Future[httpx.Response]:
     """The answer of what `ask` requests, once the engine runs it: before, the requests that ran have to be seen to
     have ended, which the front hears a step after their last output."""
-    end = time.monotonic() + 60
-    while running.llm.running:
-        assert time.monotonic() < end, "something else runs"
-        time.sleep(0.002)
+    wait_until(lambda: not running.llm.running, "no other request runs")
     answer = pool.submit(ask)
-    while not running.llm.running:
-        assert not answer.done(), "it was over before it was seen"
-        assert time.monotonic() < end, "it did not run"
-        time.sleep(0.002)
+    wait_until(lambda: running.llm.running or answer.done(), "the request runs")
+    assert not answer.done(), "it was over before it was seen"
     return answer
 
 
@@ -246,16 +247,16 @@ def serving(
     root_path: str = "",
     serve: dict[str, Any] | None = None,
     bounds: dict[str, float] | None = None,
-    apart: bool = APART,
+    placement: Placement = "process",
     **options: Any,
 ) -> Iterator[Running]:
     """Serve `model` (an EchoBuilt or an EngineConfig) from a thread. `options` are create_app's, `serve` are fields of
-    ServeOptions, and `bounds` those of connections; `apart` as `linked` has it."""
+    ServeOptions, and `bounds` those of connections; `placement` is the engine's, as `linked` has it."""
     from quire.server.app import create_app
     from quire.server.run import ServeOptions, bind
     from quire.server.web import WebServer
 
-    llm = linked(model or built(), stall_after, apart)
+    llm = linked(model or built(), stall_after, placement)
     app = create_app(llm, ["echo", "parrot"], root_path=root_path, **options)
     listener = bind("127.0.0.1", 0)
     ready = threading.Event()
@@ -270,3 +271,22 @@ def serving(
         llm.close()
         thread.join()
         listener.close()
+
+
+class Servers:
+    """Running servers by their settings: each starts when it is first asked for. They are for tests that leave a server
+    as they find it; others use `serving`."""
+
+    def __init__(self, stack: contextlib.ExitStack) -> None:
+        self._stack, self._running = stack, dict[str, Running]()
+
+    def __call__(self, model: dict[str, Any] | None = None, **options: Any) -> Running:
+        """Return the server of an echo. `model` are the arguments of `built`, and as "echo" those of Echo; `options`
+        are the arguments of `serving`."""
+        options = {"placement": "process", **options}
+        key = json.dumps([model, options], sort_keys=True, default=repr)
+        if key not in self._running:
+            settings = dict(model or {})
+            echo = built(Echo(**settings.pop("echo", {})), **settings)
+            self._running[key] = self._stack.enter_context(serving(echo, **options))
+        return self._running[key]

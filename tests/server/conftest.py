@@ -1,25 +1,49 @@
-"""One echo server for the tests that don't break it, and a brake for those of others."""
+"""Servers that tests share, placements of their engines, and a brake for models."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
-import echo_service
 import pytest
-from echo_service import Running
+from echo_service import Placement, Running, Servers
 from openai import OpenAI
 
 
 @pytest.fixture(scope="session")
-def echo() -> Iterator[Running]:
-    with echo_service.serving(server_info=True, tokenizer_info=True) as running:
-        yield running
+def servers() -> Iterator[Servers]:
+    with ExitStack() as stack:
+        yield Servers(stack)
+
+
+@pytest.fixture(params=["process", "thread"])
+def placement(request: pytest.FixtureRequest) -> Placement:
+    """Where the engine is. For tests of what is between a server and its engine; others need one placement only."""
+    found: Placement = request.param
+    return found
+
+
+@pytest.fixture(scope="session")
+def echo(servers: Servers) -> Running:
+    return servers(server_info=True, tokenizer_info=True)
 
 
 @pytest.fixture(scope="session")
 def client(echo: Running) -> Iterator[OpenAI]:
     with OpenAI(base_url=f"{echo.url}/v1", api_key="unused", max_retries=0, timeout=20) as found:
+        yield found
+
+
+@pytest.fixture
+def placed(servers: Servers, placement: Placement) -> Running:
+    """The server of `echo`, with its engine in either place."""
+    return servers(server_info=True, tokenizer_info=True, placement=placement)
+
+
+@pytest.fixture
+def placed_client(placed: Running) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{placed.url}/v1", api_key="unused", max_retries=0, timeout=20) as found:
         yield found
 
 

@@ -14,7 +14,8 @@ from typing import Any
 import echo_service
 import httpx
 import pytest
-from echo_service import MAX_LEN, Running
+from echo_service import MAX_LEN, Running, Servers
+from waiting import wait_until
 
 import quire.server.size as size_limits
 from quire.control.outcomes import Output
@@ -66,19 +67,20 @@ def held(answer: dict[str, Any]) -> Size:
     ],
 )
 def test_a_product_is_refused_before_anything_is_queued(
-    http: httpx.Client, echo: Running, tight: None, path: str, body: dict[str, Any], stream: bool
+    servers: Servers, tight: None, path: str, body: dict[str, Any], stream: bool
 ) -> None:
-    before = echo.engine.stats.steps
+    running = servers(placement="thread")
+    before = running.engine.stats.steps
     given = {**body, "stream": stream and "best_of" not in body}
     if path == "chat/completions":
         given["messages"] = [{"role": "user", "content": "once upon a time"}]
-    answer = http.post(f"/v1/{path}", json=given)
+    answer = httpx.post(f"{running.url}/v1/{path}", json=given)
     error = answer.json()["error"]
     assert answer.status_code == 400
     assert error["param"] == "logprobs"
     assert "log-probabilities (" in error["message"]
     assert "the limit is 1000" in error["message"]
-    assert echo.engine.stats.steps == before
+    assert running.engine.stats.steps == before
 
 
 @pytest.mark.parametrize(
@@ -154,6 +156,8 @@ def test_answers_under_way_are_bounded_together(
         assert answer.headers["retry-after"]
         assert http.post("/v1/completions", json={**body, "logprobs": 1}).status_code == 200  # nothing stays counted
     assert http.post("/v1/completions", json={**body, "logprobs": 1, "max_tokens": 0}).status_code == 400
+    unknown = {**body, "prompt": [echo_service.VOCAB], "logprobs": 1}
+    assert http.post("/v1/completions", json=unknown).status_code == 400  # the engine refuses it after it was counted
     assert http.post("/v1/completions", json={**body, "logprobs": 4}).status_code == 200
 
 
@@ -313,7 +317,5 @@ def test_a_written_answer_counts_until_it_is_sent(monkeypatch: pytest.MonkeyPatc
             assert "wait for their clients" in second.read().decode()
         assert httpx.post(url, json={"prompt": [5], "max_tokens": 1}).status_code == 200
         first.close()
-        end = time.monotonic() + 30
-        while (answer := httpx.post(url, json=body)).status_code == 503 and time.monotonic() < end:
-            time.sleep(0.05)
-        assert answer.status_code == 200
+        wait_until(lambda: httpx.post(url, json=body).status_code != 503, "there is room for the answer")
+        assert httpx.post(url, json=body).status_code == 200

@@ -10,8 +10,10 @@ from itertools import pairwise
 from typing import Any
 
 import echo_service
+import psutil
 import pytest
-from echo_service import VOCAB, Echo
+from echo_service import VOCAB, Echo, Placement
+from waiting import wait_until_async
 
 from quire.async_llm import AsyncLLM
 from quire.errors import EngineDead, InputError, Overloaded, PromptTooLong
@@ -29,13 +31,14 @@ LONG = SamplingParams(max_tokens=100, seed=1, ignore_eos=True)
 PROMPTS: list[Any] = ["once upon a time", [1, 2, 3], {"prompt": "a quire"}, {"prompt_token_ids": [4, 5]}]
 
 
-def run(work: object, settings: dict[str, Any] | None = None, here: bool = False, **options: object) -> AsyncLLM:
-    """Run a coroutine function with an AsyncLLM, then close that. Tests that look into the engine need it here."""
+def run(
+    work: object, settings: dict[str, Any] | None = None, placement: Placement = "process", **options: object
+) -> AsyncLLM:
+    """Run a coroutine function with an AsyncLLM, then close that."""
     assert callable(work)
-    if echo_service.APART and here:
-        pytest.skip("the engine is in another process")
     before = set(threading.enumerate())
-    llm = echo_service.linked(echo_service.built(Echo(**options), **(settings or {})))  # type: ignore[arg-type]
+    model = echo_service.built(Echo(**options), **(settings or {}))  # type: ignore[arg-type]
+    llm = echo_service.linked(model, placement=placement)
     try:
         asyncio.run(work(llm))
     finally:
@@ -44,33 +47,31 @@ def run(work: object, settings: dict[str, Any] | None = None, here: bool = False
     return llm
 
 
-def test_tokens_and_done() -> None:
+def test_tokens_and_done(placement: Placement) -> None:
     async def work(llm: AsyncLLM) -> None:
         outputs = [output async for output in await llm.submit([1, 2, 3], LONG)]
         tokens = [token for output in outputs for token in output.tokens]
         assert tokens == expected([1, 2, 3], LONG, 1, vocab_size=VOCAB)
         assert [output.done for output in outputs] == [False] * (len(outputs) - 1) + [True]
 
-    run(work)
+    run(work, placement=placement)
 
 
-def test_a_reader_that_sleeps_finds_one_output() -> None:
+def test_a_reader_that_sleeps_finds_one_output(placement: Placement) -> None:
     async def work(llm: AsyncLLM) -> None:
         stream = await llm.submit([1, 2, 3], LONG)
-        while llm.active:
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0.01)
+        await wait_until_async(lambda: not llm.active, "no request is left")
         outputs = [output async for output in stream]
         assert len(outputs) == 1
         assert outputs[0].done
         assert list(outputs[0].tokens) == expected([1, 2, 3], LONG, 1, vocab_size=VOCAB)
         assert outputs[0].text
 
-    run(work)
+    run(work, placement=placement)
 
 
 @pytest.mark.parametrize("asked", [{"logprobs": 1}, {"logprob_token_ids": [9, 4, 70]}], ids=str)
-def test_results_are_those_of_the_offline_twin(asked: dict[str, Any]) -> None:
+def test_results_are_those_of_the_offline_twin(placement: Placement, asked: dict[str, Any]) -> None:
     params = SamplingParams(n=2, max_tokens=12, seed=3, prompt_logprobs=1, ignore_eos=True, **asked)
     talk = [{"role": "user", "content": "a quire of pages"}]
     with LLM.of(echo_service.built()) as offline:  # type: ignore[arg-type]
@@ -93,7 +94,7 @@ def test_results_are_those_of_the_offline_twin(asked: dict[str, Any]) -> None:
             partial.extend(r for r in results if len(r.outputs[0].token_ids) < 12)
 
     partial: list[RequestOutput] = []
-    run(work, pause=0.005)
+    run(work, placement=placement, pause=0.005)
     assert partial
 
 
@@ -117,7 +118,7 @@ def test_many_are_taken_in_one_step_or_none() -> None:
         assert llm.active == 1 + len(blocking)
         assert llm.rejected == 1
 
-    run(work, {"max_num_queued_reqs": 40}, here=True, pause=0.03)
+    run(work, {"max_num_queued_reqs": 40}, placement="thread", pause=0.03)
 
 
 def test_words_are_resolved_off_the_engines_thread(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +137,7 @@ def test_words_are_resolved_off_the_engines_thread(monkeypatch: pytest.MonkeyPat
             assert [output.done async for output in stream] == [True]
 
     with pytest.raises(InputError, match="1024 tokens in all"):
-        run(work)
+        run(work, placement="thread")
     assert threads
     assert "quire-engine" not in threads
 
@@ -151,7 +152,7 @@ def test_a_salt_that_is_no_text_is_refused() -> None:
     run(work)
 
 
-def test_refusals_come_from_submit() -> None:
+def test_refusals_come_from_submit(placement: Placement) -> None:
     async def work(llm: AsyncLLM) -> None:
         for id in ("", "x" * 1025):
             with pytest.raises(InputError, match=f"a request id has 1 to 1024 characters, got {len(id)}"):
@@ -161,45 +162,42 @@ def test_refusals_come_from_submit() -> None:
                 await llm.submit(prompt, LONG)
         assert llm.active == 0
 
-    run(work)
+    run(work, placement=placement)
 
 
-def test_leaving_the_iterator_aborts() -> None:
+def test_leaving_the_iterator_aborts(placement: Placement) -> None:
     async def work(llm: AsyncLLM) -> None:
         outputs = llm.generate([1, 2, 3], LONG)
         await anext(outputs)
         await outputs.aclose()  # type: ignore[attr-defined]
-        while llm.active:
-            await asyncio.sleep(0.005)
+        await wait_until_async(lambda: not llm.active, "no request is left")
         assert llm.aborted == 1
 
-    run(work, pause=0.05)
+    run(work, placement=placement, pause=0.05)
 
 
-def test_drain_waits_then_aborts() -> None:
+def test_drain_waits_then_aborts(placement: Placement) -> None:
     async def work(llm: AsyncLLM) -> None:
         quick = asyncio.ensure_future(_collect(llm, SamplingParams(max_tokens=5, ignore_eos=True)))
-        while not llm.active:
-            await asyncio.sleep(0.005)
+        await wait_until_async(lambda: llm.active, "the quick request runs")
         assert await llm.drain(60)
         assert (await quick)[-1].outputs[0].finish_reason == "length"
         with pytest.raises(Overloaded, match="shutting down"):
             await llm.submit([1], LONG)
         llm.accepting = True
         slow = asyncio.ensure_future(_collect(llm, LONG))
-        while not llm.active:
-            await asyncio.sleep(0.005)
+        await wait_until_async(lambda: llm.active, "the slow request runs")
         assert not await llm.drain(0.05)
         assert (await slow)[-1].outputs[0].finish_reason == "abort"
 
-    run(work, pause=0.01)
+    run(work, placement=placement, pause=0.01)
 
 
 async def _collect(llm: AsyncLLM, params: SamplingParams) -> list[RequestOutput]:
     return [output async for output in llm.generate([1, 2], params)]
 
 
-def test_close_fails_what_is_in_flight_and_what_comes_later() -> None:
+def test_close_fails_what_is_in_flight_and_what_comes_later(placement: Placement) -> None:
     async def work(llm: AsyncLLM) -> None:
         stream = await llm.submit([1], LONG)
         llm.close()
@@ -211,7 +209,7 @@ def test_close_fails_what_is_in_flight_and_what_comes_later() -> None:
             await llm.submit([1], LONG)
         assert not llm.heartbeat().alive
 
-    run(work, pause=0.01)
+    run(work, placement=placement, pause=0.01)
 
 
 def test_close_ends_the_chat_templates_process() -> None:
@@ -231,19 +229,23 @@ async def _collect_none(llm: AsyncLLM) -> None:
     assert llm.prompts.chat_template is None
 
 
-def test_an_idle_engine_uses_no_time() -> None:
+def test_an_idle_engine_uses_no_time(placement: Placement) -> None:
+    def used(llm: AsyncLLM) -> float:
+        """Seconds of processor time, of this process and of the engine's."""
+        times = psutil.Process(llm.link.child.process.pid).cpu_times() if placement == "process" else None
+        return time.process_time() + (times.user + times.system if times else 0)
+
     async def work(llm: AsyncLLM) -> None:
-        await asyncio.sleep(0.1)
         spent = []
         for _ in range(3):  # others' threads may have something to do
-            before = time.process_time()
-            await asyncio.sleep(0.3)
-            spent.append(time.process_time() - before)
+            before = used(llm)
+            await asyncio.sleep(0.3)  # the span that is measured
+            spent.append(used(llm) - before)
         assert min(spent) < 0.06
         assert llm.heartbeat().alive
         assert not llm.heartbeat().stalled
 
-    run(work)
+    run(work, placement=placement)
 
 
 class Broken:
@@ -280,7 +282,7 @@ def test_a_broken_method_ends_its_own_request() -> None:
         assert tokens == expected([1, 2, 3], LONG, 1, vocab_size=VOCAB)
         assert llm.error is None
 
-    run(work, here=True)
+    run(work, placement="thread")
 
 
 def test_refusals_of_all_threads_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:

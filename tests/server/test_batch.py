@@ -33,7 +33,7 @@ def go(tmp_path: Path, lines: list[str], runner: Any = None, settings: Any = Non
     (tmp_path / "in.jsonl").write_text("\n".join(lines))
 
     def make() -> Any:
-        llm = echo_service.linked(echo_service.built(runner, **settings or {}), apart=False)
+        llm = echo_service.linked(echo_service.built(runner, **settings or {}), placement="thread")
         return llm, create_app(llm, ["echo"])
 
     return run_batch(make, tmp_path / "in.jsonl", tmp_path / "out.jsonl", **{"in_flight": 8, **options})
@@ -81,6 +81,8 @@ def test_the_bundled_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         ('{"custom_id": "a", "method": "POST", "url": ["/v1/completions"], "body": {}}', "url must be one of"),
         ('{"custom_id": "a", "more": 1}', "no field 'more'"),
         (line("a", prompt="x" * 2000), "more than 1000 bytes"),
+        # 1002 bytes are read at a time: the line ends with a read, or one byte after it.
+        *(pytest.param("x" * n, "more than 1000 bytes", id=f"{n} bytes") for n in (1000, 1001, 2002, 2003)),
     ],
 )
 def test_bad_lines(text: str, why: str) -> None:

@@ -4,29 +4,34 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import echo_service
 import httpx
 import pytest
-from echo_service import VOCAB, Running
+from echo_service import VOCAB, Placement, Running, Servers
 
 from quire.config import EngineConfig
 from quire.server.schemas import Emptied, ServerInfo, TokenizerInfo
 from quire.sim.echo import expected
 from quire.vocabulary.params import SamplingParams
 
+pytestmark = pytest.mark.xdist_group(name="care")
+
 KEY, ADMIN = "sk-quire-test-key", "sk-quire-admin-key"
 HEADERS = {"Authorization": f"Bearer {ADMIN}"}
 PROMPT = list(range(100, 140))
 
 
-@pytest.fixture(scope="module")
-def shop() -> Iterator[Running]:
-    config = EngineConfig(model="tiny", page_size=4)
-    model = echo_service.built(echo_service.Echo(pause=0.002), prefix_tokens=40)
-    keys = {"keys": [KEY], "admin_keys": [ADMIN]}
-    with echo_service.serving(model, **keys, config=config, server_info=True, tokenizer_info=True) as running:
-        yield running
+SETTINGS: dict[str, Any] = {
+    "model": {"echo": {"pause": 0.002}, "prefix_tokens": 40}, "config": EngineConfig(model="tiny", page_size=4),
+    "keys": [KEY], "admin_keys": [ADMIN], "server_info": True, "tokenizer_info": True,
+}  # fmt: skip
+
+
+@pytest.fixture
+def shop(servers: Servers) -> Running:
+    return servers(**SETTINGS)
 
 
 @pytest.fixture
@@ -40,7 +45,15 @@ def cached(http: httpx.Client, prompt: list[int]) -> int:
     return int(http.post("/v1/completions", json=body).json()["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
-def test_a_reset_forgets_what_nobody_uses(http: httpx.Client) -> None:
+@pytest.fixture
+def placed_http(servers: Servers, placement: Placement) -> Iterator[httpx.Client]:
+    running = servers(**SETTINGS, placement=placement)
+    with httpx.Client(base_url=running.url, timeout=20, headers=HEADERS) as client:
+        yield client
+
+
+def test_a_reset_forgets_what_nobody_uses(placed_http: httpx.Client) -> None:
+    http = placed_http
     http.post("/reset_prefix_cache")
     assert [cached(http, PROMPT), cached(http, PROMPT)] == [0, 36]
     answer = http.post("/reset_prefix_cache")
@@ -49,16 +62,16 @@ def test_a_reset_forgets_what_nobody_uses(http: httpx.Client) -> None:
     assert [cached(http, PROMPT), cached(http, PROMPT)] == [0, 36]
 
 
-def test_a_reset_disturbs_nobody_who_runs(shop: Running, http: httpx.Client) -> None:
+def test_a_reset_disturbs_nobody_who_runs(placed_http: httpx.Client) -> None:
     body = {"prompt": PROMPT, "max_tokens": 60, "seed": 1, "ignore_eos": True, "stream": True, "logprobs": 0}
-    pieces, resets = [], []
+    http, pieces, resets = placed_http, [], []
     with http.stream("POST", "/v1/completions", json=body) as answer:
         for line in answer.iter_lines():
             if line.startswith("data: {"):
                 choices = json.loads(line.removeprefix("data: "))["choices"]
                 pieces += choices[0]["logprobs"]["tokens"]
                 if not resets:
-                    resets.append(httpx.post(f"{shop.url}/reset_prefix_cache", headers=HEADERS).status_code)
+                    resets.append(http.post("/reset_prefix_cache").status_code)
                     resets.append(cached(http, PROMPT))
     assert resets == [200, 0], "what ran before the reset was found"
     tokens = expected(PROMPT, SamplingParams(max_tokens=60, ignore_eos=True), 1, vocab_size=VOCAB)
@@ -90,8 +103,8 @@ def test_what_is_asked_beside_is_refused(http: httpx.Client) -> None:
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "reset_running_requests")
 
 
-def test_without_flags_there_is_nothing_told() -> None:
-    with echo_service.serving(admin_keys=[ADMIN]) as running:
-        for path in ("/server_info", "/tokenizer_info"):
-            assert httpx.get(running.url + path, headers=HEADERS).status_code == 404
-        assert httpx.post(f"{running.url}/reset_prefix_cache").status_code == 403
+def test_without_flags_there_is_nothing_told(servers: Servers) -> None:
+    running = servers(admin_keys=[ADMIN])
+    for path in ("/server_info", "/tokenizer_info"):
+        assert httpx.get(running.url + path, headers=HEADERS).status_code == 404
+    assert httpx.post(f"{running.url}/reset_prefix_cache").status_code == 403

@@ -12,7 +12,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -20,14 +19,15 @@ import echo_service
 import h11
 import httpx
 import pytest
-from echo_service import Running
+from echo_service import Running, Servers
 from fastapi import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from waiting import wait_until
 
 from quire.server.connections import BoundedParser
 from quire.server.errors import Failure
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.xdist_group(name="connection_bounds")
 
 GET = b"GET /health HTTP/1.1\r\nHost: x\r\n"
 KEY = "sk-quire-test-key"
@@ -63,22 +63,18 @@ def refusal(client: socket.socket, code: int, words: str) -> dict[str, str]:
     return headers
 
 
-def told(caplog: pytest.LogCaptureFixture, words: str, seconds: float = 30.0) -> list[str]:
+def told(caplog: pytest.LogCaptureFixture, words: str) -> list[str]:
     """The lines of the log with `words`, once there are some."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if lines := [record.getMessage() for record in caplog.records if words in record.getMessage()]:
-            return lines
-        time.sleep(0.02)
-    raise AssertionError([record.getMessage() for record in caplog.records])
+
+    def lines() -> list[str]:
+        return [message for message in map(logging.LogRecord.getMessage, caplog.records) if words in message]
+
+    return wait_until(lines, lambda: f"the log has {words!r}: {caplog.text}")
 
 
-def recovers(running: Running) -> bool:
-    """Within some seconds there is room for a connection."""
-    end = time.monotonic() + 30
-    while not (so := httpx.get(f"{running.url}/health").status_code == 200) and time.monotonic() < end:
-        time.sleep(0.02)
-    return so
+def recovers(running: Running) -> None:
+    """Wait until there is room for a connection."""
+    wait_until(lambda: httpx.get(f"{running.url}/health").status_code == 200, "there is room for a connection")
 
 
 def test_those_beyond_the_cap_get_a_503_at_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -101,7 +97,7 @@ def test_those_beyond_the_cap_get_a_503_at_once(caplog: pytest.LogCaptureFixture
         assert sorted(times)[20] < 1
         assert len(told(caplog, "connections beyond the limit")) <= 3 + time.monotonic() - start  # one a second
         idle.pop().close()
-        assert recovers(running)
+        recovers(running)
 
 
 @pytest.mark.parametrize(
@@ -109,8 +105,8 @@ def test_those_beyond_the_cap_get_a_503_at_once(caplog: pytest.LogCaptureFixture
     [b"", b"G", GET, GET + b"X: y\r\n" * 5, GET + b"\r\n" + GET],
     ids=["nothing", "a byte", "a line", "headers", "a second request"],
 )
-def test_headers_that_never_end(sent: bytes) -> None:
-    with echo_service.serving(bounds={"head": 0.5, "sweep": 0.1}) as running, connect(running) as client:
+def test_headers_that_never_end(servers: Servers, sent: bytes) -> None:
+    with connect(servers(bounds={"head": 0.5, "sweep": 0.1})) as client:
         began = time.monotonic()
         if sent.startswith(GET + b"\r\n"):
             client.sendall(GET + b"\r\n")
@@ -119,24 +115,21 @@ def test_headers_that_never_end(sent: bytes) -> None:
         client.sendall(sent)
         with contextlib.suppress(OSError):
             for _ in range(20):  # a byte now and then buys no time
-                time.sleep(0.04)
+                time.sleep(0.04)  # 0.8 s in all, more than the limit
                 client.sendall(b"a" if sent else b"")
         refusal(client, 408, "did not arrive within 0.5 s")
         assert time.monotonic() - began < 15
 
 
-def test_a_body_that_never_ends_after_its_answer() -> None:
+def test_a_body_that_never_ends_after_its_answer(servers: Servers) -> None:
     """Without a key the answer comes before the body; the connection isn't the client's to keep."""
-    with (
-        echo_service.serving(keys=[KEY], bounds={"head": 0.5, "sweep": 0.1}) as running,
-        connect(running) as client,
-    ):
+    with connect(servers(keys=[KEY], bounds={"head": 0.5, "sweep": 0.1})) as client:
         client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999\r\n\r\n{")
         assert b" 401 " in client.recv(10_000)
         began = time.monotonic()
         with pytest.raises(OSError):  # noqa: PT012
             while time.monotonic() - began < 30:
-                time.sleep(0.05)
+                time.sleep(0.05)  # the pace of a slow client
                 client.sendall(b" ")
 
 
@@ -146,7 +139,7 @@ def test_an_idle_connection_stays_for_its_time() -> None:
         for pause in (1.8, 0.0):
             client.sendall(GET + b"\r\n")
             assert b" 200 OK" in client.recv(1000)
-            time.sleep(pause)
+            time.sleep(pause)  # longer than the limit of headers
 
 
 @pytest.mark.parametrize(
@@ -175,10 +168,9 @@ def test_malformed_requests(running_class: Running, sent: bytes, code: int, word
         refusal(client, code, words)
 
 
-@pytest.fixture(scope="module")
-def running_class() -> Iterator[Running]:
-    with echo_service.serving(keys=[KEY], bounds={"sweep": 0.1, "linger": 0.3}) as running:
-        yield running
+@pytest.fixture
+def running_class(servers: Servers) -> Running:
+    return servers(keys=[KEY], bounds={"sweep": 0.1, "linger": 0.3})
 
 
 @pytest.mark.parametrize("split", [0, 2, 1])
@@ -186,7 +178,7 @@ def test_100_headers_are_fine(running_class: Running, split: int) -> None:
     with connect(running_class) as client:
         head = GET + b"X: y\r\n" * 99 + b"\r\n"
         client.sendall(head[: len(head) - split])
-        time.sleep(0.05 * bool(split))
+        time.sleep(0.05 * bool(split))  # so that the server reads what came apart from the rest
         client.sendall(head[len(head) - split :])
         assert b" 200 OK" in client.recv(1000)
 
@@ -329,7 +321,7 @@ def test_a_response_that_nobody_reads(caplog: pytest.LogCaptureFixture) -> None:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 100_000)
             client.sendall(b"GET /large HTTP/1.1\r\nHost: x\r\n\r\n")
             for _ in range(15):
-                time.sleep(0.1)
+                time.sleep(0.1)  # the pace of a slow client
                 assert client.recv(1_000_000)
 
 
@@ -361,7 +353,7 @@ def test_a_hundred_idle_connections_with_64_descriptors() -> None:
             for _ in range(20):
                 assert known.post("/v1/completions", json=body).status_code == 200
                 assert httpx.get(f"{running.url}/health").status_code == 503
-        assert recovers(running)
+        recovers(running)
         child.send_signal(signal.SIGTERM)
         _, error = child.communicate(timeout=60)
     finally:

@@ -5,28 +5,29 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import echo_service
 import httpx
 import pytest
-from echo_service import Echo, Running
+from echo_service import Echo, Running, Servers
+from waiting import wait_until
 
 import quire
 from quire.server import console as consoles
 from quire.server.console import EVERY, FILES, MOST_WATCHERS, OPEN, SHARE
+
+pytestmark = pytest.mark.xdist_group(name="console")
 
 KEY, ADMIN = ({"Authorization": f"Bearer sk-quire-{name}"} for name in ("test-key", "admin-key"))
 FOLDER = Path(quire.__file__).parent / "assets" / "console"
 Scene = dict[str, Any]
 
 
-@pytest.fixture(scope="module")
-def running() -> Iterator[Running]:
-    with echo_service.serving(keys=["sk-quire-test-key"], admin_keys=["sk-quire-admin-key"]) as found:
-        yield found
+@pytest.fixture
+def running(servers: Servers) -> Running:
+    return servers(keys=["sk-quire-test-key"], admin_keys=["sk-quire-admin-key"])
 
 
 def scenes(url: str, count: int, key: dict[str, str] = KEY) -> list[Scene]:
@@ -133,10 +134,7 @@ def test_looks_take_a_small_share_of_the_time(running: Running, monkeypatch: pyt
 
 def test_watchers_are_bounded_and_nobody_looks_for_nobody(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     console = next(route.endpoint for route in running.app.routes if route.path == "/console/events").__self__
-    deadline = time.monotonic() + 60
-    while console.watchers and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert console.watchers == 0
+    wait_until(lambda: not console.watchers, "nobody watches")
     monkeypatch.setattr(consoles, "MOST_WATCHERS", 1)
     with httpx.stream("GET", f"{running.url}/console/events", headers=KEY, timeout=60) as answer:
         lines = answer.iter_lines()
@@ -144,10 +142,9 @@ def test_watchers_are_bounded_and_nobody_looks_for_nobody(running: Running, monk
         refused = httpx.get(f"{running.url}/console/events", headers=KEY)
         assert refused.status_code == 503
         assert "1 watch already" in refused.json()["error"]["message"]
-    while not console._looking.done() and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_until(lambda: console._looking.done(), "the last look has ended")
     number, steps = console.number, json.loads(console.latest)["steps"]
-    time.sleep(3 * EVERY)
+    time.sleep(3 * EVERY)  # in which further looks would come
     assert console.number == number
     body = {"prompt": [1, 2, 3], "max_tokens": 2}
     assert httpx.post(f"{running.url}/v1/completions", json=body, headers=KEY).status_code == 200

@@ -1,4 +1,4 @@
-"""The console in a real Chromium, in `make soak` alone, which installs Playwright, axe and Debian's `chromium`. Without
+"""The console in a real Chromium, in `make test-full`, which installs Playwright, axe and Debian's `chromium`. Without
 them these tests fail: `make .venv/.browser`.
 
 QUIRE_CONSOLE_PICTURES=DIR keeps pictures of it, and QUIRE_CONSOLE_FRAMES=FILE the frames a second beside a crowd.
@@ -28,7 +28,11 @@ import quire
 from quire.bench.machine import machine
 
 CHROMIUM = shutil.which("chromium")
-pytestmark = [pytest.mark.soak, pytest.mark.timeout(600), pytest.mark.filterwarnings("default")]
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.filterwarnings("default"),
+    pytest.mark.xdist_group(name="console_browser"),
+]
 FRAMES_FILE = os.environ.get("QUIRE_CONSOLE_FRAMES")
 MOMENTS, CROWD, FRAMES, SECONDS = 20, 200, 30, 4
 FLAGS = (
@@ -467,7 +471,7 @@ def test_a_crowd_leaves_frames_enough(chromium: Any, page: Any, url: str) -> Non
     say(page, "Tell me a story about a fox.")
     page.wait_for_selector("#send:not([disabled])")
     threads = crowd(url, CROWD, 120)
-    time.sleep(1)
+    time.sleep(1)  # all of the crowd is under way when frames are counted
     frames = page.evaluate(
         """seconds => new Promise((resolve) => {
             const times = [performance.now()];
@@ -486,14 +490,14 @@ def test_a_crowd_leaves_frames_enough(chromium: Any, page: Any, url: str) -> Non
     )
     picture(page, "console.png")
     page.emulate_media(color_scheme="dark")
-    time.sleep(0.5)
+    time.sleep(0.5)  # colours change over time
     picture(page, "console_dark.png")
     for thread in threads:
         thread.join()
     print(frames)
     told = {
         "what": f"frames of the console in {SECONDS} s while {CROWD} requests of 120 tokens run on the same cores",
-        "command": "QUIRE_CONSOLE_FRAMES=FILE python -m pytest -m soak tests/server/test_console_browser.py -k crowd",
+        "command": "QUIRE_CONSOLE_FRAMES=FILE python -m pytest -m full tests/server/test_console_browser.py -k crowd",
         "browser": chromium.version, "load_average": os.getloadavg()[0], "machine": machine(), "frames": frames,
     }  # fmt: skip
     if FRAMES_FILE:

@@ -10,9 +10,11 @@ import echo_service
 import httpx
 import pytest
 from asking import TALK, ids_of, refusal, tokens_of
-from echo_service import MAX_LEN, Running, tokenizer
+from echo_service import MAX_LEN, Running, Servers, tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from quire.text.chat import ChatTemplate
+from quire.text.tokenizer import Tokenizer
 
 
 @pytest.fixture
@@ -86,11 +88,11 @@ def test_documents_are_for_templates_that_read_them(http: httpx.Client) -> None:
         assert refusal(http, path, {"messages": TALK, "documents": [{"text": "b"}]})["param"] == "documents"
 
 
-def test_effort_is_for_templates_that_read_it() -> None:
+def test_effort_is_for_templates_that_read_it(servers: Servers) -> None:
     """Clients send it to any model, so it is named, and refused only by a strict server."""
     body = {"messages": TALK, "reasoning_effort": "high"}
     for strict in (False, True):
-        with echo_service.serving(strict=strict) as running, httpx.Client(base_url=running.url) as http:
+        with httpx.Client(base_url=servers(strict=strict).url) as http:
             for path in ("/tokenize", "/v1/chat/completions"):
                 if strict:
                     assert refusal(http, path, body)["param"] == "reasoning_effort"
@@ -103,6 +105,18 @@ def test_effort_is_for_templates_that_read_it() -> None:
         assert "warning" not in http.post("/v1/chat/completions", json=body).headers
 
 
-def test_special_tokens_of_a_chat_are_the_templates(http: httpx.Client) -> None:
-    """Unless they are asked for; this tokenizer adds none."""
-    assert ids_of(http, messages=TALK, add_special_tokens=True) == ids_of(http, messages=TALK)
+def test_special_tokens_of_a_chat_are_the_templates() -> None:
+    """The tokenizer's are added on request only."""
+    backend = tokenizer()._backend
+    adding = type(backend).from_str(backend.to_str())
+    bos = ("<|im_start|>", backend.token_to_id("<|im_start|>"))
+    adding.post_processor = TemplateProcessing(single=f"{bos[0]} $A", special_tokens=[bos])
+    model = echo_service.built()._replace(tokenizer=Tokenizer(adding, {"eos_token": "<|end|>"}))
+    with echo_service.serving(model) as running, httpx.Client(base_url=running.url) as http:
+        plain = ids_of(http, messages=TALK)
+        for asked, wanted in ((None, plain), (False, plain), (True, [bos[1], *plain])):
+            body = {"messages": TALK, "add_special_tokens": asked}
+            assert ids_of(http, **body) == wanted
+            answer = http.post("/v1/chat/completions", json={**body, "max_tokens": 1, "return_token_ids": True})
+            assert answer.json()["prompt_token_ids"] == wanted
+    assert plain == tokenizer().encode("<|im_start|>user\nonce upon a time<|im_end|>\n<|im_start|>assistant\n")

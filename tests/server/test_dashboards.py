@@ -8,10 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import echo_service
 import httpx
 import pytest
+from echo_service import Servers
 from prometheus_client.parser import text_string_to_metric_families
+
+pytestmark = pytest.mark.xdist_group(name="dashboards")
 
 BOARD = Path(__file__).parents[2] / "examples" / "grafana" / "quire.json"
 OF_PROMETHEUS = {"instance", "job"}  # labels that it adds to what it scrapes
@@ -37,12 +39,12 @@ BESIDE = "request_num_preemptions_sum request_params_n_count request_params_max_
 Series = dict[str, list[dict[str, str]]]
 
 
-def scrape(prefix: str) -> Series:
+def scrape(servers: Servers, prefix: str) -> Series:
     """The labels of every sample by its name, after a request."""
-    with echo_service.serving(metrics_prefix=prefix) as running:
-        body = {"prompt": "once upon", "max_tokens": 3, "n": 2}
-        assert httpx.post(f"{running.url}/v1/completions", json=body).status_code == 200
-        text = httpx.get(f"{running.url}/metrics").text
+    url = servers(metrics_prefix=prefix).url
+    body = {"prompt": "once upon", "max_tokens": 3, "n": 2}
+    assert httpx.post(f"{url}/v1/completions", json=body).status_code == 200
+    text = httpx.get(f"{url}/metrics").text
     found: Series = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -51,8 +53,8 @@ def scrape(prefix: str) -> Series:
 
 
 @pytest.fixture(scope="module")
-def series() -> Series:
-    return scrape("quire")
+def series(servers: Servers) -> Series:
+    return scrape(servers, "quire")
 
 
 def board() -> Any:
@@ -124,8 +126,8 @@ def test_the_dashboard_is_one_that_grafana_takes() -> None:
     assert len(cells) == len(set(cells)), "panels overlap"
 
 
-def test_vllm_has_its_own_names() -> None:
-    found = scrape("vllm")
+def test_vllm_has_its_own_names(servers: Servers) -> None:
+    found = scrape(servers, "vllm")
     missing = {name for name in f"{OF_VLLM} {BESIDE}".split() if f"vllm:{name}" not in found}
     assert not missing
     bare = {name for name in found if not name.startswith("vllm:")}

@@ -10,8 +10,6 @@ import pytest
 from quire.errors import StartupError
 from quire.server.descriptors import RESERVE, capacity
 
-pytestmark = pytest.mark.once
-
 
 def test_capacity() -> None:
     taken = len(os.listdir("/dev/fd"))

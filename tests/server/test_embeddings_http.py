@@ -23,6 +23,8 @@ from quire.server.batch import run_batch
 from quire.server.protocol import MAX_INPUTS
 from quire.server.size import embedded
 
+pytestmark = pytest.mark.xdist_group(name="embeddings_http")
+
 TEXTS = ["Once upon a time", "The sky is blue.", "A cat sat on the mat."]
 CPU = {"device": "cpu", "dtype": "float32", "kv_gib": 0.02}
 HIDDEN = 256
@@ -160,6 +162,20 @@ def test_how_much_an_answer_may_hold() -> None:
     assert caught.value.param == "input"
 
 
+def test_salts_reach_the_engine(http: httpx.Client, running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    salts, submit_all = list[str](), running.llm.submit_all
+
+    def noted(*given: Any, salt: str, **more: Any) -> Any:
+        salts.append(salt)
+        return submit_all(*given, salt=salt, **more)
+
+    monkeypatch.setattr(running.llm, "submit_all", noted)
+    post(http, "/v1/embeddings", input="a", cache_salt="mine")
+    post(http, "/score", text_1="a", text_2="b", cache_salt="mine")
+    post(http, "/rerank", query="a", documents=["b"], cache_salt="mine")
+    assert salts == ["mine"] * 3
+
+
 def test_no_embeddings_here(echo: Running) -> None:
     answer = httpx.post(f"{echo.url}/v1/embeddings", json={"input": "a"})
     assert answer.status_code == 400
@@ -178,7 +194,7 @@ def test_in_a_batch(tmp_path: Path, http: httpx.Client) -> None:
     (tmp_path / "in").write_text("\n".join(map(json.dumps, lines)))
 
     def make() -> Any:
-        llm = echo_service.linked(EngineConfig(**CPU), apart=False)
+        llm = echo_service.linked(EngineConfig(**CPU), placement="thread")
         return llm, create_app(llm, ["tiny"])
 
     assert run_batch(make, tmp_path / "in", tmp_path / "out", in_flight=1).completed == len(lines)

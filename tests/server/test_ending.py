@@ -18,9 +18,10 @@ from pathlib import Path
 import echo_service
 import httpx
 import pytest
-from echo_service import Echo
+from echo_service import Echo, Running
 from fastapi import Request
 from starlette.responses import Response
+from waiting import wait_until
 
 from quire.async_llm import AsyncLLM
 from quire.errors import EngineDead
@@ -32,9 +33,14 @@ PROGRAM = """
 import asyncio, sys, threading, time, types, logging
 sys.path.insert(0, sys.argv.pop(1))
 import echo_service
+import quire.server.ending
+from quire.async_llm import AsyncLLM
 from quire.config import EngineConfig
 from quire.server.run import ServeOptions, serve
-from starlette.routing import Route
+
+# Shorter limits: for the last responses, between two looks at the engine, and for the engine to end.
+quire.server.ending.LAST_RESPONSES, quire.server.ending.LOOK_EVERY = 1, 0.1
+AsyncLLM.close.__defaults__ = (1.0,)
 
 class Faulty(echo_service.Echo):
     def collect(self, ticket):
@@ -97,18 +103,14 @@ def well(url: str) -> bool:
     return False
 
 
-@pytest.mark.once
 def test_a_step_that_hangs() -> None:
     """Stacks in the log once, health 503, and after SIGTERM the process ends with 1, though the thread doesn't."""
     with process("time.sleep(1000)") as (child, url):
         answers: list[httpx.Response] = []
         asking = threading.Thread(target=lambda: answers.append(ask(url)))
         asking.start()
-        end = time.monotonic() + 30
-        while httpx.get(f"{url}/health").status_code == 200 and time.monotonic() < end:
-            time.sleep(0.05)
-        assert httpx.get(f"{url}/health").status_code == 503
-        time.sleep(2)
+        wait_until(lambda: httpx.get(f"{url}/health").status_code == 503, "the stall is noticed")
+        time.sleep(1)  # in which a stall that is reported more than once would be
         child.send_signal(signal.SIGTERM)
         _, error = child.communicate(timeout=45)
         asking.join()
@@ -131,7 +133,6 @@ def test_a_step_that_hangs() -> None:
     ],
     ids=["SystemExit", "KeyboardInterrupt", "a silent one", "a panic"],
 )
-@pytest.mark.once
 def test_whoever_ends_the_engine_is_named(fault: str, name: str) -> None:
     with process(fault) as (child, url):
         answer = ask(url)
@@ -143,7 +144,6 @@ def test_whoever_ends_the_engine_is_named(fault: str, name: str) -> None:
     assert f"the engine stopped: {name}" in error
 
 
-@pytest.mark.once
 def test_a_thread_of_a_route_that_hangs() -> None:
     """A template, say. asyncio waits for it without a limit at the end; the process ends nevertheless."""
     program = """
@@ -151,7 +151,6 @@ import asyncio, sys, time
 from quire.server.ending import arm
 async def main():
     asyncio.get_running_loop().run_in_executor(None, time.sleep, 1000)
-    await asyncio.sleep(0.1)
     arm(1.0)
 asyncio.run(main())
 """
@@ -161,8 +160,17 @@ asyncio.run(main())
     assert "in shutdown_default_executor" in done.stderr or "_do_shutdown" in done.stderr
 
 
+@pytest.fixture(scope="module")
+def routed() -> Iterator[Running]:
+    """A server to which tests add routes."""
+    with echo_service.serving() as running:
+        yield running
+
+
 @pytest.mark.parametrize("where", ["route", "thread", "task"])
-def test_what_is_no_exception_is_a_500_in_the_same_shape(where: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_no_exception_is_a_500_in_the_same_shape(
+    routed: Running, where: str, caplog: pytest.LogCaptureFixture
+) -> None:
     def panic() -> None:
         raise Panic("index out of bounds")
 
@@ -175,13 +183,12 @@ def test_what_is_no_exception_is_a_500_in_the_same_shape(where: str, caplog: pyt
         await (asyncio.to_thread(panic) if where == "thread" else asyncio.ensure_future(work()))
         raise AssertionError("it was meant to panic")
 
-    with echo_service.serving() as running:
-        running.app.add_route("/panic", route)
-        answer = httpx.get(f"{running.url}/panic")
-        assert answer.status_code == 500
-        assert answer.headers["content-type"] == "application/json"
-        assert answer.json()["error"]["message"] == "internal error"
-        assert httpx.get(f"{running.url}/health").status_code == 200
+    routed.app.add_route(f"/{where}", route)
+    answer = httpx.get(f"{routed.url}/{where}")
+    assert answer.status_code == 500
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.json()["error"]["message"] == "internal error"
+    assert httpx.get(f"{routed.url}/health").status_code == 200
     assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [Panic]
 
 
@@ -204,7 +211,7 @@ def test_an_exception_is_logged_once(root: str, caplog: pytest.LogCaptureFixture
             caplog.clear()
 
 
-def test_an_answer_that_has_begun_is_cut(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_answer_that_has_begun_is_cut(routed: Running, caplog: pytest.LogCaptureFixture) -> None:
     class Half(Response):
         async def __call__(self, scope: object, receive: object, send: object) -> None:
             await send({"type": "http.response.start", "status": 200, "headers": []})  # type: ignore[operator]
@@ -214,10 +221,9 @@ def test_an_answer_that_has_begun_is_cut(caplog: pytest.LogCaptureFixture) -> No
     async def route(request: Request) -> Response:
         return Half()
 
-    with echo_service.serving() as running:
-        running.app.add_route("/half", route)
-        with pytest.raises(httpx.RemoteProtocolError):
-            httpx.get(f"{running.url}/half")
+    routed.app.add_route("/half", route)
+    with pytest.raises(httpx.RemoteProtocolError):
+        httpx.get(f"{routed.url}/half")
 
 
 @pytest.mark.parametrize(
@@ -232,9 +238,8 @@ def test_an_answer_that_has_begun_is_cut(caplog: pytest.LogCaptureFixture) -> No
         ("GET", "/v1/prefixes", 403, {}),
     ],
 )
-def test_what_libraries_answer(method: str, path: str, code: int, headers: dict[str, str]) -> None:
-    with echo_service.serving() as running:
-        answer = httpx.request(method, running.url + path)
+def test_what_libraries_answer(echo: Running, method: str, path: str, code: int, headers: dict[str, str]) -> None:
+    answer = httpx.request(method, echo.url + path)
     assert answer.status_code == code
     assert answer.headers["content-type"] == "application/json"
     assert answer.json()["error"]["code"] == code
@@ -261,7 +266,6 @@ def test_a_request_that_exits_ends_the_server(caplog: pytest.LogCaptureFixture) 
 
 
 @pytest.mark.parametrize("where", ["at_once", "in_a_task", "in_a_thread"])
-@pytest.mark.once
 def test_a_route_that_exits_ends_the_process_with_1(where: str) -> None:
     with process("pass", where) as (child, url):
         with contextlib.suppress(httpx.TransportError):  # in a task it ends the event loop at once
@@ -317,7 +321,6 @@ def test_those_behind_what_ends_the_engine_are_told(monkeypatch: pytest.MonkeyPa
     assert llm.close()
 
 
-@pytest.mark.once
 def test_a_program_that_forgets_to_close_ends() -> None:
     program = """
 import sys

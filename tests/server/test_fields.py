@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import echo_service
 import httpx
 import pytest
 from asking import TALK, events, ids_of, refusal, tokens_of
-from echo_service import VOCAB, Running, tokenizer
+from echo_service import VOCAB, Running, Servers, tokenizer
 from openai import OpenAI
 
 from quire.server.protocol import (
@@ -23,8 +22,6 @@ from quire.server.protocol import (
     PrefixRequest,
     TokenizeRequest,
 )
-
-pytestmark = pytest.mark.once
 
 
 @pytest.fixture
@@ -219,8 +216,8 @@ def test_unknown_fields_of_messages_are_named(http: httpx.Client) -> None:
         assert (error["param"], error["message"]) == ("messages", f"messages[0] has an unsupported field {name!r}")
 
 
-def test_strict_refuses_unknown_fields() -> None:
-    with echo_service.serving(strict=True) as running, httpx.Client(base_url=running.url, timeout=20) as http:
+def test_strict_refuses_unknown_fields(servers: Servers) -> None:
+    with httpx.Client(base_url=servers(strict=True).url) as http:
         for path, body in (
             ("/v1/completions", {"prompt": [5]}), ("/v1/chat/completions", {"messages": TALK}),
             ("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [5]}),
@@ -232,17 +229,17 @@ def test_strict_refuses_unknown_fields() -> None:
         assert "messages.mood" in error["message"]
 
 
-def test_fields_of_prefixes_are_no_more_silent() -> None:
+def test_fields_of_prefixes_are_no_more_silent(servers: Servers) -> None:
     key = {"Authorization": "Bearer admin"}
     for strict in (False, True):
-        model = echo_service.built(prefix_tokens=64)
-        with echo_service.serving(model, strict=strict, admin_keys=["admin"]) as running:
-            body = {"name": "a", "token_ids": [5, 6, 7, 8], "pinned": True}
-            answer = httpx.post(f"{running.url}/v1/prefixes", json=body, headers=key)
-            if strict:
-                assert (answer.status_code, answer.json()["error"]["param"]) == (400, "pinned")
-            else:
-                assert answer.headers["warning"] == '299 quire "fields were ignored: pinned"'
+        url = servers({"prefix_tokens": 64}, strict=strict, admin_keys=["admin"]).url
+        body = {"name": "a", "token_ids": [5, 6, 7, 8], "pinned": True}
+        answer = httpx.post(f"{url}/v1/prefixes", json=body, headers=key)
+        if strict:
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "pinned")
+        else:
+            assert answer.headers["warning"] == '299 quire "fields were ignored: pinned"'
+            assert httpx.delete(f"{url}/v1/prefixes/a", headers=key).status_code == 200
 
 
 def test_no_request_brings_a_template(http: httpx.Client) -> None:
@@ -251,8 +248,8 @@ def test_no_request_brings_a_template(http: httpx.Client) -> None:
         assert refusal(http, path, {**body, "chat_template": "x"})["param"] == "chat_template"
 
 
-def test_most_log_probabilities_are_the_operators() -> None:
-    with echo_service.serving(max_logprobs=3) as running, httpx.Client(base_url=running.url, timeout=20) as http:
+def test_most_log_probabilities_are_the_operators(servers: Servers) -> None:
+    with httpx.Client(base_url=servers(max_logprobs=3).url) as http:
         for path, name, body in (
             ("completions", "logprobs", {"prompt": [5]}),
             ("completions", "prompt_logprobs", {"prompt": [5]}),
@@ -321,6 +318,9 @@ def test_params_are_named_as_the_client_knows_them(http: httpx.Client) -> None:
         ({"messages": TALK, "logit_bias": {"7": 101}}, "logit_bias", "logit_bias[7] must be between"),
         ({"messages": TALK, "stop_token_ids": [5, -1]}, "stop_token_ids", "stop_token_ids[1] must be"),
         ({"messages": TALK, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "got 21"),
+        ({"messages": TALK, "stop_token_ids": ["a"]}, "stop_token_ids", "stop_token_ids.0"),
+        ({"messages": TALK, "stream_options": {"include_usage": 5}}, "stream_options", "stream_options.include_usage"),
+        ({"messages": [5]}, "messages", "messages.0"),
     ):
         error = refusal(http, "/v1/chat/completions", body)
         assert error["param"] == param

@@ -14,8 +14,6 @@ from quire.link.child import Child
 from quire.server.fronts import Fronts
 from quire.server.run import ServeOptions, serve
 
-pytestmark = pytest.mark.once
-
 
 @pytest.mark.parametrize(
     ("program", "said"),

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,10 +18,11 @@ import httpx
 import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from waiting import wait_until
 
 from quire import LLM, SamplingParams
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.xdist_group(name="fronts")
 
 MODEL = ("--device", "cpu", "--dtype", "float32", "--kv-gib", "0.1", "--prefix-tokens", "64")
 KEY = "a-key-that-nobody-sees"
@@ -70,7 +71,7 @@ class Server:
     def end(self, seconds: float = 60) -> int:
         """Wait for it; its exit status. All of its processes are gone, or will be at once."""
         self.child.communicate(timeout=seconds)
-        assert eventually(lambda: not any(alive(part) for part in self.parts)), self.parts
+        wait_until(lambda: not any(alive(part) for part in self.parts), lambda: f"all of {self.parts} have ended")
         return self.child.returncode
 
 
@@ -91,16 +92,7 @@ def stop(part: psutil.Process) -> None:
         return found
 
     part.suspend()
-    assert eventually(lambda: states() == {"T"}), states()
-
-
-def eventually(so: Callable[[], bool], seconds: float = 30.0) -> bool:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if so():
-            return True
-        time.sleep(0.05)
-    return False
+    wait_until(lambda: states() == {"T"}, lambda: f"all threads are stopped: {states()}")
 
 
 @contextlib.contextmanager
@@ -184,10 +176,10 @@ def settled(many: list[httpx.Client]) -> float:
 
     def same() -> bool:
         before = told()
-        time.sleep(0.3)
+        time.sleep(0.3)  # in which a step's counts reach all fronts
         return len(before) == 1 and told() == before
 
-    assert eventually(same)
+    wait_until(same, "all fronts count the same")
     return told().pop()
 
 
@@ -266,14 +258,14 @@ def test_a_stopped_front_is_named_and_not_well(server: Server) -> None:
     def health() -> set[int]:
         return {httpx.get(f"{server.url}/health").status_code for _ in range(4)}
 
-    assert eventually(lambda: health() == {200})
+    wait_until(lambda: health() == {200}, "all fronts are well")
     stop(server.fronts[0])
     try:
-        assert eventually(lambda: "front 1 has not been heard of" in server.log())
-        assert eventually(lambda: health() == {503})
+        wait_until(lambda: "front 1 has not been heard of" in server.log(), "the stopped front is named")
+        wait_until(lambda: health() == {503}, "no front is well")
     finally:
         server.fronts[0].resume()
-    assert eventually(lambda: health() == {200})
+    wait_until(lambda: health() == {200}, "all fronts are well again")
 
 
 def test_without_the_first_front_others_tell_of_the_engine(server: Server) -> None:
@@ -282,19 +274,23 @@ def test_without_the_first_front_others_tell_of_the_engine(server: Server) -> No
         before = settled(many)
         body = {"prompt": "a", "max_tokens": 3, "ignore_eos": True}
         assert many[0].post("/v1/completions", json=body).status_code == 200
-        assert eventually(lambda: all(counters(client)[TOKENS] == before + 3 for client in many))
+        wait_until(
+            lambda: all(counters(client)[TOKENS] == before + 3 for client in many), "all fronts count the tokens"
+        )
         whole = counters(many[0])
 
         stop(server.first)
         with ThreadPoolExecutor(len(many)) as pool:
             try:
                 asked = [pool.submit(client.get, "/metrics", timeout=60) for client in many]
-                assert eventually(lambda: sum(one.done() for one in asked) >= FRONTS - 1)
-                time.sleep(1)  # for the others of these fronts; those of the first one wait
+                wait_until(
+                    lambda: sum(one.done() for one in asked) >= FRONTS - 1, "all but the stopped front have answered"
+                )
+                time.sleep(1)  # for the others of these fronts: how many connections the first one has is not known
                 answers = [one.result() for one in asked if one.done()]
             finally:
                 server.first.resume()
-        assert eventually(lambda: counters(many[0]).keys() >= whole.keys())
+        wait_until(lambda: counters(many[0]).keys() >= whole.keys(), "the first front answers for all again")
     assert FRONTS - 1 <= len(answers) < len(many)
     assert {answer.status_code for answer in answers} == {200}
     for text in [answer.text for answer in answers]:
@@ -304,7 +300,7 @@ def test_without_the_first_front_others_tell_of_the_engine(server: Server) -> No
         assert generated.value == whole[TOKENS]
         assert {"quire_num_requests_running", "quire_kv_bytes", "quire_preemptions"} <= families.keys()
         assert not {"quire_request_success", "quire_http_requests", "quire_process_cpu_seconds"} & families.keys()
-    assert eventually(lambda: httpx.get(f"{server.url}/health").status_code == 200)
+    wait_until(lambda: httpx.get(f"{server.url}/health").status_code == 200, "the server is well again")
 
 
 def streams(server: Server, many: list[httpx.Client], body: dict[str, object]) -> list[list[str]]:
@@ -339,7 +335,7 @@ def test_without_a_part_the_server_ends(victim: str, status: int, said: str, tmp
     with serving(tmp_path / "log") as server, clients(server) as many:
         found = streams(server, many, LONG)
         {"front": server.fronts[1], "first": server.first, "engine": server.engine}[victim].kill()
-        assert eventually(lambda: all(lines[-1:] == ["end"] for lines in found))
+        wait_until(lambda: all(lines[-1:] == ["end"] for lines in found), "all streams have ended")
         assert not any("[DONE]" in line for lines in found for line in lines)
         assert any("the engine stopped" in lines[-2] for lines in found)  # those whose front is there to say it
         assert server.end() == status, server.log()
@@ -354,10 +350,10 @@ def test_all_fronts_drain(tmp_path: Path) -> None:
         found = streams(server, many, {**LONG, "max_tokens": 400})
         for part in (server.first, server.engine, *server.fronts):  # as a service manager or a terminal does
             part.send_signal(signal.SIGTERM)
-        assert eventually(lambda: httpx.get(f"{server.url}/health").status_code == 503)
+        wait_until(lambda: httpx.get(f"{server.url}/health").status_code == 503, "the server drains")
         late = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a"}, headers=many[0].headers)
         assert (late.status_code, "shutting down" in late.text) == (503, True)
-        assert eventually(lambda: all(lines[-1:] == ["end"] for lines in found), 30)
+        wait_until(lambda: all(lines[-1:] == ["end"] for lines in found), "all streams have ended", 30)
         assert [lines[-2] for lines in found] == ["data: [DONE]"] * len(many)
         assert server.end() == 0, server.log()
         assert f"shutting down: {len(many)} requests have 30 s to end" in server.log()

@@ -6,14 +6,12 @@ import asyncio
 import json
 import logging
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import echo_service
 import httpx
 import pytest
-from echo_service import Running
+from echo_service import Running, Servers
 from openai import AuthenticationError, OpenAI
 from starlette.types import Message, Receive, Scope, Send
 
@@ -23,16 +21,15 @@ from quire.server.console import OPEN as CONSOLE
 from quire.server.guards import MAX_BACKSLASHES, MAX_COMMAS, MAX_OPENED, BoundBody
 from quire.server.keys import read_keys
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.xdist_group(name="guards")
 
 KEY = "sk-quire-test-key"
 ADMIN = ("/reset_prefix_cache", "/sleep", "/wake_up", "/is_sleeping")  # beside those of prefixes
 
 
-@pytest.fixture(scope="module")
-def locked() -> Iterator[Running]:
-    with echo_service.serving(keys=[KEY, "another"], max_body=10_000) as running:
-        yield running
+@pytest.fixture
+def locked(servers: Servers) -> Running:
+    return servers(keys=[KEY, "another"], max_body=10_000)
 
 
 def test_every_route_needs_the_key(locked: Running) -> None:
@@ -56,16 +53,14 @@ def test_every_route_needs_the_key(locked: Running) -> None:
     assert seen >= 20
 
 
-def test_why_it_is_ill_is_told_to_who_has_a_key() -> None:
-    with echo_service.serving(keys=[KEY]) as running:
-        assert httpx.get(f"{running.url}/health").content == b""
-        running.llm.accepting = False
-        answer = httpx.get(f"{running.url}/health")
-        assert (answer.status_code, answer.content) == (503, b"")
-        answer = httpx.get(f"{running.url}/health", headers={"x-api-key": KEY})
-        assert answer.status_code == 503
-        assert "shutting down" in answer.json()["error"]["message"]
-        running.llm.accepting = True
+def test_why_it_is_ill_is_told_to_who_has_a_key(locked: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert httpx.get(f"{locked.url}/health").content == b""
+    monkeypatch.setattr(locked.llm, "accepting", False)
+    answer = httpx.get(f"{locked.url}/health")
+    assert (answer.status_code, answer.content) == (503, b"")
+    answer = httpx.get(f"{locked.url}/health", headers={"x-api-key": KEY})
+    assert answer.status_code == 503
+    assert "shutting down" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("path", ["/health/", "//health", "/v1/../health", "/HEALTH", "/nothing", "/health?x=/metrics"])
@@ -113,20 +108,19 @@ def test_keys_come_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("prefix", ["", "/api"])
-def test_a_root_path_is_stripped_or_not_and_opens_nothing_else(prefix: str) -> None:
-    with echo_service.serving(keys=[KEY], root_path="/api") as running:
-        url = running.url + prefix
-        assert httpx.get(f"{url}/health").status_code == 200
-        for path in ("/v1/models", "/metrics", "/v1/models/echo", "/api/health", "/health/api", "/apihealth"):
-            assert httpx.get(url + path).status_code == 401 or (prefix, path) == ("", "/api/health"), path
-        assert httpx.get(f"{url}/v1/models", headers=headers()).json()["data"][0]["id"] == "echo"
-        assert httpx.get(f"{url}/v1/models/parrot", headers=headers()).json()["id"] == "parrot"
-        body = {"prompt": "a", "max_tokens": 1}
-        answer = httpx.post(f"{url}/v1/completions", json=body, headers=headers())
-        assert answer.json()["usage"]["completion_tokens"] == 1
-        document = httpx.get(f"{url}/openapi.json", headers=headers()).json()
-        assert document["servers"] == [{"url": "/api"}]
-        assert httpx.get(f"{url}/apiv1/models", headers=headers()).status_code == 404
+def test_a_root_path_is_stripped_or_not_and_opens_nothing_else(servers: Servers, prefix: str) -> None:
+    url = servers(keys=[KEY], root_path="/api").url + prefix
+    assert httpx.get(f"{url}/health").status_code == 200
+    for path in ("/v1/models", "/metrics", "/v1/models/echo", "/api/health", "/health/api", "/apihealth"):
+        assert httpx.get(url + path).status_code == 401 or (prefix, path) == ("", "/api/health"), path
+    assert httpx.get(f"{url}/v1/models", headers=headers()).json()["data"][0]["id"] == "echo"
+    assert httpx.get(f"{url}/v1/models/parrot", headers=headers()).json()["id"] == "parrot"
+    body = {"prompt": "a", "max_tokens": 1}
+    answer = httpx.post(f"{url}/v1/completions", json=body, headers=headers())
+    assert answer.json()["usage"]["completion_tokens"] == 1
+    document = httpx.get(f"{url}/openapi.json", headers=headers()).json()
+    assert document["servers"] == [{"url": "/api"}]
+    assert httpx.get(f"{url}/apiv1/models", headers=headers()).status_code == 404
 
 
 def test_a_key_in_the_query_opens_nothing_and_is_not_logged(locked: Running, caplog: pytest.LogCaptureFixture) -> None:
@@ -231,38 +225,59 @@ def test_huge_headers(locked: Running) -> None:
     assert httpx.get(f"{locked.url}/health").status_code == 200
 
 
+async def status(bound: BoundBody, *parts: bytes) -> int:
+    """Return the status of the response to a body in these parts."""
+    left, statuses = [*parts], list[int]()
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": left.pop(0), "more_body": bool(left)}
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            statuses.append(message["status"])
+
+    await bound({"type": "http", "path": "/", "headers": []}, receive, send)
+    [only] = statuses
+    return only
+
+
+async def accept(scope: Scope, receive: Receive, send: Send) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+
+
 def test_bodies_under_way_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of 60 bytes, while the others are being answered; the third finds room when one has gone."""
     monkeypatch.setattr(guards, "MAX_BODIES", 130)
     done = asyncio.Event()
-    told: list[int] = []
 
     async def slow(scope: Scope, receive: Receive, send: Send) -> None:
         await receive()
         await done.wait()
         await send({"type": "http.response.start", "status": 200, "headers": []})
 
-    bound = BoundBody(slow)
-
-    async def ask() -> None:
-        async def receive() -> Message:
-            return {"type": "http.request", "body": b"x" * 60, "more_body": False}
-
-        async def send(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                told.append(message["status"])
-
-        await bound({"type": "http", "headers": []}, receive, send)
+    bound, body = BoundBody(slow), b"x" * 60
 
     async def all_of_them() -> None:
-        first = [asyncio.create_task(ask()) for _ in range(2)]
+        first = [asyncio.create_task(status(bound, body)) for _ in range(2)]
         await asyncio.sleep(0)
-        await ask()
-        assert told == [503]
+        assert await status(bound, body) == 503
         done.set()
-        await asyncio.gather(*first)
-        await ask()
+        assert await asyncio.gather(*first) == [200, 200]
+        assert await status(bound, body) == 200
 
     asyncio.run(all_of_them())
-    assert told == [503, 200, 200, 200]
+    assert bound.held == 0
+
+
+def test_parts_of_a_body_are_bounded_together() -> None:
+    bound = BoundBody(accept, max_body=100)
+    assert asyncio.run(status(bound, b"x" * 50, b"x" * 50)) == 200
+    assert asyncio.run(status(bound, b"x" * 50, b"x" * 50, b"x")) == 413
+    assert bound.held == 0
+
+
+def test_a_refused_body_of_too_many_values_is_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guards, "MAX_COMMAS", 9)
+    bound = BoundBody(accept)
+    assert asyncio.run(status(bound, b"," * 6, b"," * 6, b"," * 6)) == 413
     assert bound.held == 0

@@ -17,6 +17,8 @@ from quire.server.message_schemas import AnsweredMessage, MessageError
 from quire.server.translated import arguments
 from quire.text.chat import ChatTemplate
 
+pytestmark = pytest.mark.xdist_group(name="messages")
+
 TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}<tool_call>{% endif %}{% for m in messages %}{{ m.role }}:"
     "{% if m.reasoning_content %}[{{ m.reasoning_content }}]{% endif %}{{ m.content }}"

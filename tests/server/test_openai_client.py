@@ -51,8 +51,8 @@ def test_cached_tokens_are_told(client: OpenAI) -> None:
     assert salted.usage.prompt_tokens_details.cached_tokens == 0
 
 
-def test_streamed_completion_equals_the_whole(client: OpenAI, echo: Running) -> None:
-    stream = client.completions.create(
+def test_streamed_completion_equals_the_whole(placed_client: OpenAI, placed: Running) -> None:
+    stream = placed_client.completions.create(
         model="echo", prompt=PROMPT, seed=3, max_tokens=40, stream=True, stream_options={"include_usage": True}
     )
     chunks = list(stream)
@@ -61,10 +61,11 @@ def test_streamed_completion_equals_the_whole(client: OpenAI, echo: Running) -> 
     assert chunks[-1].choices == []
     assert chunks[-1].usage.completion_tokens == 40
     assert len({chunk.id for chunk in chunks}) == 1
-    assert echo.idle()
+    assert placed.idle()
 
 
-def test_prompts_and_branches_are_numbered(client: OpenAI) -> None:
+def test_prompts_and_branches_are_numbered(placed_client: OpenAI) -> None:
+    client = placed_client
     prompts = [PROMPT, "a reader"]
     done = client.completions.create(model="echo", prompt=prompts, seed=5, n=2, max_tokens=6)
     assert [choice.index for choice in done.choices] == [0, 1, 2, 3]
@@ -76,7 +77,8 @@ def test_prompts_and_branches_are_numbered(client: OpenAI) -> None:
     assert streamed == wanted
 
 
-def test_echo_scores_the_prompt(client: OpenAI) -> None:
+def test_echo_scores_the_prompt(placed_client: OpenAI) -> None:
+    client = placed_client
     ids = tokenizer().encode(PROMPT)
     done = client.completions.create(model="echo", prompt=PROMPT, seed=3, max_tokens=4, echo=True, logprobs=2)
     scores = done.choices[0].logprobs
@@ -94,7 +96,8 @@ def test_echo_scores_the_prompt(client: OpenAI) -> None:
     assert only.usage.completion_tokens == 0
 
 
-def test_streamed_logprobs_equal_the_whole(client: OpenAI) -> None:
+def test_streamed_logprobs_equal_the_whole(placed_client: OpenAI) -> None:
+    client = placed_client
     asked = {"model": "echo", "prompt": PROMPT, "seed": 4, "max_tokens": 9, "logprobs": 1, "echo": True}
     whole = client.completions.create(**asked).choices[0].logprobs
     parts = [chunk.choices[0].logprobs for chunk in client.completions.create(**asked, stream=True)]
@@ -114,13 +117,15 @@ def test_every_branch_echoes_the_scored_prompt(client: OpenAI) -> None:
 
 
 def test_prompt_logprobs(client: OpenAI) -> None:
-    done = client.completions.create(model="echo", prompt=[5, 6, 7], max_tokens=1, extra_body={"prompt_logprobs": 1})
+    done = client.completions.create(model="echo", prompt=[5, 6, 7], max_tokens=1, extra_body={"prompt_logprobs": 2})
     first, *others = done.choices[0].model_extra["prompt_logprobs"]
     assert first is None
     assert [next(iter(entry)) for entry in others] == ["6", "7"]
+    assert [[one["rank"] for one in entry.values()][1:] for entry in others] == [[1, 2], [1, 2]]
 
 
-def test_stop_string_ends_and_is_named(client: OpenAI) -> None:
+def test_stop_string_ends_and_is_named(placed_client: OpenAI) -> None:
+    client = placed_client
     whole = text_of(PROMPT, 11, 60)
     stop = whole[20:23]
     done = client.completions.create(model="echo", prompt=PROMPT, seed=11, max_tokens=60, stop=[stop])
@@ -146,7 +151,8 @@ def test_chat_without_max_tokens_fills_the_context(client: OpenAI) -> None:
     assert done.usage.total_tokens == 256
 
 
-def test_chat_stream(client: OpenAI) -> None:
+def test_chat_stream(placed_client: OpenAI) -> None:
+    client = placed_client
     chunks = list(
         client.chat.completions.create(
             model="echo", messages=MESSAGES, seed=2, n=2, max_tokens=9, stream=True,
@@ -246,6 +252,8 @@ def test_tokenize_and_back(echo: Running) -> None:
     assert httpx.post(f"{echo.url}/detokenize", json={"tokens": found["tokens"]}).json() == {"prompt": "once upon"}
     chat = httpx.post(f"{echo.url}/tokenize", json={"messages": MESSAGES}).json()
     assert chat["tokens"] == tokenizer().encode(RENDERED)
+    history = httpx.post(f"{echo.url}/tokenize", json={"messages": MESSAGES, "add_generation_prompt": False}).json()
+    assert history["tokens"] == tokenizer().encode("<|im_start|>user\nonce<|im_end|>\n")
 
 
 def test_facts(echo: Running) -> None:

@@ -42,7 +42,6 @@ def explored(running: Running, examples: int, folder: Path) -> None:
         assert not (name in ALWAYS and rejected), (name, rates)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("examples", [2, pytest.param(400, marks=[pytest.mark.soak, pytest.mark.timeout(3000)])])
 def test_schemathesis_finds_nothing(examples: int, tmp_path: Path) -> None:
     model = echo_service.built(kv_tokens=4096, prefix_tokens=256)

@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import concurrent.futures
 import threading
-import time
 from pathlib import Path
 
 import echo_service
 import httpx
 import openai
 import pytest
-from echo_service import Echo, Running
+from echo_service import BRAKED, Echo, Placement, Running
 from openai import OpenAI
+from waiting import wait_until
 
 from quire.control.memory import KVMemory
 from quire.control.recovery import Restarts
 from quire.errors import RanksLost
-from quire.sim.echo import EchoRunner
 
 
-def test_full_queue_answers_503_at_once(brake: Path) -> None:
+def test_full_queue_answers_503_at_once(brake: Path, placement: Placement) -> None:
     """All but those that run and wait: while the first one runs, which takes 40 s."""
     model = echo_service.built(Echo(brake=str(brake)), max_num_seqs=1, max_num_queued_reqs=2)
-    with echo_service.serving(model) as running, httpx.Client(base_url=running.url, timeout=60) as http:
+    with (
+        echo_service.serving(model, placement=placement) as running,
+        httpx.Client(base_url=running.url, timeout=60) as http,
+    ):
         body = {"prompt": "a", "max_tokens": 200, "ignore_eos": True}
         with concurrent.futures.ThreadPoolExecutor(12) as pool:
             asked = [pool.submit(http.post, "/v1/completions", json=body) for _ in range(12)]
@@ -43,17 +45,16 @@ def test_full_queue_answers_503_at_once(brake: Path) -> None:
         assert http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
 
 
-def test_a_list_of_prompts_is_queued_whole_or_not_at_all(brake: Path) -> None:
+def test_a_list_of_prompts_is_queued_whole_or_not_at_all(brake: Path, placement: Placement) -> None:
     model = echo_service.built(Echo(brake=str(brake)), max_num_seqs=1, max_num_queued_reqs=4)
-    with echo_service.serving(model) as running:
+    with echo_service.serving(model, placement=placement) as running:
         url, body = f"{running.url}/v1/completions", {"prompt": ["a"] * 200, "max_tokens": 5}
         answer = httpx.post(url, json=body, timeout=60)
         assert answer.status_code == 400
         assert "at most 4 requests may wait" in answer.json()["error"]["message"]
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             first = pool.submit(httpx.post, url, json={"prompt": ["a"] * 4, "max_tokens": 200, "ignore_eos": True})
-            while running.metric("quire_num_requests_waiting") != 3:
-                time.sleep(0.005)
+            wait_until(lambda: running.metric("quire_num_requests_waiting") == 3, "three prompts wait")
             assert httpx.post(url, json=body | {"prompt": ["a"] * 3}).status_code == 503
             assert running.metric("quire_num_requests_waiting") + running.metric("quire_num_requests_running") <= 4
             brake.unlink()
@@ -62,15 +63,19 @@ def test_a_list_of_prompts_is_queued_whole_or_not_at_all(brake: Path) -> None:
 
 
 def cause(running: Running) -> str:
-    """Why the server isn't well."""
-    answer = httpx.get(f"{running.url}/health")
-    assert answer.status_code == 503
-    return str(answer.json()["error"]["message"])
+    """Wait until the server isn't well; why it isn't."""
+
+    def found() -> str:
+        answer = httpx.get(f"{running.url}/health")
+        return str(answer.json()["error"]["message"]) if answer.status_code == 503 else ""
+
+    return wait_until(found, "the server is not well")
 
 
-def test_engine_death_fails_everybody() -> None:
+def test_engine_death_fails_everybody(placement: Placement) -> None:
     """In-flight streams end with an error event and no [DONE]; health turns 503; new requests are refused."""
-    with echo_service.serving(echo_service.built(Echo(pause=0.02, fail_at=30))) as running:
+    model = echo_service.built(Echo(pause=0.02, fail_at=30))
+    with echo_service.serving(model, placement=placement) as running:
         died, got = threading.Event(), list[object]()
         running.llm.on_death = died.set
         body = {"prompt": "a", "max_tokens": 200, "ignore_eos": True}
@@ -85,6 +90,7 @@ def test_engine_death_fails_everybody() -> None:
                 assert got
                 assert whole.result().status_code == 503
         assert died.wait(30)
+        assert httpx.get(f"{running.url}/health").status_code == 503
         assert "the device is gone" in cause(running)
         late = httpx.post(f"{running.url}/v1/completions", json=body)
         assert late.status_code == 503
@@ -93,30 +99,23 @@ def test_engine_death_fails_everybody() -> None:
         assert httpx.get(f"{running.url}/metrics").status_code == 200
 
 
-def test_a_stalled_engine_is_unhealthy_until_it_moves_on() -> None:
-    gate = threading.Event()
-
-    class Stuck(Echo):
-        def collect(self, ticket: int) -> object:  # type: ignore[override]
-            assert gate.wait(60)
-            return EchoRunner.collect(self, ticket)
-
-    with echo_service.serving(echo_service.built(Stuck()), stall_after=0.3) as running:
+def test_a_stalled_engine_is_unhealthy_until_it_moves_on(brake: Path, placement: Placement) -> None:
+    """Each step is stalled at its end, as long as the brake is there."""
+    model = echo_service.built(Echo(brake=str(brake)))
+    with (
+        echo_service.serving(model, stall_after=BRAKED / 2, placement=placement) as running,
+        concurrent.futures.ThreadPoolExecutor(1) as pool,
+    ):
         assert httpx.get(f"{running.url}/health").status_code == 200
-        with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            waiting = pool.submit(
-                httpx.post, f"{running.url}/v1/completions", json={"prompt": "a", "max_tokens": 2}, timeout=60
-            )
-            end = time.monotonic() + 30
-            while httpx.get(f"{running.url}/health").status_code == 200 and time.monotonic() < end:
-                time.sleep(0.05)
-            assert "has lasted" in cause(running)
-            gate.set()
-            assert waiting.result().status_code == 200
-        assert httpx.get(f"{running.url}/health").status_code == 200
+        body = {"prompt": "a", "max_tokens": 200, "ignore_eos": True}
+        waiting = pool.submit(httpx.post, f"{running.url}/v1/completions", json=body)
+        assert "has lasted" in cause(running)
+        brake.unlink()
+        assert waiting.result().status_code == 200
+        wait_until(lambda: httpx.get(f"{running.url}/health").status_code == 200, "the server is well again")
 
 
-def test_ranks_that_start_anew_are_unhealthy_and_streams_go_on() -> None:
+def test_ranks_that_start_anew_are_unhealthy_and_streams_go_on(echo: Running) -> None:
     class Lost(Echo):
         def collect(self, ticket: int) -> object:  # type: ignore[override]
             raise RanksLost("rank 1 is gone")
@@ -129,14 +128,10 @@ def test_ranks_that_start_anew_are_unhealthy_and_streams_go_on() -> None:
     gate, model = threading.Event(), echo_service.built(Lost())
     model.engine.restarts = Restarts(anew)
     body = {"prompt": "a", "max_tokens": 9, "temperature": 1, "seed": 5}
-    with echo_service.serving() as running:
-        wanted = httpx.post(f"{running.url}/v1/completions", json=body).json()["choices"]
+    wanted = httpx.post(f"{echo.url}/v1/completions", json=body).json()["choices"]
     with echo_service.serving(model) as running, concurrent.futures.ThreadPoolExecutor(1) as pool:
         assert httpx.get(f"{running.url}/health").status_code == 200
         waiting = pool.submit(httpx.post, f"{running.url}/v1/completions", json=body, timeout=60)
-        end = time.monotonic() + 30
-        while httpx.get(f"{running.url}/health").status_code == 200 and time.monotonic() < end:
-            time.sleep(0.02)
         assert cause(running) == "rank 1 is gone; ranks are started anew"
         gate.set()
         assert waiting.result().json()["choices"] == wanted

@@ -26,6 +26,8 @@ from quire.errors import InputError
 from quire.server.guards import MAX_BODY, BoundBody
 from quire.vocabulary.media import Medium
 
+pytestmark = pytest.mark.xdist_group(name="pictures_http")
+
 URL = uri(written(drawn(8, 8)))
 ONE, WHOLE = "/v1/completions", "/v1/chat/completions"
 

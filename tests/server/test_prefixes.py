@@ -6,11 +6,13 @@ import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import echo_service
 import httpx
 import pytest
-from echo_service import VOCAB, Echo, Running
+from echo_service import VOCAB, Echo, Placement, Running, Servers
+from waiting import wait_until_async
 
 from quire.async_llm import AsyncLLM
 from quire.errors import EngineDead, PrefixesFull, PrefixTaken, StartupError, UnknownPrefix
@@ -18,17 +20,18 @@ from quire.server.prefixes import read_prefixes, register_prefixes
 from quire.sim.echo import expected
 from quire.vocabulary.params import SamplingParams
 
+pytestmark = pytest.mark.xdist_group(name="prefixes")
+
 KEY, ADMIN = "sk-quire-test-key", "sk-quire-admin-key"
 HEADERS = {"Authorization": f"Bearer {ADMIN}"}
 IDS = list(range(100, 122))  # 22 tokens: five pages and a half
 
 
-@pytest.fixture(scope="module")
-def shop() -> Iterator[Running]:
+@pytest.fixture
+def shop(servers: Servers, placement: Placement) -> Running:
     """No automatic caching: every hit is one of a registered prefix."""
-    model = echo_service.built(prefix_tokens=40, enable_prefix_caching=False)
-    with echo_service.serving(model, keys=[KEY], admin_keys=[ADMIN]) as running:
-        yield running
+    model = {"prefix_tokens": 40, "enable_prefix_caching": False}
+    return servers(model, keys=[KEY], admin_keys=[ADMIN], placement=placement)
 
 
 @pytest.fixture
@@ -37,14 +40,9 @@ def http(shop: Running) -> Iterator[httpx.Client]:
         yield client
         for entry in client.get("/v1/prefixes").json()["data"]:
             assert client.delete(f"/v1/prefixes/{entry['id']}").status_code == 200
-        memory = shop.engine.scheduler.memory
-        assert asyncio.run(_settled(shop.llm)) == ({}, frozenset())
-        memory.check()
-        assert memory.account().usage.free == memory.account().usage.total
-
-
-async def _settled(llm: AsyncLLM) -> object:
-    return await llm.prefixes()
+        assert asyncio.run(shop.llm.prefixes()) == ({}, frozenset())
+        assert shop.idle()
+        assert shop.llm.account.usage.free == shop.llm.account.usage.total
 
 
 def cached(http: httpx.Client, prompt: list[int], **more: object) -> int:
@@ -70,7 +68,7 @@ def test_register_use_and_release(shop: Running, http: httpx.Client) -> None:
     assert cached(http, IDS) == 20  # one token is always computed: whole pages below it
     assert cached(http, [*IDS[:9], 1, 2]) == 8
     assert cached(http, prompt, cache_salt="tenant") == 0
-    sharing = shop.engine.scheduler.memory.account().sharing
+    sharing = shop.llm.account.sharing
     assert (sharing.prefixes, sharing.prefix_tokens, sharing.prefix_capacity) == (1, 22, 40)
     assert http.delete("/v1/prefixes/rules").json()["deleted"] is True
     assert cached(http, prompt) == 0
@@ -86,8 +84,9 @@ def test_text_is_encoded_as_a_completions_prompt(http: httpx.Client) -> None:
 
 
 def test_errors(shop: Running, http: httpx.Client) -> None:
+    assert shop.idle()
+    before = shop.llm.facts.stats.computed_tokens
     assert http.post("/v1/prefixes", json={"name": "a", "token_ids": IDS}).status_code == 200
-    steps = shop.engine.stats.steps
     for body, status, param in (
         ({"name": "a", "token_ids": [1]}, 409, "name"),
         ({"name": "b", "token_ids": [1] * 41}, 413, "token_ids"),
@@ -113,12 +112,16 @@ def test_errors(shop: Running, http: httpx.Client) -> None:
         assert len(answer.content) < 1000
     assert http.delete("/v1/prefixes/b").status_code == 404
     assert http.delete(f"/v1/prefixes/{'x' * 5000}").status_code == 404
-    assert shop.engine.stats.steps == steps, "something was queued"
     assert [entry["id"] for entry in http.get("/v1/prefixes").json()["data"]] == ["a"]
     assert cached(http, [*IDS, 1]) == 22
+    assert http.delete("/v1/prefixes/a").status_code == 200
+    assert shop.idle()
+    computed = shop.llm.facts.stats.computed_tokens - before
+    assert computed == 22 + 1 + 2, "something else was queued"  # of three output tokens two are taken in
 
 
-def test_only_the_admin_key_opens_these_routes(shop: Running) -> None:
+def test_only_the_admin_key_opens_these_routes(servers: Servers) -> None:
+    shop = servers(keys=[KEY], admin_keys=[ADMIN])
     routes = (("GET", "/v1/prefixes"), ("POST", "/v1/prefixes"), ("DELETE", "/v1/prefixes/x"))
     body = {"name": "x", "token_ids": [1]}
     for method, path in routes:
@@ -130,8 +133,9 @@ def test_only_the_admin_key_opens_these_routes(shop: Running) -> None:
 
 
 @pytest.mark.parametrize("root", ["", "/", "/api", "/api/"])
-def test_without_an_admin_key_the_routes_are_shut(root: str) -> None:
-    with echo_service.serving(root_path=root) as running, httpx.Client(base_url=running.url) as http:
+def test_without_an_admin_key_the_routes_are_shut(servers: Servers, root: str) -> None:
+    running = servers(root_path=root)
+    with httpx.Client(base_url=running.url) as http:
         for path in ("/v1/prefixes", "//v1/prefixes", "/api/v1/prefixes", "/api//v1/prefixes", "/v1/prefixes/"):
             for headers in ({}, HEADERS):
                 answer = http.get(running.url + path, headers=headers, follow_redirects=True)
@@ -143,7 +147,7 @@ def test_without_an_admin_key_the_routes_are_shut(root: str) -> None:
 # On the engine's thread
 
 
-def test_two_at_once_never_exceed_the_capacity() -> None:
+def test_two_at_once_never_exceed_the_capacity(placement: Placement) -> None:
     async def work(llm: AsyncLLM) -> None:
         found = await asyncio.gather(
             *(llm.register_prefix(f"p{i}", [i + 1] * 30) for i in range(4)), return_exceptions=True
@@ -159,10 +163,10 @@ def test_two_at_once_never_exceed_the_capacity() -> None:
             await llm.release_prefix("p0")
         assert await llm.register_prefix("p9", [9] * 40) == 40
 
-    run(work, pause=0.001)
+    run(work, placement, pause=0.001)
 
 
-def test_released_or_left_while_computed() -> None:
+def test_released_or_left_while_computed(placement: Placement) -> None:
     async def work(llm: AsyncLLM) -> None:
         long = asyncio.ensure_future(llm.register_prefix("a", [1] * 40))
         assert await begun(llm) == ({"a": 40}, frozenset())
@@ -172,18 +176,18 @@ def test_released_or_left_while_computed() -> None:
         left = asyncio.ensure_future(llm.register_prefix("b", [1] * 40))
         assert await begun(llm) == ({"b": 40}, frozenset())
         left.cancel()
-        while llm.active:
-            await asyncio.sleep(0.005)
+        await wait_until_async(lambda: not llm.active, "no request is left")
         assert await llm.prefixes() == ({}, frozenset())
         assert llm.aborted == 0  # no client's request
-        memory = llm.engine.scheduler.memory
-        assert not memory.prefixes.registered
-        memory.check()
+        if placement == "thread":
+            memory = llm.engine.scheduler.memory
+            assert not memory.prefixes.registered
+            memory.check()
 
-    run(work, pause=0.1, max_num_batched_tokens=4)
+    run(work, placement, pause=0.1, max_num_batched_tokens=4)
 
 
-def test_a_closed_engine_says_so() -> None:
+def test_a_closed_engine_says_so(placement: Placement) -> None:
     async def work(llm: AsyncLLM) -> None:
         late = asyncio.ensure_future(llm.register_prefix("a", [1] * 40))
         await begun(llm)
@@ -194,19 +198,20 @@ def test_a_closed_engine_says_so() -> None:
             with pytest.raises(EngineDead):
                 await call
 
-    run(work, pause=0.1, max_num_batched_tokens=4)
+    run(work, placement, pause=0.1, max_num_batched_tokens=4)
 
 
 async def begun(llm: AsyncLLM) -> object:
     """The prefixes, once there is one."""
     while not (found := await llm.prefixes())[0]:
-        await asyncio.sleep(0.01)
+        pass
     return found
 
 
-def run(work: object, pause: float, **settings: object) -> None:
+def run(work: object, placement: Placement, pause: float, **settings: Any) -> None:
     assert callable(work)
-    llm = AsyncLLM.of(echo_service.built(Echo(pause=pause), prefix_tokens=40, **settings))  # type: ignore[arg-type]
+    model = echo_service.built(Echo(pause=pause), prefix_tokens=40, **settings)
+    llm = echo_service.linked(model, placement=placement)
     try:
         asyncio.run(work(llm))
     finally:
@@ -216,7 +221,7 @@ def run(work: object, pause: float, **settings: object) -> None:
 # The file
 
 
-def test_read_and_register(tmp_path: Path) -> None:
+def test_read_and_register(tmp_path: Path, placement: Placement) -> None:
     file = tmp_path / "prefixes.json"
     file.write_text(json.dumps({"rules": {"text": "once upon"}, "ids": {"token_ids": [1, 2, 3]}}))
     found = read_prefixes(str(file))
@@ -230,7 +235,7 @@ def test_read_and_register(tmp_path: Path) -> None:
             with pytest.raises(StartupError, match=words):
                 await register_prefixes(llm, {name: prefix})
 
-    run(work, pause=0)
+    run(work, placement, pause=0)
 
 
 @pytest.mark.parametrize(

@@ -11,14 +11,12 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
-
-pytestmark = pytest.mark.once
+from waiting import wait_until
 
 TESTS = Path(__file__).parent.parent
 PROGRAM = """
@@ -102,19 +100,14 @@ def in_background(url: str, tokens: int) -> tuple[threading.Thread, list[httpx.R
 
     thread = threading.Thread(target=work)
     thread.start()
-    end = time.monotonic() + 30
-    while httpx.get(f"{url}/load").json()["server_load"] == 0 and time.monotonic() < end:
-        time.sleep(0.01)
+    wait_until(lambda: httpx.get(f"{url}/load").json()["server_load"], "a request runs")
     return thread, answers
 
 
 def terminated(server: Process) -> None:
     """By a signal, of which it knows when this returns."""
     server.child.send_signal(signal.SIGTERM)
-    end = time.monotonic() + 30
-    while httpx.get(f"{server.url}/health").status_code != 503:
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    wait_until(lambda: httpx.get(f"{server.url}/health").status_code == 503, "the server drains")
 
 
 def test_sigterm_drains_and_exits_0(brake: Path) -> None:

@@ -16,8 +16,6 @@ from quire.errors import StartupError
 from quire.server.run import curl_line
 from quire.server.tls import check_certificate
 
-pytestmark = pytest.mark.once
-
 OPENSSL = shutil.which("openssl")
 needs_openssl = pytest.mark.skipif(OPENSSL is None, reason="openssl makes the certificates")
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
 
-import echo_service
 import httpx
 import pytest
-from echo_service import Running
+from echo_service import Running, Servers
 
 from quire.config import EngineConfig
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.xdist_group(name="proxy")
 
 KEY = {"Authorization": "Bearer sk-test"}
 PAGE = "https://app.example"
@@ -23,10 +21,9 @@ PREFLIGHT = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def browsers() -> Iterator[Running]:
-    with echo_service.serving(keys=["sk-test"], allowed_origins=[PAGE, "http://localhost:3000"]) as running:
-        yield running
+@pytest.fixture
+def browsers(servers: Servers) -> Running:
+    return servers(keys=["sk-test"], allowed_origins=[PAGE, "http://localhost:3000"])
 
 
 def body(**more: object) -> dict[str, object]:
@@ -116,26 +113,29 @@ def test_another_origin_is_told_nothing(browsers: Running) -> None:
     assert "access-control-allow-origin" not in answer.headers
 
 
-def test_without_the_flag_there_is_no_cors(echo: Running) -> None:
+def test_without_the_flag_there_is_no_cors(servers: Servers, echo: Running) -> None:
     assert httpx.options(f"{echo.url}/v1/completions", headers=PREFLIGHT).status_code == 405
     answer = httpx.get(f"{echo.url}/v1/models", headers={"Origin": PAGE})
     assert not any("access-control" in name for name in answer.headers)
-    with echo_service.serving(keys=["sk-test"]) as locked:
-        assert httpx.options(f"{locked.url}/v1/completions", headers=PREFLIGHT).status_code == 401
+    locked = servers(keys=["sk-quire-test-key"])
+    assert httpx.options(f"{locked.url}/v1/completions", headers=PREFLIGHT).status_code == 401
 
 
-def test_every_origin() -> None:
-    with echo_service.serving(allowed_origins=["*"]) as running:
-        answer = httpx.get(f"{running.url}/v1/models", headers={"Origin": PAGE})
-        assert answer.headers["access-control-allow-origin"] == "*"
+def test_every_origin(servers: Servers) -> None:
+    answer = httpx.get(f"{servers(allowed_origins=['*']).url}/v1/models", headers={"Origin": PAGE})
+    assert answer.headers["access-control-allow-origin"] == "*"
 
 
-def test_requests_are_logged_without_their_text(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.fixture
+def logging_url(servers: Servers) -> str:
+    return servers(log_requests=True, config=EngineConfig()).url
+
+
+def test_requests_are_logged_without_their_text(logging_url: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "quire.server")
-    with echo_service.serving(log_requests=True, config=EngineConfig()) as running:
-        asked = body(prompt="secret words", stop=["a\nb"], seed=7)
-        answer = httpx.post(f"{running.url}/v1/completions", json=asked, headers={"X-Request-Id": "mine"})
-        httpx.post(f"{running.url}/v1/completions", json=body(n=0))
+    asked = body(prompt="secret words", stop=["a\nb"], seed=7)
+    answer = httpx.post(f"{logging_url}/v1/completions", json=asked, headers={"X-Request-Id": "mine"})
+    httpx.post(f"{logging_url}/v1/completions", json=body(n=0))
     [line] = [record.getMessage() for record in caplog.records if record.getMessage().startswith("request ")]
     assert line.startswith(f"request {answer.json()['id']} (X-Request-Id mine): 1 prompts, ")
     assert "max_tokens=2" in line
@@ -144,11 +144,10 @@ def test_requests_are_logged_without_their_text(caplog: pytest.LogCaptureFixture
     assert "\n" not in line
 
 
-def test_long_parameters_are_logged_by_their_beginning(caplog: pytest.LogCaptureFixture) -> None:
+def test_long_parameters_are_logged_by_their_beginning(logging_url: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "quire.server")
-    with echo_service.serving(log_requests=True) as running:
-        asked = body(stop=["a\n" * 100] * 16, allowed_token_ids=[*range(500)], skip_special_tokens=False)
-        httpx.post(f"{running.url}/v1/completions", json=asked)
+    asked = body(stop=["a\n" * 100] * 16, allowed_token_ids=[*range(500)], skip_special_tokens=False)
+    httpx.post(f"{logging_url}/v1/completions", json=asked)
     [line] = [record.getMessage() for record in caplog.records if record.getMessage().startswith("request ")]
     assert "allowed_token_ids=(0, 1, 2, 3, 4, 5, ...), max_tokens=2, skip_special_tokens=False" in line
     assert "automaton" not in line

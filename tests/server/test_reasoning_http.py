@@ -15,6 +15,8 @@ from openai import BadRequestError, OpenAI
 
 from quire.text.chat import ChatTemplate
 
+pytestmark = pytest.mark.xdist_group(name="reasoning_http")
+
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}:{{ m.content }}{% if m.reasoning_content %}({{ m.reasoning_content }})"
     "{% endif %};{% endfor %}{% if tools %}{{ tools | tojson }}<tool_call>{% endif %}"
@@ -241,9 +243,8 @@ def test_what_is_wrong_is_named(served: Served) -> None:
         assert message in json.dumps(told), told
 
 
-def test_a_budget_needs_a_model_that_thinks() -> None:
-    with echo_service.serving() as running:
-        body = {"messages": TALK, "thinking_token_budget": 4}
-        told = httpx.post(f"{running.url}/v1/chat/completions", json=body)
-        assert told.status_code == 400
-        assert "see --reasoning-parser" in told.json()["error"]["message"]
+def test_a_budget_needs_a_model_that_thinks(echo: Running) -> None:
+    body = {"messages": TALK, "thinking_token_budget": 4}
+    told = httpx.post(f"{echo.url}/v1/chat/completions", json=body)
+    assert told.status_code == 400
+    assert "see --reasoning-parser" in told.json()["error"]["message"]

@@ -24,6 +24,8 @@ from quire.server.response_store import Store
 from quire.server.run import ServeOptions, _check
 from quire.text.chat import ChatTemplate
 
+pytestmark = pytest.mark.xdist_group(name="responses")
+
 HERMES = (
     "{% if tools %}{{ tools | tojson }}<tool_call>{% endif %}{% for m in messages %}{{ m.role }}:"
     "{% if m.reasoning_content %}[{{ m.reasoning_content }}]{% endif %}{{ m.content }}"
@@ -139,6 +141,8 @@ def test_cut_and_empty_outputs(served: Server) -> None:
     assert cut.output[0].status == "incomplete"
     *_, last = served.client.responses.create(model="echo", input="Tell.", max_output_tokens=2, stream=True)
     assert (last.type, last.response.usage.output_tokens) == ("response.incomplete", 2)
+    ended = served.client.responses.create(model="echo", input="Tell.", extra_body={"stop": [" time"]})
+    assert (ended.status, ended.output_text) == ("completed", "once upon a")
     served.say("")
     empty = served.client.responses.create(model="echo", input="Tell.")
     assert (empty.status, empty.output_text, kinds(empty)) == ("completed", "", ["message"])
@@ -403,8 +407,8 @@ def test_thoughts_are_items_and_failures_events(monkeypatch: pytest.MonkeyPatch)
         assert (failed.response.error.code, failed.response.error.message) == ("server_error", "internal error")
 
 
-def test_without_a_store() -> None:
-    with echo_service.serving() as running, httpx.Client(base_url=running.url) as http:
+def test_without_a_store(echo: Running) -> None:
+    with httpx.Client(base_url=echo.url) as http:
         body = {"input": "once", "max_output_tokens": 2, "store": True}
         assert http.post("/v1/responses", json=body).json()["store"] is False
         answer = http.get("/v1/responses/resp_0")

@@ -20,8 +20,6 @@ from quire.server.places import Open, Places, shared_file
 from quire.server.size import MAX_HELD, MAX_LOGPROBS, Held, Size
 from quire.vocabulary.columns import WireError
 
-pytestmark = pytest.mark.once
-
 BOUNDS = {"first": (1.0, 2.0, 5.0), "second": (10.0,)}
 
 

@@ -17,7 +17,7 @@ import echo_service
 import httpx
 import jsonschema
 import pytest
-from echo_service import Running
+from echo_service import Placement, Running
 from openai import OpenAI
 
 SCHEMA = {
@@ -99,7 +99,8 @@ def test_structural_tags(http: httpx.Client) -> None:
             assert "a>1</f>".startswith(piece[:7]) or piece.startswith("a>1</f>"), text
 
 
-def test_streams_and_branches(client: OpenAI) -> None:
+def test_streams_and_branches(placed_client: OpenAI) -> None:
+    client = placed_client
     form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
     done = client.chat.completions.create(
         model="echo", messages=TALK, n=3, max_tokens=150, seed=5, response_format=form, logprobs=True, top_logprobs=2
@@ -117,8 +118,9 @@ def test_streams_and_branches(client: OpenAI) -> None:
     assert pieces == texts, "log-probabilities or streaming changed the output"
 
 
-def test_length_cuts(http: httpx.Client) -> None:
-    answer = ask(http, prompt="a", max_tokens=5, guided_regex="(abc){9}").json()
+def test_length_cuts(placed: Running) -> None:
+    with httpx.Client(base_url=placed.url) as http:
+        answer = ask(http, prompt="a", max_tokens=5, guided_regex="(abc){9}").json()
     assert answer["choices"][0]["finish_reason"] == "length"
     assert answer["usage"]["completion_tokens"] == 5
 
@@ -183,8 +185,7 @@ def test_not_enforced_keywords_can_be_let_pass(http: httpx.Client) -> None:
     assert len(json.loads(text_of(ask(http, prompt="a", response_format=form, seed=2)))) <= 3
 
 
-@pytest.mark.parametrize("apart", [False, True])
-def test_what_explodes_disturbs_nobody(apart: bool) -> None:
+def test_what_explodes_disturbs_nobody(placement: Placement) -> None:
     """While grammars that can't be had are refused, others' tokens come on, and the same ones."""
     bad = [
         {"guided_json": BOMB},
@@ -196,7 +197,7 @@ def test_what_explodes_disturbs_nobody(apart: bool) -> None:
     model = echo_service.built(echo_service.Echo(pause=0.01))
     begun = threading.Event()
     with (
-        echo_service.serving(model, apart=apart) as running,
+        echo_service.serving(model, placement=placement) as running,
         httpx.Client(base_url=running.url, timeout=60) as http,
         ThreadPoolExecutor(5) as pool,
     ):

@@ -10,6 +10,7 @@ from typing import Any
 
 import echo_service
 import pytest
+from waiting import wait_until_async
 
 from quire.errors import InputError, Overloaded, PromptTooLong
 from quire.text.grammars import Grammars
@@ -87,9 +88,9 @@ def test_chats_do_not_queue_behind_long_texts(prompts: Prompts) -> None:
     async def both() -> float:
         noted(prompts).hold.clear()
         long = [asyncio.create_task(prompts.read(["a" * 150_000])) for _ in range(10)]
-        while noted(prompts).read.count(150_000) < LONG_THREADS:
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0.05)
+        await wait_until_async(
+            lambda: noted(prompts).read.count(150_000) >= LONG_THREADS, "long texts fill their threads"
+        )
         began = time.perf_counter()
         await prompts.read(["b" * 5000])
         took = time.perf_counter() - began
@@ -99,6 +100,8 @@ def test_chats_do_not_queue_behind_long_texts(prompts: Prompts) -> None:
         return took
 
     assert asyncio.run(both()) < 30
+    names = [name for name in noted(prompts).threads if name.startswith("quire-long-text")]
+    assert (len(names), len(set(names))) == (10, LONG_THREADS)
 
 
 def test_conversations_wait_for_the_template_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +118,7 @@ def test_conversations_wait_for_the_template_alone(monkeypatch: pytest.MonkeyPat
 
     async def all_of_them() -> None:
         waiting = [asyncio.create_task(prompts.converse(talk, variables={})) for _ in range(3)]
-        await asyncio.sleep(0.05)
+        await wait_until_async(lambda: prompts._writer._waiting == 3, "3 conversations wait")
         assert [len(prompt.ids) for prompt in await prompts.read(["b" * (INLINE_CHARS + 1)])]
         with pytest.raises(Overloaded, match="3 conversations"):
             await prompts.converse(talk, variables={})
@@ -157,7 +160,7 @@ def test_forms_wait_for_their_grammars_alone(monkeypatch: pytest.MonkeyPatch) ->
 
     async def all_of_them() -> None:
         waiting = [asyncio.ensure_future(ask(number)) for number in range(1, 4)]
-        await asyncio.sleep(0.05)
+        await wait_until_async(lambda: llm.prompts._makers._waiting == 3, "3 grammars wait")
         assert [prompt.ids for prompt in await llm.prompts.read(["b" * (LONG_CHARS + 1)])]
         with pytest.raises(Overloaded, match="3 outputs of some form wait for their grammars"):
             await ask(4)

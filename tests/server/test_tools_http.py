@@ -18,6 +18,8 @@ from quire.text.chat import ChatTemplate
 from quire.text.messages import read_messages
 from quire.text.tools import MAX_TOOLS, read_tools
 
+pytestmark = pytest.mark.xdist_group(name="tools_http")
+
 WEATHER = {
     "type": "object",
     "properties": {"city": {"$ref": "#/$defs/City"}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},

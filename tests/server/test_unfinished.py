@@ -19,6 +19,8 @@ from quire.errors import InputError, Overloaded
 from quire.text.embedding import vector
 from quire.vocabulary.plan import Row, Sampled
 
+pytestmark = pytest.mark.xdist_group(name="unfinished")
+
 FAULT = "the request's masks leave no token to sample"
 ADMIN = "sk-quire-admin-key"
 MESSAGES: Any = {"messages": [{"role": "user", "content": "once"}], "max_tokens": 100, "ignore_eos": True}
