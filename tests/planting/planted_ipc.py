@@ -1,0 +1,193 @@
+"""Bugs planted in src/quire/link and src/quire/parallel: between fronts and the engine's process, and among ranks."""
+
+from __future__ import annotations
+
+from bugs import Bug, bug
+
+BUGS: dict[str, Bug] = {
+    # Between fronts and an engine's process
+    "a frame that engines never send is read as an answer": bug(
+        "link/frames.py",
+        "if frame.kind != ANSWER:",
+        "if frame.kind < ANSWER:",
+        "tests/link/test_frames.py::test_kinds_that_no_engine_sends_are_refused[16]",
+        r"DID NOT RAISE .*WireError",
+    ),
+    "an engine that sleeps is read as one that is awake": bug(
+        "link/stepped.py",
+        'float(said["seconds"]), mapped, ranks, asleep)',
+        'float(said["seconds"]), mapped, ranks)',
+        "tests/link/test_frames.py::test_the_first_frames",
+        r"where False = facts_equal\(Facts\(.*asleep=0\), Facts\(.*asleep=2\)\)",
+    ),
+    "the engine's last turn is always now": bug(
+        "link/hello.py",
+        "return Health(True, bool(stalled), now - lasted,",
+        "return Health(True, bool(stalled), now,",
+        "tests/link/test_frames.py::test_the_first_frames",
+        r"beat=20\.0.* == .*beat=14\.0",
+    ),
+    "a connection that no event loop listened to stays open": bug(
+        "link/process.py",
+        "remove_reader(self._connection.fileno())\n        self._connection.close()",
+        "remove_reader(self._connection.fileno())\n            self._connection.close()",
+        "tests/link/test_engine_process.py::test_a_program_that_ends_at_start_is_named",
+        r"unclosed <socket",
+    ),
+    "an engine's process is killed without time to end": bug(
+        "link/process.py",
+        "return self.child.end(timeout)",
+        "return self.child.end(0.0)",
+        "tests/link/test_engine_process.py::test_closing_ends_the_process_at_once",
+        r"where False = close\(\)",
+    ),
+    "an engine's process ends without a word when building it exits": bug(
+        "link/program.py",
+        "except BaseException as error:  # a library may end the thread too, by SystemExit",
+        "except Exception as error:",
+        "tests/link/test_engine_process.py::test_what_nobody_foresaw_at_start_is_named"
+        "[SystemExit(3)-SystemExit: 3. What it wrote]",
+        r"the engine's process ended with status 3 at start",
+    ),
+    "outputs overtake those that wait for a front that lags": bug(
+        "link/program.py",
+        "if isinstance(message, Stepped) and (self._backlog or self.channel.held > LAGS):",
+        "if isinstance(message, Stepped) and self.channel.held > LAGS:",
+        "tests/link/test_backlog.py::test_what_waits_is_not_overtaken",
+        r"assert \[6, 5\] == \[5, 6\]",
+    ),
+    "a branch keeps its place among merged outputs": bug(
+        "link/backlog.py",
+        "merged = branches.pop(output.branch, None)",
+        "merged = branches.get(output.branch)",
+        "tests/link/test_backlog.py::test_outputs_of_a_branch_become_one",
+        r"assert \[\(1, Output\(request='', branch=0, tokens=\(5, 8, 9\).* == \[\(1, Output\(request='', branch=1,",
+    ),
+    "an abort of several requests overtakes the one that waits for a grammar": bug(
+        "link/lane.py",
+        "numbers is not None and not self._numbers.keys().isdisjoint(numbers):",
+        "numbers is not None and self._numbers.keys() >= {*numbers}:",
+        "tests/link/test_lane.py::test_an_abort_waits_for_its_request[message2-now2]",
+        r"Abort\(numbers=\(7, 1, 2\)\)\] == .*Abort\(numbers=\(7, 2\)\)\]",
+    ),
+    "a request whose grammar is there waits for another grammar": bug(
+        "link/lane.py",
+        "return (None, message) if grammar is None else (_with(message, grammar), None)",
+        "return (None, message) if grammar is None or self._waiting else (_with(message, grammar), None)",
+        "tests/link/test_lane.py::test_a_grammar_that_is_made_holds_up_none_that_is_there",
+        r"assert \[\] == \[2\]",
+    ),
+    "requests of a front that left run on": bug(
+        "link/host.py",
+        "self._abort(front, Abort(None))",
+        "self._abort(front, Abort(()))",
+        "tests/link/test_host.py::test_a_front_that_leaves_ends_its_requests",
+        r"\{'length': 2\} == \{'abort': 2\}",
+    ),
+    "pictures that just fit are refused": bug(
+        "link/held_pixels.py",
+        "if self.bytes + size > self.most:",
+        "if self.bytes + size >= self.most:",
+        "tests/link/test_held_pixels.py::test_all_of_the_room_can_be_used",
+        r"Overloaded: the pictures of requests under way have 12 bytes; with the 12 of this one they are more than 24",
+    ),
+    "ids of requests that died with an engine stay in use": bug(
+        "link/front.py",
+        "streams, self._live, self._named = list(self._live.values()), {}, {}",
+        "streams, self._live = list(self._live.values()), {}",
+        "tests/link/test_engine_process.py::test_an_engine_in_a_dead_ones_place_knows_none_of_its_ids",
+        r"InputError: request id 'mine' is in use",
+    ),
+    # Between an engine and its ranks
+    "a rank beyond the last is accepted": bug(
+        "parallel/frames.py",
+        "return 0 <= rank < ranks and",
+        "return 0 <= rank <= ranks and",
+        "tests/parallel/test_parallel_frames.py::test_parts_that_there_can_not_be_are_refused[(4, 4, 0, 1)]",
+        r"DID NOT RAISE .*WireError",
+    ),
+    "a rank's loss is told as a failure of the rank that noticed it": bug(
+        "parallel/rank.py",
+        '[:300], "", isinstance(error, PeerLost))',
+        '[:300], "")',
+        "tests/parallel/test_rank_failures.py::test_the_cause_is_named_and_not_its_echoes",
+        r"rank [01] failed: PeerLost: connection closed by peer in step 3",
+    ),
+    "what ranks applied is not compared": bug(
+        "parallel/remote.py",
+        "if answer[:2] != answers[first][:2] or",
+        "if answer.step != answers[first].step or",
+        "tests/parallel/test_remote.py::test_a_rank_that_applied_something_else_is_named",
+        r"DID NOT RAISE .*EngineDead",
+    ),
+    "graphs that one rank alone captures are not noticed": bug(
+        "parallel/remote.py",
+        "for kind in graphs.keys() | told[0].keys():",
+        "for kind in graphs.keys() & told[0].keys():",
+        "tests/parallel/test_remote.py::test_a_rank_that_captures_none_where_others_do_is_named",
+        r"failed: AssertionError: no rank may begin at start",
+    ),
+    "a rank is given up before its time": bug(
+        "parallel/remote.py",
+        "came = self._poll.poll(seconds * 1000)",
+        "came = self._poll.poll(seconds)",
+        "tests/parallel/test_rank_failures.py::test_a_rank_that_is_slow_has_all_of_its_time",
+        r"rank \d has not answered for \d+ s (in step 1|at start) \(--rank-timeout\)",
+    ),
+    "a rank that waits for another stage is blamed": bug(
+        "parallel/meeting.py",
+        "return min(at_work or every,",
+        "return min(every,",
+        "tests/parallel/test_pipes.py::test_a_rank_that_waits_for_another_stage_is_not_the_one_behind",
+        r"where 0 = behind\(range\(0, 2\)\)",
+    ),
+    "what is to be added is lost between stages": bug(
+        "parallel/pipes.py",
+        "return both[0], both[1] if more else None",
+        "return both[0], both[0] if more else None",
+        "tests/parallel/test_pipes.py::test_a_stage_receives_what_the_one_before_sent",
+        r"assert \[\[\[1\.0, 2\.0\]\], \[\[1\.0, 2\.0\]\], \[\[3\.0, 4\.0\]\], None\] == ",
+    ),
+    "a record is written over one that a reader has not read": bug(
+        "parallel/ring.py",
+        "if self._read + memory.capacity < self._written + size:",
+        "if self._read + memory.capacity < self._written:",
+        "tests/parallel/test_ring.py::test_each_reader_reads_all_of_it",
+        r"EngineDead: ring overrun: record",
+    ),
+    "ranks are added up from the last to the first": bug(
+        "parallel/shared.py",
+        "for other in every[1:]:",
+        "for other in every[1:].flip(0):",
+        "tests/parallel/test_shared_exchange.py::test_sums_are_taken_in_rank_order_in_fp32[dtype0]",
+        r"assert False\nE .*where False = .*equal",
+    ),
+    "a rank's share of threads is rounded up": bug(
+        "parallel/starting.py",
+        "return max(threads // ranks, 1)",
+        "return max(-(-threads // ranks), 1)",
+        "tests/parallel/test_starting.py::test_each_rank_has_its_part_and_its_share_of_threads",
+        r"\('/folder', None, 3\) == \('/folder', None, 2\)",
+    ),
+    "a link to another folder is taken for a folder of this user's": bug(
+        "parallel/caches.py",
+        "found = folder.lstat()",
+        "found = folder.stat()",
+        "tests/parallel/test_caches.py::test_a_folder_that_others_can_write_is_left_alone[link]",
+        r"\{'TRITON_CACHE_DIR': .* == \{\}",
+    ),
+    "a rank gets all of the engine's environment": bug(
+        "parallel/ray_door.py",
+        '"environment": {**environment},',
+        '"environment": {**os.environ, **environment},',
+        "tests/parallel/test_ray_door.py::test_a_rank_has_what_it_would_inherit",
+        r"assert 'HOME' not in",
+    ),
+    "a cluster that strangers listen for too is used": bug(
+        "parallel/ray_address.py",
+        "listeners(int(port)) == {os.getuid()})",
+        "os.getuid() in listeners(int(port)))",
+        "tests/parallel/test_ray_door.py::test_an_address_where_strangers_listen_too",
+        r"DID NOT RAISE .*StartupError",
+    ),
+}

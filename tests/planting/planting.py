@@ -1,0 +1,98 @@
+"""Runs tests on a changed source of the package: what planted bugs and mutants have in common."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+
+
+class Edit(NamedTuple):
+    """A change of one file of src/quire: the text `old`, which is there once, becomes `new`."""
+
+    file: str
+    old: str
+    new: str
+
+    def source(self) -> tuple[str, str]:
+        """Return the file's path and its changed source. AssertionError if `old` is not there exactly once."""
+        path = ROOT / "src" / "quire" / self.file
+        text = path.read_text()
+        assert text.count(self.old) == 1, f"{self.file} holds {text.count(self.old)} times, not once: {self.old!r}"
+        return str(path), text.replace(self.old, self.new)
+
+
+class Outcome(NamedTuple):
+    """How a run of tests ended: see zygote.py; `text` is the report of the test that failed."""
+
+    outcome: str
+    text: str
+
+
+class Planter:
+    """A process that has collected `files` and runs some of their tests, each time in a fork of its own."""
+
+    def __init__(self, files: Sequence[str], *options: str) -> None:
+        mine, other = socket.socketpair()
+        self.folder = tempfile.TemporaryDirectory()
+        path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+        self.environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+        for name in [name for name in self.environment if name.startswith("PYTEST_XDIST")]:
+            del self.environment[name]
+        with other:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "pytest", "-vvv", "-p", "zygote", "-p", "no:cacheprovider", *options, *files],
+                cwd=ROOT, env={**self.environment, "QUIRE_ZYGOTE": str(other.fileno())}, pass_fds=[other.fileno()],
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            )  # fmt: skip
+        self.link, self.stream = mine, mine.makefile("rw")
+        first = self.stream.readline()
+        if not first:
+            output = self.process.communicate()[0]
+            raise RuntimeError(f"the tests were not collected:\n{output[-4000:]}")
+        self.tests = int(json.loads(first)["tests"])
+
+    def run(self, tests: Sequence[str], sources: dict[str, str], seconds: float = 60) -> Outcome:
+        """Run `tests` on the changed sources until one fails; a change outside functions takes a fresh process."""
+        planted = Path(self.folder.name, "planted.json")
+        planted.write_text(json.dumps(sources))
+        request = {"sources": sources, "planted": str(planted), "tests": list(tests), "seconds": seconds}
+        self.stream.write(json.dumps(request) + "\n")
+        self.stream.flush()
+        outcome = Outcome(**json.loads(self.stream.readline()))
+        return self.fresh(tests, planted, seconds) if outcome.outcome == "module" else outcome
+
+    def fresh(self, tests: Sequence[str], planted: Path, seconds: float) -> Outcome:
+        command = [sys.executable, "-m", "pytest", "-vvv", "-x", "-p", "no:cacheprovider", "-n", "0", *tests]
+        process = subprocess.Popen(
+            command, cwd=ROOT, env={**self.environment, "QUIRE_PLANTED": str(planted)}, start_new_session=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+        try:
+            output = process.communicate(timeout=seconds + 20)[0]
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, 9)
+            process.communicate()
+            return Outcome("timeout", "")
+        return Outcome({0: "passed", 1: "failed"}.get(process.returncode, "crashed"), output[-20_000:])
+
+    def close(self) -> None:
+        self.stream.close()
+        self.link.close()
+        self.process.communicate(timeout=60)
+        self.folder.cleanup()
+
+    def __enter__(self) -> Planter:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.close()

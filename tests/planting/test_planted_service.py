@@ -1,0 +1,38 @@
+"""The service's planted bugs: each must be found by the tests that it names, through the message that it causes.
+
+The tests run in forks of one process that has collected them, so that a bug costs what its test costs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+from planted_ipc import BUGS as IPC
+from planted_server import BUGS as SERVER
+from planting import Planter
+
+BUGS = {**SERVER, **IPC}
+TESTS = tuple(dict.fromkeys(test for bug in BUGS.values() for test in bug.tests))
+
+pytestmark = pytest.mark.xdist_group(name="planted")
+
+
+@pytest.fixture(scope="module")
+def planter() -> Iterator[Planter]:
+    with Planter([*dict.fromkeys(test.split("::")[0] for test in TESTS)]) as found:
+        yield found
+
+
+def test_the_tests_pass_without_a_bug(planter: Planter) -> None:
+    outcome = planter.run(TESTS, {})
+    assert outcome.outcome == "passed", outcome.text
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_planted_bug_is_found(planter: Planter, name: str) -> None:
+    bug = BUGS[name]
+    outcome = planter.run(bug.tests, dict(edit.source() for edit in bug.edits))
+    assert outcome.outcome == "failed", f"the tests say {outcome.outcome}: {outcome.text}"
+    said = "\n".join(line for line in outcome.text.splitlines() if line.startswith("E "))
+    assert re.search(bug.message, said), f"found by another message than {bug.message!r}:\n{outcome.text}"
