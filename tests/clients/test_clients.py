@@ -27,7 +27,6 @@ FREE = "instructor PARALLEL_TOOLS", "instructor ANTHROPIC_PARALLEL_TOOLS"
 """What leaves it to the model to call."""
 OPEN = "instructor JSON_O1", "instructor JSON_SCHEMA"
 """What allows other members, so that what is drawn at random may not end in time."""
-pytestmark = pytest.mark.soak
 Served = tuple[str, Callable[[str], None]]
 
 
