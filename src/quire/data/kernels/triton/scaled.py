@@ -28,10 +28,11 @@ BLOCK, WHOLE = 8192, 16384
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor, *, pdl: bool = False) -> Tensor:
     """x [M, K], weight [N, K] in e4m3, bias [N], scale [G, N] (see kernels.triton.linear) -> [M, N] in x's dtype.
 
-    Any M >= 1; K % 16 == 0; the last dimensions dense, the stride of x's rows free.
+    Any M >= 1; K % 16 == 0; the last dimensions dense, the stride of x's rows free. One row is not rounded: the library
+    refuses it for some shapes.
     """
     size, depth = weight.shape
-    if len(scale) > 1 or x.dtype != torch.bfloat16 or size % 16 or depth % 16 or not x.is_cuda:
+    if len(x) == 1 or len(scale) > 1 or x.dtype != torch.bfloat16 or size % 16 or depth % 16 or not x.is_cuda:
         return invariant(x, weight, bias, scale, pdl=pdl)
     rounded, by = rows_in_fp8(x, pdl=pdl)
     out: Tensor = torch._scaled_mm(
