@@ -40,7 +40,7 @@ chat: $(VENV)/.kernels $(PACKAGED:%=$(VENV)/.model-%)
 # Tests that share a server or a fixture of a group run in one worker.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist loadgroup
 test: lint
-	$(PYTEST) -n 4
+	$(PYTEST) -n 3
 
 test-full: test $(VENV)/.clients $(VENV)/.browser
 	$(PYTEST) -m full -n 3

@@ -83,10 +83,17 @@ def answer(saved: tuple[Path, Any, Any], ids: list[int]) -> str:
     return text
 
 
+def asked(url: str, body: dict[str, Any]) -> dict[str, Any]:
+    answer = httpx.post(url, json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
 def test_completions(saved: tuple[Path, Any, Any], url: str) -> None:
     prompt = "the quick duck and the thick book"
     body = {"prompt": prompt, "max_tokens": NEW, "temperature": 0}
-    said = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()
+    said = asked(f"{url}/v1/completions", body)
     ids = saved[2](prompt).input_ids
     assert said["usage"]["prompt_tokens"] == len(ids) > 12
     assert said["choices"][0]["text"] == answer(saved, ids) != ""
@@ -94,7 +101,7 @@ def test_completions(saved: tuple[Path, Any, Any], url: str) -> None:
 
 def test_chat(saved: tuple[Path, Any, Any], url: str) -> None:
     body = {"messages": SAID, "max_tokens": NEW, "temperature": 0}
-    said = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
+    said = asked(f"{url}/v1/chat/completions", body)
     ids = saved[2].apply_chat_template(SAID, add_generation_prompt=True, return_dict=False)
     assert ids[0] == 2
     assert ids[1] == 5
