@@ -20,7 +20,7 @@ from targets import gate_cases, left_out
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-# Where a test names no other, httpx waits so many seconds: its own 5 pass by where a machine is busy.
+# httpx's default of 5 s is too short on a busy machine. This holds where a test sets no timeout.
 with suppress(ModuleNotFoundError):  # `make test-gpu` runs without httpx
     import httpx
 

@@ -216,14 +216,19 @@ class Running(NamedTuple):
         """Wait until no request is left and every page is free or cached, and counts are exact; AssertionError if that
         takes too long. The memory of an engine in this process is checked too."""
         before = self.llm.account
-        asyncio.run(self.llm.prefixes())  # after any answer the engine reports its state before it rests
 
         def so() -> bool:
-            account, busy = self.llm.account, self.llm.running or self.llm.queued
-            fresh, usage = account is not before, account.usage
-            return fresh and not busy and usage.free + usage.cached == usage.total
+            if self.llm.account is before:
+                asyncio.run(self.llm.prefixes())  # after any answer the engine reports its state before it rests
+            usage = self.llm.account.usage
+            busy = self.llm.running or self.llm.queued or self.llm.account is before
+            return not busy and usage.free + usage.cached == usage.total
 
-        found = wait_until(so, lambda: f"no request is left and pages are free or cached: {self.llm.account}")
+        def state() -> str:
+            fresh = self.llm.account is not before
+            return f"{self.llm.running} run, {self.llm.queued} wait, {fresh=}, {self.llm.account}"
+
+        found = wait_until(so, lambda: f"no request is left and pages are free or cached: {state()}")
         if self.llm.link.engine is not None:
             self.engine.scheduler.memory.check()
         return found

@@ -167,6 +167,8 @@ def reach(folder: Path) -> Reach:
     for path in folder.rglob("tests-*.jsonl"):
         for line in path.read_text().splitlines():
             entry = json.loads(line)
+            if entry["test"].startswith("tests/planting/"):
+                continue  # each starts processes that collect tests
             seconds[entry["test"]] = entry["seconds"]
             for block in entry["blocks"]:
                 tests[block].append(entry["test"])
@@ -206,13 +208,19 @@ class Judge:
             outcome, text = planter.run(tests, dict([mutant.source()]), limit)
             if outcome == "passed":
                 return {"verdict": "survived", "tests": len(tests)}
-            if outcome != "failed":
+            if outcome == "failed":
+                test = text.partition("\n")[0]
+                if test not in self.sound:
+                    begin = tests[: tests.index(test) + 1]  # an earlier one may have left something
+                    self.sound[test] = planter.run(begin, {}, limit).outcome == "passed"
+                if self.sound[test]:
+                    return {"verdict": "killed", "by": test}
+            elif outcome in ("crashed", "timeout"):
+                if planter.run(tests, {}, limit).outcome != "passed":
+                    raise RuntimeError(f"{outcome}, and the tests do not pass without the mutant")
                 return {"verdict": "killed", "by": outcome}
-            [test, *_] = text.splitlines()
-            if test in tests and test not in self.sound:
-                self.sound[test] = planter.run([test], {}, 60).outcome == "passed"
-            if self.sound.get(test, True):
-                return {"verdict": "killed", "by": test}
+            else:
+                raise RuntimeError(text)
 
 
 def judged(mutants: list[Mutant], judge: Judge, jobs: int, files: list[str]) -> Iterator[tuple[Mutant, dict[str, Any]]]:
@@ -222,15 +230,16 @@ def judged(mutants: list[Mutant], judge: Judge, jobs: int, files: list[str]) -> 
     for mutant in [*mutants, *[None] * jobs]:
         waiting.put(mutant)
 
-    def work() -> None:
-        with Planter(files) as planter:
+    def work(planter: Planter) -> None:
+        with planter:
             while (mutant := waiting.get()) is not None:
                 try:
                     ready.put((mutant, judge.verdict(planter, mutant)))
                 except Exception as error:
                     ready.put((mutant, {"verdict": "error", "by": repr(error)}))
 
-    threads = [threading.Thread(target=work, daemon=True) for _ in range(jobs)]
+    planters = [Planter(files) for _ in range(jobs)]
+    threads = [threading.Thread(target=work, args=(planter,), daemon=True) for planter in planters]
     for thread in threads:
         thread.start()
     for _ in mutants:
@@ -250,8 +259,7 @@ def main() -> None:
     reached, every = reach(args.reach), candidates()
     sample = random.Random(args.seed).sample(every, args.count)
     judge = Judge(reached, args.budget)
-    wanted = {n for m in sample for n in chosen(reached.of(m), reached.seconds, args.budget, set())}
-    files = sorted({name.split("::")[0] for name in wanted})
+    files = sorted({name.split("::")[0] for name in reached.seconds})
     rows, counts, folders = [], Counter[str](), defaultdict[str, Counter[str]](Counter)
     for mutant, verdict in judged(sample, judge, args.jobs, files):
         rows.append({**mutant._asdict(), **verdict})
@@ -259,6 +267,9 @@ def main() -> None:
         folders[mutant.file.split("/")[0] if "/" in mutant.file else "."][verdict["verdict"]] += 1
         if len(rows) % 50 == 0:
             print(f"{len(rows)} of {args.count} in {time.monotonic() - begin:.0f} s: {dict(counts)}", flush=True)
+    if counts["error"]:
+        errors = [row["by"] for row in rows if row["verdict"] == "error"]
+        print(f"{len(errors)} mutants could not be judged, the first one for: {errors[0]}", file=sys.stderr)
     revision = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
     blocks = sum(len(entry["lines"]) for entry in reached.files.values())
     document = {

@@ -1,4 +1,4 @@
-"""What a bug planted in the service is: a change of the source, the tests that must find it, and their message."""
+"""The type of a bug planted in the service: edits of the source, the tests that find it, and their message."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from planting import Edit
 
 
 class Bug(NamedTuple):
-    """`edits` change the source; one of `tests` (files or node ids) fails with a message that the regex `message`
-    matches."""
+    """A planted bug. `edits` change the source, each of another file; one of `tests` (node ids) fails with a message
+    that the regex `message` matches."""
 
     edits: tuple[Edit, ...]
     tests: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Runs tests on a changed source of the package: what planted bugs and mutants have in common."""
+"""Runs tests on a changed source of the package, for planted bugs and for mutants."""
 
 from __future__ import annotations
 
@@ -72,7 +72,8 @@ class Planter:
         return self.fresh(tests, planted, seconds) if outcome.outcome == "module" else outcome
 
     def fresh(self, tests: Sequence[str], planted: Path, seconds: float) -> Outcome:
-        command = [sys.executable, "-m", "pytest", "-vvv", "-x", "-p", "no:cacheprovider", "-n", "0", *tests]
+        options = ["-vvv", "-x", "-m", "", "-p", "no:cacheprovider", "-n", "0"]
+        command = [sys.executable, "-m", "pytest", *options, *tests]
         process = subprocess.Popen(
             command, cwd=ROOT, env={**self.environment, "QUIRE_PLANTED": str(planted)}, start_new_session=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -83,7 +84,9 @@ class Planter:
             os.killpg(process.pid, 9)
             process.communicate()
             return Outcome("timeout", "")
-        return Outcome({0: "passed", 1: "failed"}.get(process.returncode, "crashed"), output[-20_000:])
+        test = next((name for name in tests if f"{name} FAILED" in output or f"{name} ERROR" in output), "")
+        outcome = {0: "passed", 1: "failed"}.get(process.returncode, "crashed")
+        return Outcome(outcome, f"{test}\n{output[-20_000:]}")
 
     def close(self) -> None:
         self.stream.close()

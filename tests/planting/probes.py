@@ -2,7 +2,9 @@
 
 A block is a body: of a function, of a side of an `if`, of a loop, of an exception handler, of a case. Each sets one
 byte of a file that all processes of a test worker map, which costs tens of nanoseconds. coverage.py makes the suite
-twice as slow and has to be started in each child process. It is a pytest plugin; tools/mutants.py reads the result."""
+twice as slow and has to be started in each child process. It is a pytest plugin; tools/mutants.py reads the result.
+
+Blocks that a shared fixture runs count for the first test that uses it."""
 
 from __future__ import annotations
 
@@ -32,6 +34,7 @@ class Blocks(ast.NodeTransformer):
 
     def __init__(self, base: int) -> None:
         self.base = base
+        self.end = 0  # last line of the enclosing block
         self.lines: list[tuple[int, int]] = []  # first and last line of each block; (line, line - 1) of a missing else
 
     def probe(self, first: int, last: int) -> ast.stmt:
@@ -39,10 +42,13 @@ class Blocks(ast.NodeTransformer):
         statement = ast.parse(f"{NAME}[{self.base + len(self.lines) - 1}] = 1").body[0]
         return ast.fix_missing_locations(ast.increment_lineno(statement, first - 1))
 
-    def block(self, body: list[ast.stmt], line: int = 0) -> list[ast.stmt]:
+    def block(self, body: list[ast.stmt], line: int = 0, last: int = 0) -> list[ast.stmt]:
         """Return the body with its probe after its docstring; a missing `else` gets a body of its probe alone."""
-        probe = self.probe(body[0].lineno, body[-1].end_lineno or 0) if body else self.probe(line, line - 1)
+        first, last = (body[0].lineno, body[-1].end_lineno or 0) if body else (line, last or line - 1)
+        probe = self.probe(first, last)
+        outer, self.end = self.end, last
         body = [self.visit(statement) for statement in body]
+        self.end = outer
         at = int(bool(body) and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant))
         return [*body[:at], probe, *body[at:]]
 
@@ -57,8 +63,12 @@ class Blocks(ast.NodeTransformer):
     def visit_If(self, node: ast.If) -> Any:
         if "TYPE_CHECKING" in ast.unparse(node.test):
             return node
+        end = node.end_lineno or 0
+        leaves = isinstance(node.body[-1], ast.Return | ast.Continue | ast.Break)
         node.body = self.block(node.body)
-        node.orelse = self.block(node.orelse, node.lineno)
+        # What follows an early exit is the other branch.
+        rest = (end + 1, self.end) if leaves and self.end > end else (node.lineno, 0)
+        node.orelse = self.block(node.orelse, *rest)
         return node
 
     def visit_loop(self, node: Any) -> Any:
@@ -127,8 +137,13 @@ def mapped(folder: Path) -> mmap.mmap:
         return mmap.mmap(file.fileno(), size)
 
 
+def without_group(name: str) -> str:
+    """Return a test's name without the group that pytest-xdist adds to it."""
+    return name.rpartition("@")[0] if name.rfind("@") > name.rfind("]") else name
+
+
 class Recorder:
-    """Writes, after each test, a line with its name, outcome, seconds and blocks."""
+    """Writes, after each test, a line with its name, seconds and blocks."""
 
     def __init__(self, folder: Path) -> None:
         self.file = (folder / f"tests-{os.getpid()}.jsonl").open("a", buffering=1)
@@ -156,9 +171,10 @@ if FOLDER:
         class Plugin:
             @pytest.hookimpl(wrapper=True, tryfirst=True)
             def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+                BYTES[:] = bytes(len(BYTES))  # importing the tests has set some
                 begin = time.perf_counter()
                 result = yield
-                recorder.record(item.nodeid, time.perf_counter() - begin)
+                recorder.record(without_group(item.nodeid), time.perf_counter() - begin)
                 return result
 
         config.pluginmanager.register(Plugin())

@@ -25,8 +25,8 @@ def planter() -> Iterator[Planter]:
 
 
 def test_the_tests_pass_without_a_bug(planter: Planter) -> None:
-    outcome = planter.run(TESTS, {})
-    assert outcome.outcome == "passed", outcome.text
+    outcome = planter.run(TESTS, {}, 240)
+    assert outcome.outcome == "passed", f"{outcome.outcome}: {outcome.text}"
 
 
 @pytest.mark.parametrize("name", BUGS)
@@ -34,5 +34,5 @@ def test_planted_bug_is_found(planter: Planter, name: str) -> None:
     bug = BUGS[name]
     outcome = planter.run(bug.tests, dict(edit.source() for edit in bug.edits))
     assert outcome.outcome == "failed", f"the tests say {outcome.outcome}: {outcome.text}"
-    said = "\n".join(line for line in outcome.text.splitlines() if line.startswith("E "))
-    assert re.search(bug.message, said), f"found by another message than {bug.message!r}:\n{outcome.text}"
+    errors = "\n".join(line for line in outcome.text.splitlines() if line.startswith("E "))
+    assert re.search(bug.message, errors), f"found by another message than {bug.message!r}:\n{outcome.text}"

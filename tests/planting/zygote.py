@@ -53,6 +53,8 @@ def replace(path: str, source: str) -> bool:
         if not before.co_flags & OPTIMIZED:
             if shape(before, False) != shape(after, False):
                 return False
+        elif before.co_freevars != after.co_freevars:
+            return False  # a function's closure cannot be changed
         elif shape(before, True) != shape(after, True):
             changed[before.co_qualname, before.co_firstlineno] = after
     found = set()
@@ -83,8 +85,8 @@ def work(session: pytest.Session, request: dict[str, Any], items: list[pytest.It
     for item, after in zip(items, [*items[1:], None]):
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=after)
         if FAILED:
-            text = f"{item.nodeid}\n{FAILED[0].longreprtext}"
-            answer.write_text(json.dumps({"outcome": "failed", "text": text[-20_000:]}))
+            text = f"{item.nodeid}\n{FAILED[0].longreprtext[-20_000:]}"
+            answer.write_text(json.dumps({"outcome": "failed", "text": text}))
             return
     answer.write_text(json.dumps({"outcome": "passed", "text": ""}))
 
