@@ -283,11 +283,12 @@ def test_scales_that_are_not_finite(tmp_path: Path) -> None:
 
 
 def test_texts_stay_in_the_file(tmp_path: Path) -> None:
-    """Reading takes eight bytes a text, which is no more than a text takes there."""
-    path = write(tmp_path / "model.gguf", {"a": ["xy"] * 200_000}, {})
+    """Reading takes eight bytes a text, which is no more than a text takes there. The file is large beside what threads
+    of shared servers allocate meanwhile."""
+    path = write(tmp_path / "model.gguf", {"a": ["xy"] * 1_000_000}, {})
     tracemalloc.start()
     file = read_gguf(path)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert len(file.said["a"]) == 200_000
+    assert len(file.said["a"]) == 1_000_000
     assert peak < path.stat().st_size
