@@ -62,7 +62,7 @@ delays: $(VENV)/.tested $(VENV)/.kernels
 REACH := $(VENV)/reach
 mutants: $(VENV)/.tested $(VENV)/.kernels
 	$(BIN)/python tests/planting/probes.py $(REACH)
-	QUIRE_PROBES=$(CURDIR)/$(REACH) PYTHONPATH=$(CURDIR)/tests/planting $(PYTEST) -p probes -n 3
+	TEST_PROBES=$(CURDIR)/$(REACH) PYTHONPATH=$(CURDIR)/tests/planting $(PYTEST) -p probes -n 3
 	OMP_NUM_THREADS=1 $(BIN)/python tools/mutants.py --reach $(REACH) --out docs/measurements/mutants.json
 
 # In one process, as several exhaust the memory of a GPU with 80 GB. The paths are named so that no other test module is

@@ -51,7 +51,7 @@ class Planter:
         with other:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "pytest", "-vvv", "-p", "zygote", "-p", "no:cacheprovider", *options, *files],
-                cwd=ROOT, env={**self.environment, "QUIRE_ZYGOTE": str(other.fileno())}, pass_fds=[other.fileno()],
+                cwd=ROOT, env={**self.environment, "TEST_ZYGOTE": str(other.fileno())}, pass_fds=[other.fileno()],
                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             )  # fmt: skip
         self.link, self.stream = mine, mine.makefile("rw")
@@ -75,7 +75,7 @@ class Planter:
         options = ["-vvv", "-x", "-m", "", "-p", "no:cacheprovider", "-n", "0"]
         command = [sys.executable, "-m", "pytest", *options, *tests]
         process = subprocess.Popen(
-            command, cwd=ROOT, env={**self.environment, "QUIRE_PLANTED": str(planted)}, start_new_session=True,
+            command, cwd=ROOT, env={**self.environment, "TEST_PLANTED": str(planted)}, start_new_session=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
         try:

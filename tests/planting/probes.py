@@ -23,7 +23,7 @@ from types import CodeType
 from typing import Any
 
 SRC = Path(__file__).resolve().parents[2] / "src" / "quire"
-FOLDER = os.environ.get("QUIRE_PROBES")
+FOLDER = os.environ.get("TEST_PROBES")
 NAME = "__quire_probes__"
 
 
@@ -119,7 +119,7 @@ def coded(folder: Path, path: str) -> Path:
 
 def probed(path: str) -> CodeType | None:
     """Return the instrumented code of a file of the package, None of another file."""
-    assert FOLDER is not None, "QUIRE_PROBES names the folder that prepare() wrote"
+    assert FOLDER is not None, "TEST_PROBES names the folder that prepare() wrote"
     file = coded(Path(FOLDER), path)
     if not file.exists():
         return None
@@ -129,7 +129,7 @@ def probed(path: str) -> CodeType | None:
 
 def mapped(folder: Path) -> mmap.mmap:
     """Map the bytes that this test worker and its children set; the worker names the file in the environment."""
-    path = Path(os.environ.setdefault("QUIRE_PROBE_BYTES", str(folder / f"bytes-{os.getpid()}")))
+    path = Path(os.environ.setdefault("TEST_PROBE_BYTES", str(folder / f"bytes-{os.getpid()}")))
     size = int((folder / "size").read_text())
     if not path.exists():
         path.write_bytes(bytes(size))
@@ -164,7 +164,7 @@ if FOLDER:
         import pytest
 
         if os.environ.get("PYTEST_XDIST_WORKER") is None and getattr(config.option, "numprocesses", None):
-            os.environ.pop("QUIRE_PROBE_BYTES", None)  # each worker maps bytes of its own
+            os.environ.pop("TEST_PROBE_BYTES", None)  # each worker maps bytes of its own
             return
         recorder = Recorder(Path(FOLDER or ""))
 

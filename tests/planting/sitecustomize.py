@@ -1,12 +1,12 @@
 """Plants changes in the package's source as Python imports it, in child processes too. The files stay as they are.
 
-With this folder on PYTHONPATH Python imports this module at its start. QUIRE_PLANTED names a JSON file of modules'
-paths and the source to compile in place of each; QUIRE_PROBES names the folder of code that probes.py prepared."""
+With this folder on PYTHONPATH Python imports this module at its start. TEST_PLANTED names a JSON file of modules'
+paths and the source to compile in place of each; TEST_PROBES names the folder of code that probes.py prepared."""
 
 import os
 
-PLANTED = os.environ.get("QUIRE_PLANTED")
-PROBED = os.environ.get("QUIRE_PROBES")
+PLANTED = os.environ.get("TEST_PLANTED")
+PROBED = os.environ.get("TEST_PROBES")
 
 if PLANTED or PROBED:
     import importlib.machinery

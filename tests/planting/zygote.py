@@ -1,6 +1,6 @@
 """A pytest plugin that collects tests once, then runs some of them for each change of the source, in a fork.
 
-It reads requests from the file descriptor QUIRE_ZYGOTE, one JSON object a line, and answers each with one line:
+It reads requests from the file descriptor TEST_ZYGOTE, one JSON object a line, and answers each with one line:
 `{"sources": {path: source}, "planted": file, "tests": [node id], "seconds": limit}` with `{"outcome": .., "text": ..}`.
 Outcomes: "passed"; "failed", with the report of the first test that fails; "timeout"; "crashed"; "module", where the
 change is outside functions, so that it takes a fresh process."""
@@ -78,7 +78,7 @@ def work(session: pytest.Session, request: dict[str, Any], items: list[pytest.It
     """In the fork: make the change, run the tests until one fails, and write the outcome."""
     os.setsid()
     if request["sources"]:
-        os.environ["QUIRE_PLANTED"] = request["planted"]
+        os.environ["TEST_PLANTED"] = request["planted"]
     if not all(replace(path, source) for path, source in request["sources"].items()):
         answer.write_text(json.dumps({"outcome": "module", "text": ""}))
         return
@@ -123,7 +123,7 @@ def ran(session: pytest.Session, request: dict[str, Any], items: list[pytest.Ite
 def pytest_runtestloop(session: pytest.Session) -> bool:
     items = {item.nodeid: item for item in session.items}
     gc.collect()
-    with socket.socket(fileno=int(os.environ["QUIRE_ZYGOTE"])) as link, link.makefile("rw") as stream:
+    with socket.socket(fileno=int(os.environ["TEST_ZYGOTE"])) as link, link.makefile("rw") as stream:
         stream.write(json.dumps({"tests": len(items)}) + "\n")
         stream.flush()
         for line in stream:
