@@ -216,9 +216,12 @@ class Judge:
                 if self.sound[test]:
                     return {"verdict": "killed", "by": test}
             elif outcome in ("crashed", "timeout"):
-                if planter.run(tests, {}, limit).outcome != "passed":
-                    raise RuntimeError(f"{outcome}, and the tests do not pass without the mutant")
-                return {"verdict": "killed", "by": outcome}
+                if planter.run(tests, {}, limit).outcome == "passed":
+                    return {"verdict": "killed", "by": outcome}
+                for name in tests:
+                    self.sound[name] = planter.run([name], {}, 20 + 4 * seconds[name]).outcome == "passed"
+                if all(self.sound[name] for name in tests):
+                    raise RuntimeError(f"{outcome}, and the tests do not pass together without the mutant")
             else:
                 raise RuntimeError(text)
 
@@ -238,7 +241,7 @@ def judged(mutants: list[Mutant], judge: Judge, jobs: int, files: list[str]) -> 
                 except Exception as error:
                     ready.put((mutant, {"verdict": "error", "by": repr(error)}))
 
-    planters = [Planter(files) for _ in range(jobs)]
+    planters = [Planter(files, "-m", "not soak and not gpu") for _ in range(jobs)]
     threads = [threading.Thread(target=work, args=(planter,), daemon=True) for planter in planters]
     for thread in threads:
         thread.start()

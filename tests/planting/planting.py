@@ -44,21 +44,22 @@ class Planter:
     def __init__(self, files: Sequence[str], *options: str) -> None:
         mine, other = socket.socketpair()
         self.folder = tempfile.TemporaryDirectory()
+        log = Path(self.folder.name, "log")  # no pipe: nothing would read what the forks print
         path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
         self.environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         for name in [name for name in self.environment if name.startswith("PYTEST_XDIST")]:
             del self.environment[name]
-        with other:
+        with other, log.open("w") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "pytest", "-vvv", "-p", "zygote", "-p", "no:cacheprovider", *options, *files],
                 cwd=ROOT, env={**self.environment, "TEST_ZYGOTE": str(other.fileno())}, pass_fds=[other.fileno()],
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                stdout=output, stderr=output,
             )  # fmt: skip
         self.link, self.stream = mine, mine.makefile("rw")
         first = self.stream.readline()
         if not first:
-            output = self.process.communicate()[0]
-            raise RuntimeError(f"the tests were not collected:\n{output[-4000:]}")
+            self.process.wait()
+            raise RuntimeError(f"the tests were not collected:\n{log.read_text()[-4000:]}")
         self.tests = int(json.loads(first)["tests"])
 
     def run(self, tests: Sequence[str], sources: dict[str, str], seconds: float = 60) -> Outcome:
@@ -91,7 +92,7 @@ class Planter:
     def close(self) -> None:
         self.stream.close()
         self.link.close()
-        self.process.communicate(timeout=60)
+        self.process.wait(timeout=60)
         self.folder.cleanup()
 
     def __enter__(self) -> Planter:
