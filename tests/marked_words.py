@@ -99,7 +99,6 @@ class Told:
         self.place, self.plain, self.words, self.seen, self.text = place, plain, words, seen, b""
 
     def accept(self, token: int) -> str:
-        """See Matcher."""
         why = self.place.accept(token)
         fits = self.plain.is_accepting() if token == END else self.plain.consume_token(token)
         self.text += b"" if token == END else self.words[token]
@@ -108,7 +107,6 @@ class Told:
         return why
 
     def forced(self) -> tuple[int, ...]:
-        """See Matcher."""
         run = self.place.forced()
         if run == (END,):
             assert self.plain.is_stopped(), self.text
@@ -117,11 +115,9 @@ class Told:
         return run
 
     def free(self) -> bool:
-        """See Matcher."""
         return self.place.free()
 
     def copy(self) -> Told:
-        """See Matcher."""
         self.seen["copies"] += 1
         other = Told(self.place.copy(), self.plain.deep_copy(), self.words, self.seen)
         other.text = self.text
@@ -153,11 +149,9 @@ class ToldGrammar:
         self.grammar, self.plain, self.words, self.seen = grammar, plain, words, seen
 
     def matcher(self) -> Told:
-        """See Grammar."""
         return Told(self.grammar.matcher(), self.plain.deep_copy(), self.words, self.seen)
 
     def masks(self, matchers: Sequence[Told]) -> list[bytes]:
-        """See Grammar."""
         masks = self.grammar.masks([told.place for told in matchers])
         for told, mask in zip(matchers, masks, strict=True):
             told.check(mask)

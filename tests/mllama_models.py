@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import transformers
+from test_unlike_logits import finished
 from torch import Tensor
 from transformers.models.mllama.processing_mllama import (
     convert_sparse_cross_attention_mask_to_dense,
@@ -180,15 +181,8 @@ def run(
     engine: Engine, prompts: Sequence[Mixed], params: SamplingParams
 ) -> Iterator[tuple[Mixed, list[int], list[Top]]]:
     """Each branch's prompt and tokens, and what was said of these."""
-    found: dict[tuple[str, int], tuple[list[int], list[Top]]] = {}
     for i, prompt in enumerate(prompts):
         media, pixels = shown(prompt)
         engine.add(str(i), tokens_of(prompt), params, media=media, pixels=pixels)
-    while engine.unfinished:
-        for output in engine.step():
-            tokens, tops = found.setdefault((output.request, output.branch), ([], []))
-            tokens += output.tokens
-            tops += output.tops
-        engine.scheduler.memory.check()
-    for (request, _), (tokens, tops) in found.items():
+    for request, tokens, tops in finished(engine):
         yield prompts[int(request)], tokens, tops

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import torch
 import transformers
+from internlm2_files import INTERNLM2
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -143,7 +144,7 @@ class Model:
 
     def inputs(self, prompt: Prompt) -> dict[str, Any]:
         """What transformers' model is given of a prompt's pictures."""
-        raise NotImplementedError
+        return {"pixel_values": torch.cat([self.normalised(one.tiles) for one in prompt.pictures])}
 
     @torch.inference_mode()
     def logprobs(self, prompt: Prompt, more: list[int]) -> Tensor:
@@ -198,9 +199,6 @@ class InternVL(Model):
         )
         self.saved({"size": {"height": SIDE, "width": SIDE}, "max_patches": 3})
 
-    def inputs(self, prompt: Prompt) -> dict[str, Any]:
-        return {"pixel_values": torch.cat([self.normalised(one.tiles) for one in prompt.pictures])}
-
 
 class InternVLChat(InternVL):
     """InternVL on a Llama, as an InternVLChatModel on InternLM2 is published."""
@@ -214,20 +212,14 @@ class InternVLChat(InternVL):
         "model.multi_modal_projector.": "multi_modal_projector.", "multi_modal_projector.layer_norm": "mlp1.0",
         "multi_modal_projector.linear_1": "mlp1.1", "multi_modal_projector.linear_2": "mlp1.3",
     }  # fmt: skip
-    LANGUAGE: ClassVar = {
-        "model.language_model.": "", "language_model.": "", "model.": "", "embed_tokens": "tok_embeddings",
-        "self_attn.o_proj": "attention.wo", "input_layernorm": "attention_norm",
-        "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "feed_forward.w1", "mlp.up_proj": "feed_forward.w3",
-        "mlp.down_proj": "feed_forward.w2",
-    }  # fmt: skip
+    LANGUAGE: ClassVar = {"model.language_model.": "", "language_model.": "", "model.": "", **INTERNLM2}
 
     def make(self) -> None:
         super().make()
         path = self.folder / "model.safetensors"
         save_file(dict(self._published(load_file(path))), path)
-        llm = {
-            k: v for k, v in self.model.config.text_config.to_dict().items() if k not in ("rope_parameters", "dtype")
-        }
+        llm = self.model.config.text_config.to_dict()
+        del llm["rope_parameters"], llm["dtype"]
         llm |= {"model_type": "internlm2", "architectures": ["InternLM2ForCausalLM"], "bias": False}
         config = {
             "architectures": ["InternVLChatModel"],
@@ -244,7 +236,7 @@ class InternVLChat(InternVL):
             for old, new in (self.LANGUAGE if language else self.VISION).items():
                 name = name.replace(old, new)
             if language:
-                name = f"language_model.model.{name}" if "lm_head" not in name else "language_model.output.weight"
+                name = f"language_model.{name}" if name == "output.weight" else f"language_model.model.{name}"
             renamed[name] = tensor
         for name in [name for name in renamed if "q_proj.weight" in name]:
             q, k, v = (renamed.pop(name.replace("q_proj", f"{x}_proj")) for x in "qkv")
@@ -263,9 +255,6 @@ class PaliGemma(Model):
         )
         self.saved({"size": {"height": SIDE, "width": SIDE}})
 
-    def inputs(self, prompt: Prompt) -> dict[str, Any]:
-        return {"pixel_values": torch.cat([self.normalised(one.tiles) for one in prompt.pictures])}
-
     def logits(self, prompt: Prompt, more: list[int]) -> Tensor:
         ids = torch.tensor([prompt.tokens + more])
         types = torch.tensor([[0] * len(prompt.tokens) + [1] * len(more)])
@@ -282,7 +271,7 @@ class PaliGemma(Model):
 class Phi3Vision(Model):
     """transformers' CLIP and Phi-3, and a connector of ours."""
 
-    long = 2048
+    generate = PaliGemma.generate
 
     def make(self) -> None:
         clip = transformers.CLIPVisionConfig(**TOWER)
@@ -325,9 +314,6 @@ class Phi3Vision(Model):
         whole = nn.functional.interpolate(whole, (SIDE, SIDE), mode="bicubic")
         hidden = self.clip(torch.cat((whole, tiles)), output_hidden_states=True).hidden_states[-2][:, 1:]
         return self.projection(hidden, grid.rows, grid.columns)
-
-    def generate(self, prompt: Prompt, count: int) -> list[int]:
-        return PaliGemma.generate(self, prompt, count)  # type: ignore[arg-type]
 
 
 MODELS: dict[str, type[Model]] = {

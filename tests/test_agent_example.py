@@ -3,21 +3,22 @@ whatever the model knows of bread."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import echo_service
 import pytest
 from openai import OpenAI
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))  # scripts, not a part of the package
+
+import agent
+import extraction
+
 from quire.build import build
 from quire.config import EngineConfig
-
-EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 @pytest.fixture(scope="module")
@@ -27,18 +28,7 @@ def url() -> Iterator[str]:
         yield f"{running.url}/v1"
 
 
-def example(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    found = importlib.util.module_from_spec(spec)
-    sys.modules[name] = found
-    spec.loader.exec_module(found)
-    return found
-
-
 def test_an_extraction_is_of_the_form(url: str) -> None:
-    extraction = example("extraction")
     extraction.MODEL = "echo"
     recipe = extraction.by_openai(url)
     assert isinstance(recipe, extraction.Recipe)
@@ -46,7 +36,6 @@ def test_an_extraction_is_of_the_form(url: str) -> None:
 
 
 def test_it_calls_its_tool(url: str) -> None:
-    agent = example("agent")
     with OpenAI(base_url=url, api_key="unused", max_retries=0, timeout=60) as client:
         question, called, result, *rest = agent.run(client, "How many pages has a quire?")
     assert question["role"] == "user"

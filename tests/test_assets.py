@@ -43,8 +43,10 @@ def messages(question: dict) -> list[dict[str, str]]:
     return [{"role": "system", "content": question["system"]}, *said] if "system" in question else said
 
 
-def test_both_fit_in_sixteen_megabytes():
+def test_both_are_small_and_have_one_tokenizer():
     assert sum(path.stat().st_size for name in NAMES for path in (ASSETS / name).iterdir()) <= 16_000_000
+    first, second = ((ASSETS / name / "tokenizer.json").read_bytes() for name in NAMES)
+    assert first == second
 
 
 @pytest.mark.parametrize(("name", "least", "most"), [("tiny", 2e6, 8e6), ("tiny-draft", 0.5e6, 1e6)])
@@ -87,15 +89,6 @@ def test_generation_config_asks_for_what_answers_as_well_as_any(name: str, caplo
     assert told["unknown_words_in_1000"] == 0
 
 
-@pytest.mark.parametrize("said", [{}, {"do_sample": False}, {"do_sample": True}])
-def test_do_sample_changes_no_default(tmp_path: Path, said: dict[str, bool]):
-    for file in (ASSETS / "tiny-draft").iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    (tmp_path / "generation_config.json").write_text(json.dumps({**said, "temperature": 0.6, "top_p": 0.9}))
-    with quire.LLM(str(tmp_path), dtype="float32", threads=1) as llm:
-        assert llm.prompts.defaults == {"temperature": 0.6, "top_p": 0.9}
-
-
 def test_the_readme_s_chat_is_answered_well():
     right = {"Hello!": "Hello! How can I help you?", "What is the colour of the sky?": "The sky is blue."}
     with quire.LLM("tiny", dtype="float32", threads=1) as llm:
@@ -104,11 +97,6 @@ def test_the_readme_s_chat_is_answered_well():
             params = [llm.prompts.params(seed=seed, max_tokens=20) for seed in range(20)]
             given = llm.chat(said, params, use_tqdm=False)
             assert {one.outputs[0].text for one in given} == {answer}
-
-
-def test_one_tokenizer_for_both():
-    first, second = ((ASSETS / name / "tokenizer.json").read_bytes() for name in NAMES)
-    assert first == second
 
 
 def test_any_text_survives_the_tokenizer():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -12,12 +11,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import transformers
-from test_equality import FAMILIES
+from test_equality import FAMILIES, engine_of, random_model
 
-import quire
-from quire.build import build
-from quire.config import EngineConfig
 from quire.control.engine import Engine
 from quire.control.outcomes import Output
 from quire.vocabulary.params import SamplingParams
@@ -44,14 +39,7 @@ class Reference:
     likely continuations have, so that beams do end."""
 
     def __init__(self, family: str, folder: Path) -> None:
-        torch.manual_seed(3)
-        config = FAMILIES[family]()
-        config.eos_token_id = config.bos_token_id = config.pad_token_id = None
-        self.model = transformers.AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, attn_implementation="eager"
-        ).eval()
-        for parameter in self.model.parameters():
-            parameter.data.normal_(0, SCALE)
+        self.model = random_model(FAMILIES[family](), SCALE, seed=3)
         self.eos_ids: list[int] = []
         for prompt in PROMPTS:
             beams, _ = self.beams(prompt, 4, max_new_tokens=7)
@@ -63,30 +51,22 @@ class Reference:
         self.model.save_pretrained(folder)
 
     def engine(self, **settings: Any) -> Engine:
-        return engine_of(str(self.folder), skip_tokenizer_init=True, **settings)
+        return engine_of(self, **{"kv_tokens": 1024, "page_size": 4, "max_num_seqs": 64, **settings})
 
+    @torch.inference_mode()
     def beams(self, prompt: list[int], width: int, **kinds: Any) -> tuple[list[list[int]], list[float]]:
-        return generate(self.model, prompt, width, **{"max_new_tokens": NEW, "eos_token_id": self.eos_ids} | kinds)
-
-
-def engine_of(model: str, **settings: Any) -> Engine:
-    options = {"kv_tokens": 1024, "max_num_batched_tokens": 64, "page_size": 4, "debug": True, "threads": 1}
-    return build(EngineConfig(model=model, dtype="float32", **(options | settings))).engine
-
-
-@torch.inference_mode()
-def generate(model: Any, prompt: list[int], width: int, **kinds: Any) -> tuple[list[list[int]], list[float]]:
-    """transformers' sequences (without padding) and their scores."""
-    ids, eos_ids = torch.tensor([prompt]), kinds["eos_token_id"]
-    result = model.generate(
-        ids, attention_mask=torch.ones_like(ids), num_beams=width, do_sample=False, output_scores=True, pad_token_id=0,
-        return_dict_in_generate=True, **{"num_return_sequences": width} | kinds | {"eos_token_id": eos_ids or None},
-    )  # fmt: skip
-    rows = result.sequences[:, len(prompt) :].tolist()
-    if width == 1:  # greedy search has no scores
-        parts = model.compute_transition_scores(result.sequences, result.scores, normalize_logits=True)
-        return [cut(row, eos_ids) for row in rows], parts.sum(-1).tolist()
-    return [cut(row, eos_ids) for row in rows], result.sequences_scores.tolist()
+        """transformers' sequences (without padding) and their scores."""
+        ids, eos_ids = torch.tensor([prompt]), kinds.pop("eos_token_id", self.eos_ids)
+        result = self.model.generate(
+            ids, attention_mask=torch.ones_like(ids), num_beams=width, do_sample=False, output_scores=True,
+            pad_token_id=0, return_dict_in_generate=True, num_return_sequences=width, eos_token_id=eos_ids or None,
+            **{"max_new_tokens": NEW} | kinds,
+        )  # fmt: skip
+        rows = [cut(row, eos_ids) for row in result.sequences[:, len(prompt) :].tolist()]
+        if width == 1:  # greedy search has no scores
+            parts = self.model.compute_transition_scores(result.sequences, result.scores, normalize_logits=True)
+            return rows, parts.sum(-1).tolist()
+        return rows, result.sequences_scores.tolist()
 
 
 def cut(tokens: list[int], eos_ids: list[int]) -> list[int]:
@@ -183,15 +163,6 @@ def test_end_tokens_and_least_lengths_equal_transformers(
             assert not set(tokens[:-1]) & set(eos_ids)
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 4])
-def test_the_best_of_the_beams_are_returned(reference: Callable[[str], Reference], count: int) -> None:
-    model = reference("llama")
-    params = kinds_of(4, 1.0, False, n=count)
-    found = drive(model.engine(), {"a": (PROMPTS[1], params)})["a"]
-    assert len(found.tokens) == count
-    assert same(found, model.beams(PROMPTS[1], 4, num_return_sequences=count), 1.0)
-
-
 def test_biases_and_bans_act_on_beams_as_in_transformers(reference: Callable[[str], Reference]) -> None:
     model = reference("llama")
     params = kinds_of(3, 1.0, False, ignore_eos=True)
@@ -267,44 +238,3 @@ def test_fewer_candidates_than_results(reference: Callable[[str], Reference]) ->
     assert found.tokens[0] == [50, 50, 50]
     assert [outputs[-1].finish_reason for outputs in found.outputs] == ["length", "error", "error", "error"]
     assert [outputs[-1].done for outputs in found.outputs] == [False, False, False, True]
-
-
-# The bundled model
-
-TEXTS = (
-    "Once upon a time, there was a",
-    "The little dog ran to the park because",
-    "Tom and Sue wanted to bake a cake. First they",
-    "It was raining, so",
-    '"Where is my red ball?" asked',
-    "One day, a big bear found a small",
-)
-
-
-@pytest.fixture(scope="module")
-def tiny() -> tuple[quire.LLM, Any, list[int]]:
-    llm = quire.LLM(dtype="float32", kv_tokens=2048, threads=1)
-    folder = Path(quire.__file__).parent / "assets" / "tiny"
-    model = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    return llm, model, json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
-
-
-@pytest.mark.parametrize("width", [2, 4, 6])
-def test_beams_of_the_bundled_model_equal_transformers(tiny: tuple[quire.LLM, Any, list[int]], width: int) -> None:
-    llm, model, eos_ids = tiny
-    kinds = [(penalty, early) for penalty, early in zip((1.0, 0.0, 0.7, -1.0, 2.0, 1.0), (False, True, "never") * 2)]
-    params = [kinds_of(width, penalty, early, max_tokens=24) for penalty, early in kinds]
-    results = llm.generate(list(TEXTS), params, use_tqdm=False)
-    differing = 0
-    for result, (penalty, early) in zip(results, kinds):
-        tokens, scores = generate(
-            model, result.prompt_token_ids, width, max_new_tokens=24, eos_token_id=eos_ids, length_penalty=penalty,
-            early_stopping=early,
-        )  # fmt: skip
-        mine = [output.cumulative_logprob / len(output.token_ids) ** penalty for output in result.outputs]
-        assert mine == pytest.approx(scores, abs=1e-4, rel=1e-6)
-        differing += [output.token_ids for output in result.outputs] != tokens
-        for output in result.outputs:
-            shown = output.token_ids[:-1] if output.finish_reason == "stop" else output.token_ids
-            assert output.text == llm.tokenizer.decode(shown)
-    assert differing == 0

@@ -125,30 +125,22 @@ def test_a_plan_is_one_screen_and_says_when_it_does_not_add_up() -> None:
     assert "this does not fit" in "".join(plan._replace(free_bytes=GIB // 4).lines())
 
 
-@pytest.mark.parametrize(
-    "larger",
-    [
-        {"max_num_batched_tokens": 4096},
-        {"max_num_seqs": 512},
-        {"hidden": 1024},
-        {"intermediate": 4096},
-        {"vocab_size": 32000},
-        {"layers": (LayerSpec(16, 64),) * 4},
-    ],
-)
-def test_activations_grow_with_what_they_are_made_of(larger: dict[str, Any]) -> None:
-    settings = {"max_num_batched_tokens": 2048, "max_num_seqs": 256}
-    before = activation_bytes(EngineConfig(**settings), SPEC, 2)
-    own = {key: value for key, value in larger.items() if key in settings}
-    model = {key: value for key, value in larger.items() if key not in settings}
-    assert 0 < before < activation_bytes(EngineConfig(**(settings | own)), dataclasses.replace(SPEC, **model), 2)
-    assert before < activation_bytes(EngineConfig(**settings), SPEC, 4)
+CONFIG = EngineConfig(max_num_batched_tokens=2048, max_num_seqs=256)
+
+
+def test_activations_grow_with_what_they_are_made_of() -> None:
+    before = activation_bytes(CONFIG, SPEC, 2)
+    for larger in ({"max_num_batched_tokens": 4096}, {"max_num_seqs": 512}):
+        assert 0 < before < activation_bytes(dataclasses.replace(CONFIG, **larger), SPEC, 2), larger
+    layers = (LayerSpec(16, 64),) * 4
+    for larger in ({"hidden": 1024}, {"intermediate": 4096}, {"vocab_size": 32000}, {"layers": layers}):
+        assert before < activation_bytes(CONFIG, dataclasses.replace(SPEC, **larger), 2), larger
+    assert before < activation_bytes(CONFIG, SPEC, 4)
 
 
 def test_activations_hold_a_step_and_its_logits() -> None:
     """No less than the tensors that are certainly alive together."""
-    config = EngineConfig(max_num_batched_tokens=2048, max_num_seqs=256)
-    assert activation_bytes(config, SPEC, 2) >= 2048 * (512 + 2 * 1024) * 2 + 256 * 1000 * 4
+    assert activation_bytes(CONFIG, SPEC, 2) >= 2048 * (512 + 2 * 1024) * 2 + 256 * 1000 * 4
 
 
 def test_kernels_for_cpus_gather_no_keys() -> None:
@@ -181,10 +173,9 @@ def test_a_step_encodes_what_its_time_and_its_tokens_allow() -> None:
 
 def test_fewer_rows_of_pictures_leave_more_memory() -> None:
     """What is planned for parts is for as many as a step encodes."""
-    config = EngineConfig(max_num_batched_tokens=2048, max_num_seqs=256)
     eyes = VisionSpec(512, 100, 1, part_tokens=10, part_bytes=10**5, part_rows=50)
     some, all_of_them = (
-        activation_bytes(config, dataclasses.replace(SPEC, vision=one), 2)
+        activation_bytes(CONFIG, dataclasses.replace(SPEC, vision=one), 2)
         for one in (eyes, dataclasses.replace(eyes, part_rows=0))
     )
     assert all_of_them - some == (204 - 43) * 10**5
@@ -192,11 +183,10 @@ def test_fewer_rows_of_pictures_leave_more_memory() -> None:
 
 def test_pictures_take_what_a_step_encodes_and_what_it_leaves() -> None:
     """Both in numbers of 2 bytes, as they are said, or of 4; and the rows of a picture."""
-    config = EngineConfig(max_num_batched_tokens=2048, max_num_seqs=256)
-    before = activation_bytes(config, SPEC, 2)
+    before = activation_bytes(CONFIG, SPEC, 2)
     eyes = VisionSpec(512, 100, 1, activations=10**7, part_tokens=500, part_bytes=10**5, begun_bytes=10**6)
     seeing = dataclasses.replace(SPEC, vision=eyes)
-    assert activation_bytes(config, seeing, 2) - before == 10**7 + 4 * 10**5 + 10**6 + 512 * 100 * 2
-    assert activation_bytes(config, seeing, 4) - activation_bytes(config, SPEC, 4) == 2 * (
-        activation_bytes(config, seeing, 2) - before
+    assert activation_bytes(CONFIG, seeing, 2) - before == 10**7 + 4 * 10**5 + 10**6 + 512 * 100 * 2
+    assert activation_bytes(CONFIG, seeing, 4) - activation_bytes(CONFIG, SPEC, 4) == 2 * (
+        activation_bytes(CONFIG, seeing, 2) - before
     )

@@ -35,7 +35,6 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
     def go(*arguments: str, stdin: str = "") -> tuple[int, str, str]:
         stand_in = types.ModuleType("quire.build")
         stand_in.build = lambda config, progress=False: echo_service.built()  # type: ignore[attr-defined]
-        stand_in.plan = lambda config, device_gib: [f"plan of {config.model or 'tiny'}"]  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "quire.build", stand_in)
         monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
         try:
@@ -135,6 +134,7 @@ def test_sampling_flags() -> None:
         (["serve", "--swap-gib", "-1"], "--swap-gib is -1"),
         (["serve", "--prefixes", "/nonexistent/file"], "--prefixes /nonexistent/file can't be read"),
         (["serve", "--admin-key-file", "/nonexistent/file"], "--admin-key-file /nonexistent/file can't be read"),
+        (["serve", "--uvicorn-log-level", "trace"], "invalid choice: 'trace'"),
     ],
 )
 def test_failures_end_with_one_line(run: Run, arguments: list[str], words: str) -> None:
@@ -156,11 +156,8 @@ def test_debug_shows_where(run: Run) -> None:
 
 def test_unknown_model_fails_at_once(tmp_path: Path) -> None:
     began = spent()
-    done = subprocess.run(
-        [sys.executable, "-m", "quire", "generate", str(tmp_path / "none"), "--prompt", "a"],
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, "-m", "quire", "generate", str(tmp_path / "none"), "--prompt", "a"]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.strip().splitlines()[-1].startswith("quire: error: ")
     assert "Traceback" not in done.stderr
@@ -186,12 +183,10 @@ def test_chat_from_a_pipe(run: Run) -> None:
     lines = "once\n/reset\nonce\n\n/help\n/exit\nnever read\n"
     status, out, _ = run("chat", "--seed", "1", "--max-tokens", "5", "--ignore-eos", stdin=lines)
     assert status == 0
-    first, rest = out[: len(out) // 2], out
-    assert rest.count("/reset forgets") == 1
-    answer = rest[: rest.index("/reset forgets")]
-    half = len(answer) // 2
-    assert answer[:half] == answer[half:], "a conversation that was reset begins anew"
-    assert first
+    assert out.count("/reset forgets") == 1
+    answers = out[: out.index("/reset forgets")]
+    half = len(answers) // 2
+    assert answers[:half] == answers[half:] != "", "a conversation that was reset begins anew"
 
 
 def test_beams_and_best_of(run: Run) -> None:
@@ -222,10 +217,6 @@ def test_chat_that_outgrows_the_context_says_so(run: Run) -> None:
     status, _, error = run("chat", "--max-tokens", "2", stdin="a" * 3000 + "\nonce\n")
     assert status == 0
     assert "/reset starts anew" in error
-
-
-def test_plan(run: Run) -> None:
-    assert run("plan", "some/model")[:2] == (0, "plan of some/model\n")
 
 
 def test_a_named_shape_is_planned_without_weights(capsys: pytest.CaptureFixture[str]) -> None:
@@ -272,21 +263,17 @@ def test_costs_that_are_no_numbers_are_refused(tmp_path: Path, capsys: pytest.Ca
     assert "--debug" not in said
 
 
-HOSTILE: dict[str, tuple[str, Callable[[dict[str, Any]], object]]] = {
-    "dtype": ("config.json", lambda config: config.update(dtype=[])),
-    "layer type": ("config.json", lambda config: config.update(layer_types=[[]] * config["num_hidden_layers"])),
+HOSTILE: dict[str, tuple[str, dict[str, Any]]] = {
+    "dtype": ("config.json", {"dtype": []}),
+    "layer type": ("config.json", {"layer_types": [[]] * 6}),
     "nameless template": (
-        "tokenizer_config.json",
-        lambda config: config.update(chat_template=[{"name": [], "template": "x"}, {"template": "y"}]),
+        "tokenizer_config.json", {"chat_template": [{"name": [], "template": "x"}, {"template": "y"}]},
     ),
-    "long key": (
-        "tokenizer_config.json",
-        lambda config: config.update(added_tokens_decoder={"9" * 5000: {"content": "<a>"}}),
-    ),
-    "surrogate": ("tokenizer_config.json", lambda config: config.update(eos_token="\ud800")),
-    "huge number": ("config.json", lambda config: config.update(rms_norm_eps=10**400)),
-    "digits": ("generation_config.json", lambda config: config.update(temperature=10**4000)),
-}
+    "long key": ("tokenizer_config.json", {"added_tokens_decoder": {"9" * 5000: {"content": "<a>"}}}),
+    "surrogate": ("tokenizer_config.json", {"eos_token": "\ud800"}),
+    "huge number": ("config.json", {"rms_norm_eps": 10**400}),
+    "digits": ("generation_config.json", {"temperature": 10**4000}),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
@@ -294,23 +281,10 @@ def test_no_error_of_a_strangers_file_is_unknown(kind: str, tmp_path: Path, caps
     bundled = Path(quire.__file__).parent / "assets" / "tiny"
     folder = tmp_path / "model"
     shutil.copytree(bundled, folder)
-    name, change = HOSTILE[kind]
-    config = json.loads((folder / name).read_text())
-    change(config)
-    (folder / name).write_text(json.dumps(config))
+    name, changed = HOSTILE[kind]
+    (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | changed))
     status = main(["generate", str(folder), "--prompt", "a", "--max-tokens", "1", "--kv-gib", "0.01"])
     error = capsys.readouterr().err
     assert "Run again with --debug" not in error
     assert status in (0, 2)
     assert status == 0 or error.strip().splitlines()[-1].startswith("quire: error: ")
-
-
-def test_a_long_name_of_a_shard_is_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(Path(quire.__file__).parent / "assets" / "tiny", folder)
-    index = {"weight_map": {"a": "x" * 5000 + ".safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert main(["generate", str(folder), "--prompt", "a", "--kv-gib", "0.01"]) == 2
-    line = capsys.readouterr().err.strip().splitlines()[-1]
-    assert "model.safetensors.index.json names 'xxx" in line
-    assert len(line) < 400

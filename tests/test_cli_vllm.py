@@ -63,16 +63,10 @@ def test_what_is_no_size(text: str) -> None:
         (["--kv-tokens", "64", "--kv-cache-memory-bytes", "1G"], "--kv-tokens are both given"),
         (["--kv-cache-memory-bytes", "0"], "--kv-cache-memory-bytes is 0. It must be above 0"),
         (["--attention", "sdpa", "--attention-backend", "sdpa"], "They set the same"),
-        (
-            ["--attention-backend", "FLASH_ATTN"],
-            "'FLASH_ATTN' is not in quire. Choose one of: auto, native, reference, sdpa",
-        ),
+        (["--attention-backend", "FLASH_ATTN"], "'FLASH_ATTN' is not in quire. Choose one of: auto, native,"),
         (["--attention-backend", "FLASHINFER"], "triton"),
-        (
-            ["--distributed-executor-backend", "external_launcher"],
-            "--distributed-executor-backend 'external_launcher' is not in quire. Choose one of: mp, uni, ray",
-        ),
-        (["--distributed-executor-backend", "uni", "--tp", "2"], "--executor is inline, and --tp is 2"),
+        (["--distributed-executor-backend", "k8s"], "'k8s' is not in quire. Choose one of: mp, uni, ray"),
+        (["--distributed-executor-backend", "uni", "-tp", "2"], "--executor is inline, and --tp is 2: each rank is"),
         (["--distributed-executor-backend", "mp", "--executor", "process"], "They set the same"),
         (["--load-format", "auto", "--dummy-weights"], "--load-format is auto, and --dummy-weights is given"),
         (["--load-format", "pt"], "invalid choice: 'pt'"),
@@ -80,22 +74,15 @@ def test_what_is_no_size(text: str) -> None:
         (["--override-generation-config", "{"], "'{' is not JSON"),
         (["--override-generation-config", "[1]"], "'[1]' is no JSON object"),
         (["--override-generation-config", '{"max_new_tokens": 3}'], "has 'max_new_tokens'. It may set: temperature"),
-        (
-            ["--override-generation-config", '{"temperature": -1}'],
-            "--override-generation-config can't be used: temperature",
-        ),
+        (["--override-generation-config", '{"temperature": -1}'], "-generation-config can't be used: temperature"),
         (["--generation-config", "/nonexistent"], "has no generation_config.json. Give auto, vllm or a folder"),
         (["--revision", "v1"], "--revision is given, and tiny is the bundled model"),
         (["--revision", "../x", "a/b"], "--revision is '../x'"),
         (["--revision", "v1", "."], "--revision is given, and '.' is a local folder"),
         (["--revision", "v1", "--model-config", "opt-125m"], "--revision and --model-config are both given"),
-        (
-            ["--trust-remote-code"],
-            "'--trust-remote-code'. Not supported by quire: no code of a model's folder ever runs",
-        ),
+        (["--trust-remote-code"], "Not supported by quire: no code of a model's folder ever runs"),
         (["--data-parallel-size", "2"], "--data-parallel-size is '2', and quire has only 1. --tp divides a model"),
         (["--pipeline-parallel-size", "64"], "--pp is 64. It must be between 1 and 63"),
-        (["-tp", "2", "--executor", "inline"], "--executor is inline, and --tp is 2: each rank is a process"),
         (["--tp", "64"], "--tp is 64. It must be between 1 and 63"),
         (["--rank-timeout", "0"], "--rank-timeout is 0.0. It must be between 0.1 and 86400"),
         (["--kv-cache-dtype", "fp8"], "--kv-cache-dtype: invalid choice: 'fp8' (choose from 'auto', 'int8')"),
@@ -117,37 +104,26 @@ def test_contradictions_and_refusals(capsys: pytest.CaptureFixture[str], given: 
 # Flags of vLLM that aren't ours, each with what is said of it: a hint, or the beginning of a reason.
 FOREIGN = {
     "--data-parallel-sizes": "--tp divides a model among ranks",
-    "--enable-expert-parallel": "--tp divides a model among ranks",
     "--distributed-timeout-seconds": "ranks need no settings of torch.distributed; see --executor",
     "-dp": "--tp divides a model among ranks",
     "--enable-lora": "merge adapters",
-    "--lora-modules": "merge adapters",
-    "--max-loras": "merge adapters",
-    "--max-lora-rank": "merge adapters",
     "--cpu-offload-gb": "all is on the device",
-    "--calculate-kv-scales": "every head and token has a scale",
-    "--speculative-config": "there is no speculative decoding",
     "--speculative_config": "there is no speculative decoding",
     "--tool-parser-plugin": "no code is loaded by name",
     "--reasoning-parser-plugin": "no code is loaded by name",
     "--enable-reasoning": "a chat template that speaks of thoughts",
     "--guided-decoding-backend": "llguidance makes all grammars",
-    "--structured-outputs-config": "llguidance makes all grammars",
     "--limit-mm-per-prompt": "see --max-images",
     "--mm-processor-kwargs": "pictures are prepared as",
     "--allowed-local-media-path": "pictures come within requests",
-    "--trust-remote-code": "no code of a model's folder ever runs",
     "--code-revision": "no code of a model's folder ever runs",
     "--middleware": "no code is loaded by name",
-    "--logits-processors": "no code is loaded by name",
     "--api-key": "keys never come from the command line",
     "--download-dir": "set HF_HOME",
     "--hf-token": "set HF_TOKEN",
     "--model-impl": "there is one way to read a model",
     "--hf-overrides": "a model is as its config.json says",
-    "--rope-scaling": "a model is as its config.json says",
     "--compilation-config": "see --cuda-graphs",
-    "--max-seq-len-to-capture": "see --cuda-graphs",
     "--num-gpu-blocks-override": "--kv-tokens is the size",
     "--kv-transfer-config": "KV memory isn't shared",
     "--task": "it runs models that generate text",
@@ -156,7 +132,6 @@ FOREIGN = {
     "--ssl-ca-certs": "TLS has a key and a certificate",
     "--uds": "it listens on TCP",
     "--allowed-methods": "--allowed-origins is enough",
-    "--allow-credentials": "--allowed-origins is enough",
     "--enable-log-outputs": "texts of requests are never logged",
     "--h11-max-header-count": "headers have fixed limits",
     "--no-enable-chunked-prefill": "prompts are always computed in chunks",
@@ -230,6 +205,8 @@ def test_server_flags() -> None:
         found = options_from(parse(["serve", "--allowed-origins", *said]))
         assert found.allowed_origins == ("https://a.example", "http://b:81")
     assert options_from(parse(["serve", "--allowed-origins", '["*"]'])).allowed_origins == ("*",)
+    for fronts in (["--fronts", "3"], ["--api-server-count", "3"]):
+        assert options_from(parse(["serve", *fronts])).fronts == 3
 
 
 @pytest.mark.parametrize(
@@ -240,7 +217,6 @@ def test_server_flags() -> None:
         ("--max-connections", "0", "--max-connections is 0. It must be between 1 and"),
         ("--root-path", "api", "--root-path is 'api'. Give a path that begins with /"),
         ("--root-path", "/a b", "--root-path is '/a b'"),
-        ("--root-path", "/a;id", "--root-path"),
         ("--root-path", "/a'$(id)", "--root-path"),
         ("--root-path", "//evil", "--root-path"),
         ("--root-path", "/v1", "--root-path is '/v1', where routes begin"),
@@ -256,12 +232,6 @@ def test_server_flags_that_cannot_be(flag: str, value: str, words: str) -> None:
         options_from(parse(["serve", f"{flag}={value}"]))
 
 
-def test_trace_is_no_level(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse(["serve", "--uvicorn-log-level", "trace"])
-    assert "invalid choice: 'trace'" in capsys.readouterr().err
-
-
 def test_help_has_groups_and_no_flag_without_words(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse(["serve", "--help"])
@@ -271,9 +241,3 @@ def test_help_has_groups_and_no_flag_without_words(capsys: pytest.CaptureFixture
     assert "-tp N, --tensor-parallel-size N" in text
     assert "--data-parallel-size" not in text
     assert not [line for line in text.splitlines() if len(line) > 120]
-
-
-@pytest.mark.parametrize("flag", ["--fronts", "--api-server-count"])
-def test_fronts(flag: str) -> None:
-    assert options_from(parse(["serve", flag, "3"])).fronts == 3
-    assert options_from(parse(["serve"])).fronts == 1

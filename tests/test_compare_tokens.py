@@ -55,26 +55,3 @@ def test_quire_agrees_with_its_own_tokens_and_not_with_others(file: Path) -> Non
     reference[1]["margins"][3] = 0.25
     assert engine.beside(reference, []) == {"prompts": 3, "whole": 2, "tokens": 12, "behind": 11, "margins": [0.25]}
     engine.llm.close()
-
-
-def test_each_format_is_compared_with_both_references(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    def llama(args: Any, path: Path, prompts: Any, behind: Any = None, defaults: bool = False) -> Any:
-        asked.append((path.name, behind is not None, defaults))
-        return [said(5, 6, 7) for _ in prompts]
-
-    args = compare_tokens.arguments().parse_args([str(file.parent), "--prompts", "2", "--tokens", "3"])
-    monkeypatch.setattr(compare_tokens, "llama", llama)
-    monkeypatch.setattr(compare_tokens, "written", lambda args, path, kind: path.with_name(f"{kind}.gguf"))
-    monkeypatch.setattr(compare_tokens, "file_of", lambda args, kind: file)
-    results: list[dict[str, Any]] = []
-    compare_tokens.compare(args, "bf16", results.append)
-    assert asked == [("model.gguf", False, False), ("model.gguf", True, True), ("f32.gguf", False, False),
-                     ("model.gguf", True, False)]  # fmt: skip
-    assert [(one["llama"], one["beside"]) for one in results] == [
-        ("the file", "llama.cpp, its defaults"), ("its numbers in F32", "llama.cpp, the file"),
-        ("the file", "quire, float32"), ("its numbers in F32", "quire, float32"),
-        ("the file", "quire, bfloat16"), ("its numbers in F32", "quire, bfloat16"),
-    ]  # fmt: skip
-    assert "2 of 2" in compare_tokens.show(results[:1])

@@ -47,32 +47,19 @@ def test_every_kind_of_setting(file: Path) -> None:
 
 def test_the_command_line_wins(file: Path) -> None:
     file.write_text(WHOLE)
-    said = [
-        "c/d",
-        "--kv-cache-memory-bytes",
-        "1G",
-        "--port",
-        "1",
-        "--served-model-name",
-        "three",
-        "--load-format",
-        "auto",
-    ]
-    found = parse(["serve", *said, "--enable-prefix-caching", "--config", str(file)])
+    said = ["c/d", "--kv-cache-memory-bytes", "1G", "--port", "1", "--served-model-name", "three"]
+    said += ["--load-format", "auto", "--enable-prefix-caching"]
+    found = parse(["serve", *said, "--config", str(file)])
     config = config_from(found)
-    assert (config.model, config.kv_gib, config.enable_prefix_caching, config.dummy_weights) == (
-        "c/d",
-        1.0,
-        True,
-        False,
-    )
+    assert (config.model, config.kv_gib) == ("c/d", 1.0)
+    assert (config.enable_prefix_caching, config.dummy_weights) == (True, False)
     assert config.max_model_len == 512, "what only the file says"
     options = options_from(found)
     assert (options.port, options.served_model_name) == (1, ("three",))
 
 
 def test_it_may_stand_anywhere_and_before_a_model(file: Path) -> None:
-    file.write_text("served-model-name: [one, two]\nport: 7\n")
+    file.write_text('{"served-model-name": ["one", "two"], "port": 7}')  # JSON is YAML too
     for said in (["--config", str(file), "a/b"], ["a/b", f"--config={file}"], ["--config", str(file), "--", "a/b"]):
         found = parse(["serve", *said])
         assert config_from(found).model == "a/b"
@@ -87,11 +74,6 @@ def test_lists_of_repeated_flags(file: Path) -> None:
     assert sampling_from(parse(["generate", "--config", str(file), "--stop", "c"]))["stop"] == ["c"]
 
 
-def test_json_is_yaml(file: Path) -> None:
-    file.write_text('{"port": 7, "max-num-seqs": 3}')
-    assert config_from(parse(["serve", "--config", str(file)])).max_num_seqs == 3
-
-
 def test_an_empty_file_says_nothing(file: Path) -> None:
     file.write_text("# nothing\n")
     assert parse(["serve", "--config", str(file)]).port == 8000
@@ -103,14 +85,11 @@ def test_an_empty_file_says_nothing(file: Path) -> None:
         ("prot: 1", "--config: there is no setting 'prot'. See quire serve --help"),
         ("config: other.yaml", "there is no setting 'config'"),
         ("help: true", "there is no setting 'help'"),
-        ("max_tokens: 3", "there is no setting 'max_tokens'"),
         ("1: 2", "there is no setting '1'"),
-        ("tensor-parallel-sise: 2", "there is no setting"),
         ("trust-remote-code: true", "there is no setting 'trust-remote-code'"),
         ("kv_gib: 1\nkv-gib: 2", "'kv-gib' is there twice"),
         ("port: [1, 2]", "port is a list. It must be text or a number"),
         ("port:", "port is empty. It must be text or a number"),
-        ("port: {a: 1}", "port is a dict"),
         ("port: 2024-01-01", "port is datetime.date"),
         ("port: many", "invalid int value: 'many'"),
         ("strict: 1", "strict is 1. It must be true or false"),

@@ -10,18 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from echo_service import built
-from test_equality import FAMILIES
+from test_equality import FAMILIES, engine_of, random_model
 
 from quire import LLM
-from quire.build import build
-from quire.config import EngineConfig
 from quire.control.engine import Engine
 from quire.control.outcomes import Output
 from quire.errors import InputError
-from quire.link.messages import Queues, Stepped
-from quire.link.stepped import read_stepped, write_stepped
 from quire.text.embedding import vector
 from quire.vocabulary.params import SamplingParams
 
@@ -43,14 +38,7 @@ class Reference:
     """A random model in transformers, saved as a checkpoint: its hidden states, pooled, and its greedy tokens."""
 
     def __init__(self, family: str, folder: Path) -> None:
-        torch.manual_seed(0)
-        config = FAMILIES[family]()
-        config.eos_token_id = config.bos_token_id = config.pad_token_id = None
-        model = transformers.AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, attn_implementation="eager"
-        ).eval()
-        for parameter in model.parameters():
-            parameter.data.normal_(0, 0.3)
+        model = random_model(FAMILIES[family]())
         self.folder = folder
         model.save_pretrained(folder)
         self.model = model.base_model
@@ -62,9 +50,7 @@ class Reference:
         return found / found.norm()
 
     def engine(self, **settings: Any) -> Engine:
-        options = {"kv_tokens": 512, "max_num_batched_tokens": 64, "max_num_seqs": 8, "debug": True, "threads": 1}
-        config = {"model": str(self.folder), "skip_tokenizer_init": True, "dtype": "float32", "device": "cpu"}
-        return build(EngineConfig(**(config | options | settings))).engine
+        return engine_of(self, device="cpu", **settings)
 
 
 @pytest.fixture(scope="module")
@@ -209,8 +195,3 @@ def test_an_engine_elsewhere(reference: Callable[[str], Reference]) -> None:
     with LLM(str(oracle.folder), tp=2, **settings) as llm:
         for found, prompt in zip(llm.embed(PROMPTS), PROMPTS):
             assert torch.allclose(torch.tensor(found).double(), oracle.pooled(prompt, "last"), atol=1e-4)
-    ends = Output("", 0, (), "", (), "stop", None, True, 0.0, pooled=(0.5, -2.0))
-    plain = Output("", 0, (5,), "", (), None, None, False, -1.0)
-    outputs = [(1, plain), (2, ends), (3, ends._replace(pooled=(), finish_reason="length")), (4, ends)]
-    said = Stepped(1.0, Queues(), 0, [], outputs)
-    assert read_stepped(memoryview(write_stepped(said))).outputs == outputs

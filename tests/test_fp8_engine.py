@@ -15,6 +15,7 @@ import torch
 
 import quire
 from quire.build import build
+from quire.cli.simulate import plant_of
 from quire.config import EngineConfig
 from quire.errors import StartupError
 from quire.source import read_source
@@ -76,7 +77,6 @@ def test_a_checkpoint_that_says_fp8_and_is_not(tmp_path: Path) -> None:
 
 def test_keys_of_prefixes_tell_formats_apart() -> None:
     """Keys and values differ, and so must what they are found by."""
-
     roots = set()
     for quantization in (None, "fp8"):
         engine = build(EngineConfig(kv_tokens=512, device="cpu", dtype="float32", quantization=quantization)).engine
@@ -86,8 +86,6 @@ def test_keys_of_prefixes_tell_formats_apart() -> None:
 
 
 def test_a_simulation_reads_half_the_bytes() -> None:
-    from quire.cli.simulate import plant_of
-
     plain = plant_of(EngineConfig(model_config="llama3-8b"), "h200-llama3-8b")
     fp8 = plant_of(EngineConfig(model_config="llama3-8b", quantization="fp8"), "h200-llama3-8b")
     products = 32 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336)
@@ -99,8 +97,6 @@ def test_a_simulation_reads_half_the_bytes() -> None:
 
 def test_a_simulation_reads_the_experts_that_tokens_take() -> None:
     """Jamba's, two of sixteen by a token; FP8 halves what is read, whatever that is."""
-    from quire.cli.simulate import plant_of
-
     plain, fp8 = (
         plant_of(EngineConfig(model_config="jamba-52b", quantization=q), "h200-llama3-8b").cost.shape
         for q in (None, "fp8")

@@ -25,7 +25,9 @@ def model(tmp_path: Path) -> Path:
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(SHAPE))
-    (folder / "generation_config.json").write_text('{"temperature": 0.7, "top_k": 20, "eos_token_id": [5, 7]}')
+    (folder / "generation_config.json").write_text(
+        '{"do_sample": false, "temperature": 0.7, "top_k": 20, "eos_token_id": [5, 7]}'
+    )
     return folder
 
 

@@ -72,15 +72,6 @@ def test_a_plan(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "Tiny.BF16" in capsys.readouterr().out
 
 
-def test_generate(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--prompt", "Once upon a time", "--max-tokens", "4", "--temperature", "0", "--kv-tokens", "256"]
-    said = []
-    for model in ("tiny", str(tiny)):
-        assert main(["generate", model, *arguments]) == 0
-        said.append(capsys.readouterr().out)
-    assert said[0] == said[1] != ""
-
-
 def test_what_is_no_such_file(tiny: Path, tmp_path: Path) -> None:
     with pytest.raises(StartupError, match="--revision is given"):
         read_source(EngineConfig(model=str(tiny), revision="main"))

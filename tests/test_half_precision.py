@@ -8,15 +8,11 @@ import pytest
 import torch
 import transformers
 
-from quire.build import build
-from quire.config import EngineConfig
-from quire.vocabulary.params import SamplingParams
+from quire import LLM, SamplingParams
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PROMPTS = (150, 33, 80, 1)
 NEW = 24
-
-
 SHAPE = {
     "vocab_size": 500, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8,
     "num_key_value_heads": 2, "max_position_embeddings": 256, "eos_token_id": None, "bos_token_id": None,
@@ -35,21 +31,16 @@ def test_bf16_is_as_exact_as_transformers(family: str, tmp_path: Path) -> None:
         parameter.data = parameter.data.mul(3).bfloat16()  # what all three start from
     exact.save_pretrained(tmp_path)
     half = exact.to(DEVICE)
-    engine = build(EngineConfig(model=str(tmp_path), dtype="bfloat16", skip_tokenizer_init=True, kv_tokens=2048)).engine
     params = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, logprobs=0, prompt_logprobs=0)
     prompts = [[(7 * i + 13 * j) % 500 for j in range(length)] for i, length in enumerate(PROMPTS)]
-    for i, prompt in enumerate(prompts):
-        engine.add(str(i), prompt, params)
-    tokens: list[list[int]] = [list(prompt) for prompt in prompts]
-    ours: list[list[float]] = [[] for _ in prompts]
-    while engine.unfinished:
-        for output in engine.step():
-            which = int(output.request)
-            if output.prompt_tops is not None:
-                ours[which] += [top.logprob for top in output.prompt_tops]
-            tokens[which] += output.tokens
-            ours[which] += [top.logprob for top in output.tops]
-    engine.close()
+    tokens: list[list[int]] = []
+    ours: list[float] = []
+    with LLM(str(tmp_path), dtype="bfloat16", skip_tokenizer_init=True, kv_tokens=2048) as llm:
+        for prompt, result in zip(prompts, llm.generate(prompts, params, use_tqdm=False)):
+            [output] = result.outputs
+            tokens.append(prompt + output.token_ids)
+            entries = result.prompt_logprobs[1:] + output.logprobs
+            ours += [entry[token].logprob for token, entry in zip(tokens[-1][1:], entries, strict=True)]
 
     def logprobs(model: torch.nn.Module, which: int) -> torch.Tensor:
         ids = torch.tensor([tokens[which]], device=DEVICE)
@@ -60,7 +51,7 @@ def test_bf16_is_as_exact_as_transformers(family: str, tmp_path: Path) -> None:
     theirs = [logprobs(half, which) for which in range(len(prompts))]
     exact = half.double()
     truth = torch.cat([logprobs(exact, which) for which in range(len(prompts))])
-    got = torch.cat([torch.tensor(one, dtype=torch.float64) for one in ours])
+    got = torch.tensor(ours, dtype=torch.float64)
     assert got.shape == truth.shape
     own, other = ((x - truth).square().mean().sqrt() for x in (got, torch.cat(theirs)))
     assert truth.std() > 0.5, "the tokens' probabilities differ"

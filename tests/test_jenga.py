@@ -3,30 +3,21 @@ contradicts itself is named. And the example."""
 
 from __future__ import annotations
 
-import importlib.util
+import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 from paper_types import SelfAttention, SlidingWindow
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))  # scripts, not a part of the package
+
+import layer_type
 
 from quire.control.memory.policies import FAR, FullPolicy, LayerPolicy, WindowPolicy, forgets, most_at_once
 from quire.errors import InputError
 from quire.jenga import JengaPolicy, LayerSupportsPrefixCache, Request
 from quire.vocabulary.specs import Group
-
-EXAMPLE = Path(__file__).parents[1] / "examples" / "layer_type.py"
-
-
-@pytest.fixture
-def example() -> Any:
-    spec = importlib.util.spec_from_file_location("layer_type", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def group(tokens: int, window: int | None = None) -> Group:
@@ -100,19 +91,17 @@ def test_a_type_that_contradicts_itself_is_named(kind: type[SlidingWindow], said
         JengaPolicy(group(4), kind(4), horizon=32)
 
 
-def test_the_example_holds_three_blocks_and_finds_the_document(
-    example: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert example.main() == [(0, [26, 4]), (400, [26, 4])]
+def test_the_example_holds_three_blocks_and_finds_the_document(capsys: pytest.CaptureFixture[str]) -> None:
+    assert layer_type.main() == [(0, [26, 4]), (400, [26, 4])]
     assert "found 400 of 402 tokens" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("tokens", range(1, 200))
-def test_the_examples_blocks_are_right_beyond_the_horizon(example: Any, tokens: int) -> None:
-    policy = example.policy_of(example.BlockLocalLayer(), 4 * example.BLOCK, example.BLOCK)(group(1))
-    assert policy.reads(None, tokens - 1, tokens).start == example.first_seen(tokens) - 1
-    assert policy.required(None, tokens).start == min(example.first_seen(tokens + 1) - 1, tokens)
+def test_the_examples_blocks_are_right_beyond_the_horizon(tokens: int) -> None:
+    policy = layer_type.policy_of(layer_type.BlockLocalLayer(), 4 * layer_type.BLOCK, layer_type.BLOCK)(group(1))
+    assert policy.reads(None, tokens - 1, tokens).start == layer_type.first_seen(tokens) - 1
+    assert policy.required(None, tokens).start == min(layer_type.first_seen(tokens + 1) - 1, tokens)
 
 
 def test_it_is_short() -> None:
-    assert len(EXAMPLE.read_text().splitlines()) < 120
+    assert len(Path(layer_type.__file__).read_text().splitlines()) < 120

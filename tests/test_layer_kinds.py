@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import test_equality
 import torch
 import transformers
 from dense_llama import DenseLlama
@@ -23,10 +24,6 @@ from quire.data.models.llama import Attention
 from quire.vocabulary.params import SamplingParams
 
 FULL, WINDOW, CHUNK = "full_attention", "sliding_attention", "chunked_attention"
-SHAPE = {
-    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-}  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     # As character.ai's: neighbours in a run of local layers share, and so do the global ones.
     "shared": {
@@ -49,13 +46,9 @@ TOP = 20
 
 def saved(folder: Path, more: dict[str, Any]) -> None:
     """A checkpoint of transformers' Llama with random weights, and in its config.json what only we know."""
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(**SHAPE, num_hidden_layers=len(more.get("layer_types", "two")))
-    config.eos_token_id = config.bos_token_id = config.pad_token_id = None
-    model = transformers.LlamaForCausalLM(config).float().eval()
-    for parameter in model.parameters():
-        parameter.data.normal_(0, 0.3)
-    model.save_pretrained(folder)
+    layers = len(more.get("layer_types", "two"))
+    config = transformers.LlamaConfig(**{**test_equality.SIZES, "num_hidden_layers": layers})
+    test_equality.random_model(config).save_pretrained(folder)
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **more}))
 
@@ -83,10 +76,7 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Oracle]:
 
 
 def engine_of(oracle: Oracle, **settings: Any) -> Engine:
-    options = {"kv_tokens": 1024, "max_num_batched_tokens": 64, "max_num_seqs": 8, "debug": True, "threads": 1}
-    return build(
-        EngineConfig(model=str(oracle.folder), skip_tokenizer_init=True, dtype="float32", **(options | settings))
-    ).engine
+    return test_equality.engine_of(oracle, **{"kv_tokens": 1024, **settings})
 
 
 def run(oracle: Oracle, engine: Engine, prompts: list[list[int]], **more: Any) -> list[list[int]]:

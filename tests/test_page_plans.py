@@ -43,8 +43,9 @@ def many(spec: ModelSpec, layers: tuple[LayerSpec, ...]) -> ModelSpec:
 
 def test_a_size_in_bytes_is_the_pools() -> None:
     """Large pages, whatever each layer type has of them; as tokens, what every layer holds at once."""
-    plan = planned(kv_gib=40)
-    assert plan.kv_bytes == 40 * GIB // LARGE * LARGE
+    size = 40 * GIB + LARGE
+    plan = planned(kv_gib=size / GIB)
+    assert plan.kv_bytes == size // LARGE * LARGE
     assert plan.token_bytes == 36 * 4096
     pages = plan.kv_tokens // 16
     assert -(-pages // 3) + pages <= plan.kv_bytes // LARGE < -(-(pages + 1) // 3) + pages + 1
@@ -53,6 +54,7 @@ def test_a_size_in_bytes_is_the_pools() -> None:
     assert (memory.geometry.bytes, memory.geometry.large_bytes) == (plan.kv_bytes + LARGE, LARGE)
     assert tuple(group.page_bytes for group in memory.geometry.groups) == PAGES
     assert memory.account().usage.total == plan.kv_bytes
+    assert memory.geometry.in_large_pages() == plan.kv_tokens
 
 
 def test_a_size_in_tokens_holds_so_many_in_every_layer() -> None:

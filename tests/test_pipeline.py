@@ -17,7 +17,7 @@ import test_state_logits
 import torch
 import transformers
 from echo_ranks import ThreadRank
-from test_equality import FAMILIES
+from test_equality import FAMILIES, GEMMA2, GPT2, OPT, SIZES
 from test_tensor_parallel import CASES, PARAMS, PROMPTS, SETTINGS, answers, both, engine_of, saver
 
 import quire.parallel.remote
@@ -32,28 +32,18 @@ from quire.vocabulary.layout import Part
 from quire.vocabulary.plan import Copy
 from quire.vocabulary.specs import Geometry
 
+THREE = {"num_hidden_layers": 3}
 DEEP: dict[str, Any] = {
-    "llama": lambda: transformers.LlamaConfig(
-        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=128, tie_word_embeddings=True,
-    ),
-    "gemma2": lambda: transformers.Gemma2Config(
-        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=5, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=128, sliding_window=9, head_dim=8, query_pre_attn_scalar=5,
-        attn_logit_softcapping=3.0, final_logit_softcapping=4.0, tie_word_embeddings=False,
-    ),
+    "llama": lambda: transformers.LlamaConfig(**{**SIZES, **THREE}, tie_word_embeddings=True),
+    "gemma2": lambda: transformers.Gemma2Config(**{**GEMMA2, "num_hidden_layers": 5}),
     "opt, norms behind": lambda: transformers.OPTConfig(
-        vocab_size=97, hidden_size=32, ffn_dim=48, num_hidden_layers=3, num_attention_heads=4,
-        max_position_embeddings=128, word_embed_proj_dim=16, dropout=0.0, do_layer_norm_before=False,
+        **{**OPT, **THREE, "word_embed_proj_dim": 16}, do_layer_norm_before=False
     ),
-    "gpt2": lambda: transformers.GPT2Config(vocab_size=97, n_embd=32, n_layer=3, n_head=4, n_positions=128),
+    "gpt2": lambda: transformers.GPT2Config(**{**GPT2, "n_layer": 3}),
     "ministral": FAMILIES["ministral"],
     "mistral": FAMILIES["mistral"],
-    "qwen2": lambda: transformers.Qwen2Config(
-        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=128,
-    ),
-}  # fmt: skip
+    "qwen2": lambda: transformers.Qwen2Config(**{**SIZES, **THREE}),
+}
 
 
 @pytest.fixture(scope="module")
@@ -116,16 +106,6 @@ def test_chunks_of_a_prompt_go_beside_rows_that_draw(folders: Any) -> None:
 @pytest.mark.usefixtures("threads")
 def test_stages_of_several_ranks_say_what_one_says(folders: Any) -> None:
     both(folders("mistral"), 2, 1, pp=2, max_num_batched_tokens=16)
-
-
-@pytest.mark.soak
-@pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("tp", "pp"), [(1, 2), (2, 2)])
-@pytest.mark.parametrize("family", DEEP)
-def test_stages_say_what_one_says(folders: Any, family: str, tp: int, pp: int, case: str) -> None:
-    if case != "virtual" or family in ("mistral",):  # other stages are unlike
-        both(folders(family), tp, pp=pp, **CASES[case])
 
 
 @pytest.mark.usefixtures("threads")

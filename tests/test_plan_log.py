@@ -18,7 +18,7 @@ from quire.cli import main
 from quire.control.runners import Holding
 from quire.errors import LogError, StartupError
 from quire.plan_log import LENGTH, MAGIC, MOST_IN_FLIGHT, Logged, PlanLog, logged
-from quire.plan_replay import compare, differing, replay
+from quire.plan_replay import Replay, compare, differing, replay
 from quire.sim.echo import EchoRunner
 from quire.vocabulary.plan import (
     Birth,
@@ -59,10 +59,15 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, np.ndarray]:
     return path, serve(path)
 
 
+def replayed(path: Path) -> Replay:
+    with PlanLog(path) as log:
+        return replay(log)
+
+
 def refused(path: Path) -> LogError:
     """Why a log can't be replayed."""
-    with pytest.raises(LogError) as error, PlanLog(path) as log:
-        replay(log)
+    with pytest.raises(LogError) as error:
+        replayed(path)
     assert 0 <= error.value.at <= path.stat().st_size
     assert f"byte {error.value.at}" in str(error.value)
     return error.value
@@ -90,8 +95,7 @@ def written(path: Path, *messages: StepPlan | StepResult, geometry: Any = SMALL)
 
 def test_a_served_log_replays_to_the_tables_of_its_runner(served: tuple[Path, np.ndarray]) -> None:
     path, tables = served
-    with PlanLog(path) as log:
-        done = replay(log)
+    done = replayed(path)
     assert np.array_equal(np.array([group.table for group in done.echo.groups]), tables)
     assert done.counts["forks"] > 5
     assert all(done.entries[kind.__name__] for kind in (Table, Copy, Out, In, Poison)), done.entries
@@ -156,8 +160,7 @@ def test_what_is_truncated_is_refused_wherever_it_ends(served: tuple[Path, np.nd
     for end in [0, 1, len(MAGIC), len(MAGIC) + 3, *(rng.randrange(len(data)) for _ in range(40))]:
         cut.write_bytes(data[:end])
         if end in ends:
-            with PlanLog(cut) as log:
-                replay(log)  # a shorter log
+            replayed(cut)  # a shorter log
             continue
         error = refused(cut)
         assert "truncated" in str(error)
@@ -173,8 +176,7 @@ def test_what_is_damaged_is_refused_or_a_log(served: tuple[Path, np.ndarray], tm
         changed[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
         broken.write_bytes(changed)
         try:
-            with PlanLog(broken) as log:
-                replay(log)
+            replayed(broken)
         except LogError:
             outcomes[0] += 1
         else:
@@ -230,10 +232,7 @@ HELD = Table(1, 0, 0, (5, 6)), Table(1, 1, 0, (7, 8))
         (StepPlan((), HELD, (Row(1, (4, 5), 0, 1),)), r"rows\[0\]: slot 1 was never born"),
         (StepPlan((BORN,), HELD[:1], (Row(1, (4, 5), 0, 1),)), r"no real page for some position below 2 in group 1"),
         (StepPlan((BORN,), HELD, (Row(1, (4,) * 9, 0, 1),)), r"no real page for some position below 9"),
-        (
-            StepPlan((BORN,), HELD, (Row(1, (4,), 7, 1, (), (5,)),)),
-            r"no real page for some position below 9",
-        ),
+        (StepPlan((BORN,), HELD, (Row(1, (4,), 7, 1, (), (5,)),)), r"no real page for some position below 9"),
         (StepPlan((BORN,), HELD, (Row(1, (4,), 100, 1),)), r"no real page for some position below 101"),
         (StepPlan((BORN,), HELD, (Row(1, (4,), -1, 1),)), r"rows\[0\]: 1 tokens from position -1 on"),
         (StepPlan((BORN,), HELD, (Row(1, (4,), 0, 2),)), r"samples\[0\]: 1 tokens, and 2 were to be drawn"),
@@ -252,9 +251,7 @@ def test_steps_that_do_not_hold_together_are_named(plan: StepPlan, why: str, tmp
 def test_a_window_needs_no_pages_behind_it(tmp_path: Path) -> None:
     tables = Table(1, 0, 0, (5, 6, 9, 10, 11)), Table(1, 1, 2, (7, 8, 4))
     plan = StepPlan((BORN,), tables, (Row(1, (4,), 16, 1),))
-    with PlanLog(written(tmp_path / "log", plan)) as log:
-        done = replay(log)
-    assert done.counts["collected"] == 0
+    assert replayed(written(tmp_path / "log", plan)).counts["collected"] == 0
 
 
 def test_two_replayers_that_disagree_are_noticed(
@@ -277,19 +274,6 @@ def test_results_belong_to_plans(tmp_path: Path) -> None:
     assert "after 0 steps, a result without a plan" in str(refused(path))
     path = written(tmp_path / "log", *[StepPlan((), (), ())] * (MOST_IN_FLIGHT + 1))
     assert "plans wait for their results" in str(refused(path))
-
-
-def test_any_runner_can_be_logged(tmp_path: Path) -> None:
-    logged = Logged(EchoRunner(vocab_size=99), tmp_path / "log", 99)
-    logged.bind(SMALL)
-    assert (logged.depth, logged.vocab_size) == (1, 99)
-    plan = StepPlan((BORN,), HELD, (Row(1, (4, 5), 0, 1),))
-    result = logged.collect(logged.submit(plan))
-    logged.close()
-    with PlanLog(tmp_path / "log") as log:
-        [step] = log
-        assert log.geometry == SMALL
-    assert (step.plan, step.result) == (plan, result)
 
 
 def test_a_log_that_cannot_be_written_is_refused_at_start(tmp_path: Path) -> None:

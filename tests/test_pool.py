@@ -179,24 +179,6 @@ def test_a_model_that_is_short_lets_the_other_go_on(folders: Folders) -> None:
             assert not first.engine.unfinished
 
 
-def test_both_are_served_when_their_steps_alternate(folders: Folders) -> None:
-    """However their requests take room from each other, all end."""
-    with both(folders, 1, preemption="recompute", max_num_batched_tokens=64) as models:
-        watch(*models)
-        engines = [llm.engine for llm in models]
-        for engine in engines:
-            for i, asked in enumerate([*prompts(5, 200), long()]):
-                engine.add(str(i), asked["prompt_token_ids"], LONG)
-        heard = [0, 0]
-        for _ in range(5000):
-            for i, engine in enumerate(engines):
-                heard[i] += sum(len(output.tokens) for output in engine.step()) if engine.unfinished else 0
-            if not any(engine.unfinished for engine in engines):
-                break
-        assert heard == [6 * 60, 6 * 60]
-        assert sum(engine.scheduler.preemptions for engine in engines) > 0
-
-
 def test_a_session_that_holds_the_memory_is_named_and_nothing_breaks(folders: Folders) -> None:
     with both(folders, 1) as (llama, windowed):
         with llama.session(long(), width=1, max_tokens=60) as node:

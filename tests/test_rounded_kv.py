@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import test_equality
 import torch
-from test_equality import Compared, Oracle
 from test_fp8_engine import SEED, negative_logs
 from test_tapes import all_of, an_engine, tapes_of
 
@@ -35,26 +34,15 @@ ASKED = {
     "beams": SamplingParams(beam_width=3, n=3, max_tokens=16, ignore_eos=True),
 }
 LITTLE = {"page_size": 4, "max_num_batched_tokens": 16}
+oracle = test_equality.oracle
 HEAD = 8 + 4  # bytes of a head's keys: 8 numbers and their scale
-
-
-@pytest.fixture(scope="module")
-def oracle(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Oracle]:
-    made: dict[str, Oracle] = {}
-
-    def of(family: str) -> Oracle:
-        if family not in made:
-            made[family] = Oracle(family, Path(tmp_path_factory.mktemp(family)), Compared())
-        return made[family]
-
-    return of
 
 
 @pytest.mark.share(4)
 @native
 @pytest.mark.parametrize("asked", ASKED)
 @pytest.mark.parametrize(("family", "dtype"), [("llama", "bfloat16"), ("gemma2", "float32")])
-def test_tokens_do_not_depend_on_where_cells_lie(oracle: Callable[[str], Oracle], family, dtype, asked) -> None:
+def test_tokens_do_not_depend_on_where_cells_lie(oracle, family: str, dtype: str, asked: str) -> None:
     """On tapes and eagerly, swapped, computed again, found again, in chunks, in large pages of unlike layers."""
     model, params = oracle(family), ASKED[asked]
     settings, prompts = {**ROUNDED, "dtype": dtype, "max_num_seqs": 15}, model.prompts[:5]
@@ -74,14 +62,6 @@ def test_tokens_do_not_depend_on_where_cells_lie(oracle: Callable[[str], Oracle]
 
 
 @native
-def test_rounding_shows(oracle: Callable[[str], Oracle]) -> None:
-    """Else nothing above would say anything."""
-    model, params = oracle("llama"), SamplingParams(temperature=0, max_tokens=4, logprobs=1, ignore_eos=True)
-    exact, rounded = (all_of(an_engine(model, kv_cache_dtype=one), model.prompts, params) for one in ("auto", "int8"))
-    assert exact != rounded
-
-
-@native
 def test_perplexity_of_the_bundled_model() -> None:
     documents = list(tiny_text.draw_documents(SEED, 20_000))
     exact, rounded = (negative_logs(documents, dtype="bfloat16", kv_cache_dtype=one) for one in ("auto", "int8"))
@@ -93,7 +73,7 @@ def test_perplexity_of_the_bundled_model() -> None:
 
 @native
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_pages_have_as_many_bytes_as_cells(oracle: Callable[[str], Oracle], dtype: str) -> None:
+def test_pages_have_as_many_bytes_as_cells(oracle, dtype: str) -> None:
     """A layer of the oracle has two key heads of eight numbers."""
     engine = an_engine(oracle("llama"), dtype=dtype, kv_tokens=64, **ROUNDED)
     [group] = engine.runner.store.geometry.groups

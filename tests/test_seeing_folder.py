@@ -4,8 +4,6 @@ and the server, give transformers' tokens.
 
 from __future__ import annotations
 
-import base64
-import io
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))  # scripts, not a p
 
 import echo_service
 import tiny_vision_model as vision
+from picture_files import uri, written
 
 from quire import LLM, SamplingParams
 from quire.build import build
@@ -57,22 +56,9 @@ def noise(height: int, width: int, seed: int) -> Image.Image:
     return Image.fromarray(small).resize((width, height), Image.Resampling.NEAREST)
 
 
-def png(image: Image.Image) -> bytes:
-    file = io.BytesIO()
-    image.save(file, "PNG")
-    return file.getvalue()
-
-
-def part(image: Image.Image) -> dict[str, Any]:
-    return {
-        "type": "image_url",
-        "image_url": {"url": "data:image/png;base64," + base64.b64encode(png(image)).decode()},
-    }
-
-
 def asked(*images: Image.Image) -> list[dict[str, Any]]:
-    text = {"type": "text", "text": "Which colour is it?"}
-    return [{"role": "user", "content": [*map(part, images), text]}]
+    pictures = [{"type": "image_url", "image_url": {"url": uri(written(image))}} for image in images]
+    return [{"role": "user", "content": [*pictures, {"type": "text", "text": "Which colour is it?"}]}]
 
 
 SETTINGS: dict[str, Any] = {"dtype": "float32", "threads": 1, "kv_tokens": 4096, "max_num_batched_tokens": 64}
@@ -103,7 +89,7 @@ def test_chats_equal_transformers(folder: Folder, llm: LLM) -> None:
 
 def test_prompts_with_pictures_of_python(folder: Folder, llm: LLM) -> None:
     image = noise(49, 51, 2)
-    kinds: list[Any] = [image, np.asarray(image), png(image)]
+    kinds: list[Any] = [image, np.asarray(image), written(image)]
     prompts = [{"prompt": "<image>It is", "multi_modal_data": {"image": kind}} for kind in kinds]
     results = llm.generate([*prompts, "It is"], GREEDY, use_tqdm=False)
     ids = results[0].prompt_token_ids

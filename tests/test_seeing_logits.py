@@ -7,19 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from pictured_models import MODELS, TOKEN, Model, Prompt
-from test_unlike_logits import assert_said, preempting
+from test_unlike_logits import assert_said, finished, preempting
 
 from quire import SamplingParams
 from quire.build import build
 from quire.config import EngineConfig
 from quire.control.engine import Engine
-from quire.data.models import read_spec, resolve
-from quire.data.weights.checkpoint import read_config
 from quire.errors import InputError, PromptTooLong
 from quire.vocabulary.plan import Encode, StepPlan, Top
 
@@ -68,17 +66,10 @@ def run(
     engine: Engine, given: Sequence[Prompt], params: SamplingParams
 ) -> Iterator[tuple[Prompt, list[int], list[Top]]]:
     """Each branch's prompt and tokens, and what was said of these."""
-    found: dict[tuple[str, int], tuple[list[int], list[Top]]] = {}
     for i, prompt in enumerate(given):
         pixels = [one.pixels for one in prompt.pictures]
         engine.add(str(i), prompt.tokens, params, media=prompt.media, pixels=pixels)
-    while engine.unfinished:
-        for output in engine.step():
-            tokens, tops = found.setdefault((output.request, output.branch), ([], []))
-            tokens += output.tokens
-            tops += output.tops
-        engine.scheduler.memory.check()
-    for (request, _), (tokens, tops) in found.items():
+    for request, tokens, tops in finished(engine):
         yield given[int(request)], tokens, tops
 
 
@@ -107,15 +98,13 @@ def long_prompts(model: Model, case: str) -> list[Prompt]:
 
 
 def check(
-    model: Model, case: str, branches: int = 2, within: float = 1e-4, given: list[Prompt] | None = None, **settings: Any
-) -> list[Encode]:
+    model: Model, case: str, branches: int = 2, within: float = 1e-4, given: list[Prompt] | None = None,
+    preemption: str | None = None, **settings: Any,
+) -> list[Encode]:  # fmt: skip
     """Twice: the second time prompts, and pictures, may be found in memory. What was encoded."""
-    how = settings.get("preemption")
-    if how is not None:
-        settings["depth"] = 1
-    engine = engine_of(model, **settings)
+    engine = engine_of(model, **settings, **({} if preemption is None else {"preemption": preemption, "depth": 1}))
     entries = encoded(engine)
-    if how is not None:
+    if preemption is not None:
         preempting(engine, {3, 5, 8, 14, 22})
     params = sampled(temperature=0.9, seed=3, n=branches, logprobs=20)
     given = prompts(model, case) if given is None else given
@@ -124,7 +113,7 @@ def check(
         assert len({tuple(tokens) for _, tokens, _ in answers}) > len(given), "branches part"
         for prompt, tokens, tops in answers:
             assert_said(tops, model.logprobs(prompt, tokens)[:-1], within)
-    assert how is None or engine.scheduler.preempted[how] > 0
+    assert preemption is None or engine.scheduler.preempted[preemption] > 0
     if not {"tp", "pp"} & settings.keys():
         assert not engine.runner.pictures.held, "pictures are let go with their requests"
         assert not engine.runner.pictures.coming
@@ -137,22 +126,8 @@ def chunk_of(case: str, chunk: int) -> int:
     return max(chunk, 64) if case == "paligemma" else chunk
 
 
-@pytest.mark.share(8)
-@pytest.mark.parametrize(
-    ("page_size", "chunk", "preemption", "vision_cache"),
-    [(1, 1, None, "pages"), (4, 7, "recompute", "pages"), (16, 512, "swap", "inside"), (4, 20, "recompute", "off")],
-)
-@pytest.mark.parametrize("case", MODELS)
-def test_logits_of_branches(
-    saved: Any, case: str, page_size: int, chunk: int, preemption: str | None, vision_cache: str
-) -> None:
-    how = {} if preemption is None else {"preemption": preemption}
-    chunk = chunk_of(case, chunk if case == "llava" else max(chunk, 5))  # token by token is slow
-    check(saved(case), case, page_size=page_size, max_num_batched_tokens=chunk, vision_cache=vision_cache, **how)
-
-
-RANKS: list[tuple[int, str, dict[str, Any]]] = [
-    (2, case, {"max_num_batched_tokens": chunk_of(case, chunk), "page_size": 4, **more})
+RANKS: list[tuple[str, dict[str, Any]]] = [
+    (case, {"max_num_batched_tokens": chunk_of(case, chunk), "page_size": 4, **more})
     for case in MODELS
     for chunk, more in (
         (7, {}),
@@ -165,9 +140,10 @@ RANKS: list[tuple[int, str, dict[str, Any]]] = [
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.share(6)
-@pytest.mark.parametrize(("ranks", "case", "settings"), RANKS, ids=str)
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(("case", "settings"), RANKS, ids=str)
 def test_ranks(saved: Any, ranks: int, case: str, settings: dict[str, Any]) -> None:
-    """All eyes on each, and a part of the text."""
+    """All eyes on each, and a part of the text; four are more than there are key heads."""
     check(saved(case), case, tp=ranks, **settings)
 
 
@@ -193,54 +169,34 @@ def test_a_device_that_encodes_does_not_wait(saved: Any, monkeypatch: pytest.Mon
     runner, said = engine.runner, list[str]()
     encode = runner.pictures.encode
 
-    class Marks:
-        def begin(self) -> str:
-            said.append("begin")
-            return "mark"
-
-        def end(self, began: str, replayed: bool) -> None:
-            assert began == "mark"
-            said.append(f"end, {'replayed' if replayed else 'launched'}")
-
-        def collected(self, span: None) -> float:
-            return 0.0
-
-    def noted(entries: Sequence[Encode]) -> None:
-        said.append("encode")
-        encode(entries)
-
-    monkeypatch.setattr(runner, "idle", Marks())
-    monkeypatch.setattr(runner.pictures, "encode", noted)
+    marks = SimpleNamespace(
+        begin=lambda: said.append("begin") or "mark",
+        end=lambda began, replayed: said.append(f"{began}, {'replayed' if replayed else 'launched'}"),
+        collected=lambda span: 0.0,
+    )
+    monkeypatch.setattr(runner, "idle", marks)
+    monkeypatch.setattr(runner.pictures, "encode", lambda entries: said.append("encode") or encode(entries))
     list(run(engine, prompts(model, "llava")[:1], sampled(temperature=0)))
     engine.close()
-    assert said[:3] == ["begin", "encode", "end, launched"]
-    assert said[3:] == ["begin", "end, replayed"] * (NEW - 1)
+    assert said[:3] == ["begin", "encode", "mark, launched"]
+    assert said[3:] == ["begin", "mark, replayed"] * (NEW - 1)
 
 
-@pytest.mark.soak
-@pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize(("ranks", "case", "settings"), [(4, *rest) for _, *rest in RANKS], ids=str)
-def test_four_ranks(saved: Any, ranks: int, case: str, settings: dict[str, Any]) -> None:
-    """More than there are key heads."""
-    check(saved(case), case, tp=ranks, **settings)
-
-
-@pytest.mark.soak
+@pytest.mark.share(360)
 @pytest.mark.parametrize("memory", ["paged", "uniform"])
 @pytest.mark.parametrize("vision_cache", ["pages", "inside", "off"])
 @pytest.mark.parametrize("preemption", [None, "swap", "recompute"])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("chunk", [1, 7, 512, 1024])
 @pytest.mark.parametrize("case", MODELS)
-def test_all_logits(
+def test_logits_of_branches(
     saved: Any, case: str, chunk: int, page_size: int, preemption: str | None, vision_cache: str, memory: str
 ) -> None:
-    how = {} if preemption is None else {"preemption": preemption}
-    settings = {"memory": memory, "vision_cache": vision_cache, "page_size": page_size, **how}
-    check(saved(case), case, max_num_batched_tokens=chunk_of(case, chunk), **settings)
+    settings = {"memory": memory, "vision_cache": vision_cache, "page_size": page_size}
+    check(saved(case), case, preemption=preemption, max_num_batched_tokens=chunk_of(case, chunk), **settings)
 
 
-@pytest.mark.soak
+@pytest.mark.share(135)
 @pytest.mark.parametrize("settings", [{}, {"memory": "uniform"}, {"enable_prefix_caching": False}], ids=str)
 @pytest.mark.parametrize("vision_cache", ["pages", "inside", "off"])
 @pytest.mark.parametrize("preemption", [None, "swap", "recompute"])
@@ -251,20 +207,11 @@ def test_logits_of_long_prompts(
 ) -> None:
     """Of more than 1,024 tokens. PaliGemma's are computed in one step, and off by 2e-4 from fp64 (transformers' fp32 by
     2.5e-5), with kernels of our own or without."""
-    model, how = saved(case), {} if preemption is None else {"preemption": preemption}
-    given = long_prompts(model, case)
+    model, given = saved(case), long_prompts(saved(case), case)
     assert all(1024 < len(prompt.tokens) < 1200 for prompt in given)
-    more = {"kv_tokens": 8192, "max_model_len": 2048, "vision_cache": vision_cache, **settings, **how}
     within, most = (3e-4, 2048) if case == "paligemma" else (1e-4, chunk)
-    check(model, case, within=within, given=given, max_num_batched_tokens=most, **more)
-
-
-@pytest.mark.parametrize(("case", "chunk"), [("llava", 512), ("internvl", 1024)])
-def test_logits_behind_1024_tokens(saved: Any, case: str, chunk: int) -> None:
-    model = saved(case)
-    more: dict[str, Any] = {"kv_tokens": 8192, "max_model_len": 2048, "max_num_batched_tokens": chunk}
-    entries = check(model, case, 2, given=long_prompts(model, case)[:1], **more)
-    assert entries, "pictures are encoded"
+    more = {"kv_tokens": 8192, "max_model_len": 2048, "max_num_batched_tokens": most, "vision_cache": vision_cache}
+    check(model, case, within=within, given=given, preemption=preemption, **more, **settings)
 
 
 @pytest.mark.share(8)
@@ -343,27 +290,15 @@ def test_off_encodes_for_every_chunk(saved: Any) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("preemption", [None, "swap", "recompute"])
-@pytest.mark.parametrize("case", ["llava", "paligemma"])
-def test_beams(saved: Any, case: str, preemption: str | None) -> None:
-    beams(saved, case, preemption, 4, 64, "pages")
-
-
-@pytest.mark.soak
+@pytest.mark.share(30)
 @pytest.mark.parametrize("vision_cache", ["pages", "inside", "off"])
 @pytest.mark.parametrize("preemption", [None, "swap", "recompute"])
 @pytest.mark.parametrize(("page_size", "chunk"), [(1, 7), (16, 5), (4, 20), (16, 512)])
 @pytest.mark.parametrize("case", MODELS)
-def test_all_beams(
-    saved: Any, case: str, page_size: int, chunk: int, preemption: str | None, vision_cache: str
-) -> None:
-    beams(saved, case, preemption, page_size, chunk_of(case, chunk), vision_cache)
-
-
-def beams(saved: Any, case: str, preemption: str | None, page_size: int, chunk: int, vision_cache: str) -> None:
+def test_beams(saved: Any, case: str, page_size: int, chunk: int, preemption: str | None, vision_cache: str) -> None:
     model, width = saved(case), 3
     how = {} if preemption is None else {"preemption": preemption, "depth": 1}
-    settings = {"max_num_batched_tokens": chunk, "page_size": page_size, "vision_cache": vision_cache}
+    settings = {"max_num_batched_tokens": chunk_of(case, chunk), "page_size": page_size, "vision_cache": vision_cache}
     engine = engine_of(model, max_num_seqs=16, **settings, **how)
     if preemption is not None:
         preempting(engine, {3, 5})
@@ -404,13 +339,3 @@ def test_a_prompt_that_attends_both_ways_is_computed_in_one_step(saved: Any) -> 
     with pytest.raises(InputError, match="prompt_logprobs is 1"):
         engine.add("0", words(20, 0), SamplingParams(max_tokens=1, prompt_logprobs=1))
     engine.close()
-
-
-@pytest.mark.parametrize("case", MODELS)
-def test_weights_are_counted(saved: Any, case: str) -> None:
-    model = saved(case)
-    config = {**read_config(model.folder), "preprocessor_config": {}}
-    ours, spec = resolve(config)(config, torch.float32, torch.device("meta")), read_spec(config)
-    assert spec.vision is not None
-    assert spec.parameters == sum(parameter.numel() for parameter in ours.text.parameters())
-    assert spec.vision.parameters == sum(parameter.numel() for parameter in ours.eyes.parameters())

@@ -6,13 +6,12 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
+import test_equality
 import torch
-from test_equality import FAMILIES, MORE, Compared, Oracle, answers_of, assert_equal
+from test_equality import FAMILIES, MORE, Oracle, assert_equal
 
 from quire.build import build
 from quire.config import EngineConfig
@@ -25,18 +24,7 @@ from quire.vocabulary.params import SamplingParams
 pytestmark = pytest.mark.skipif(library() is None, reason="there are no kernels for this CPU (no compiler?)")
 ALL = [*FAMILIES, *MORE]
 Answers = dict[tuple[str, int], list[Any]]
-
-
-@pytest.fixture(scope="module")
-def oracle(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Oracle]:
-    made: dict[str, Oracle] = {}
-
-    def of(family: str) -> Oracle:
-        if family not in made:
-            made[family] = Oracle(family, Path(tmp_path_factory.mktemp(family)), Compared())
-        return made[family]
-
-    return of
+oracle = test_equality.oracle
 
 
 def an_engine(oracle: Oracle, tapes: bool = True, **settings: object) -> Engine:
@@ -70,7 +58,7 @@ def all_of(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> 
 
 @pytest.mark.share(6)
 @pytest.mark.parametrize("family", ALL)
-def test_every_family_is_recorded_and_gives_transformers_tokens(oracle: Callable[[str], Oracle], family: str) -> None:
+def test_every_family_is_recorded_and_gives_transformers_tokens(oracle, family: str) -> None:
     model = oracle(family)
     engine = an_engine(model)
     assert_equal(model, engine, model.prompts)
@@ -81,13 +69,14 @@ def test_every_family_is_recorded_and_gives_transformers_tokens(oracle: Callable
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("rows", [1, 3, 8, 11])
-def test_all_sizes_equal_eager_steps(oracle: Callable[[str], Oracle], rows: int, dtype: str) -> None:
+def test_all_sizes_equal_eager_steps(oracle, rows: int, dtype: str) -> None:
     model = oracle("llama")
     prompts = [[(7 * i + j) % 97 for j in range(3 + i)] for i in range(rows)]
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     settings = {"max_num_seqs": 20, "dtype": dtype}
-    engine = an_engine(model, **settings)
-    assert all_of(engine, prompts, params) == all_of(an_engine(model, False, **settings), prompts, params)
+    engine, eager = an_engine(model, **settings), an_engine(model, False, **settings)
+    assert eager.runner.graphs is None
+    assert all_of(engine, prompts, params) == all_of(eager, prompts, params)
     size = 12 if rows == 11 else rows
     assert (size, "greedy") in tapes_of(engine).programs, "of eleven rows one is padding"
 
@@ -105,7 +94,7 @@ def test_all_sizes_equal_eager_steps(oracle: Callable[[str], Oracle], rows: int,
     ],
     ids=["random", "cut", "branches", "logprobs", "penalties", "rules", "beams"],
 )
-def test_all_sampling_equals_eager_steps(oracle: Callable[[str], Oracle], asked: dict[str, Any]) -> None:
+def test_all_sampling_equals_eager_steps(oracle, asked: dict[str, Any]) -> None:
     model = oracle("qwen2")
     params = SamplingParams(max_tokens=12, ignore_eos=True, seed=5, **asked)
     engine = an_engine(model)
@@ -114,26 +103,14 @@ def test_all_sampling_equals_eager_steps(oracle: Callable[[str], Oracle], asked:
     assert tapes_of(engine).programs, "some steps were replayed"
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
-def test_preempted_and_cached_prompts_go_on_as_before(oracle: Callable[[str], Oracle], family: str) -> None:
-    model = oracle(family)
-    engine = an_engine(model, page_size=4, kv_tokens=64, max_num_batched_tokens=16)
-    assert_equal(model, engine, model.prompts)
-    assert engine.scheduler.preemptions > 0
-    again = an_engine(model, page_size=4, kv_tokens=1024)
-    assert_equal(model, again, model.prompts)
-    assert_equal(model, again, model.prompts)
-    assert again.scheduler.memory.account().sharing.hits > 0
-
-
 @pytest.mark.parametrize("depth", [2, 3])
-def test_samples_that_only_the_runner_has_seen_are_resolved(oracle: Callable[[str], Oracle], depth: int) -> None:
+def test_samples_that_only_the_runner_has_seen_are_resolved(oracle, depth: int) -> None:
     model = oracle("llama")
     assert_equal(model, an_engine(model, depth=depth, page_size=4, kv_tokens=96), model.prompts)
 
 
 def test_what_torch_would_compute_is_refused_and_said_once(
-    oracle: Callable[[str], Oracle], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    oracle, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A norm that squares by torch would be left out of a tape, and every replay would be wrong."""
     plain = RMSNorm.forward
@@ -151,13 +128,6 @@ def test_what_torch_would_compute_is_refused_and_said_once(
     assert "aten::mul_" in caplog.text
     said = [record for record in caplog.records if record.name == "quire.data.runner.tapes"]
     assert len(said) == 1, "it is said once"
-
-
-def test_no_tapes_where_nobody_wants_them(oracle: Callable[[str], Oracle]) -> None:
-    model = oracle("llama")
-    engine = an_engine(model, tapes=False)
-    assert engine.runner.graphs is None
-    assert answers_of(engine, model.prompts[:2])
 
 
 def test_recording_imports_no_compiler() -> None:

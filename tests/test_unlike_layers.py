@@ -94,15 +94,6 @@ def test_however_the_memory_is_cut_tokens_are_the_same(folder: Path, page_size: 
     assert all(tokens == beams[0] for tokens in beams)
 
 
-def test_uniform_pages_keep_every_token_of_every_layer(folder: Path) -> None:
-    """As many bytes hold fewer requests, nothing leaves, and what layers look at stays what it is."""
-    tokens, (account, _), geometry = served(folder, kv_tokens=1024, memory="uniform")
-    (group,) = geometry.groups
-    assert (group.layers, group.kind, group.window, group.page_bytes) == (tuple(range(8)), "full", None, 16 * 8 * 256)
-    assert tokens == served(folder, kv_tokens=1024)[0]
-    assert account.usage.cached > 0
-
-
 def test_pages_that_hold_no_whole_rows_are_refused_with_the_numbers(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,10 +5,10 @@ tokens are those of transformers' `generate`."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from quire.build import build
 from quire.config import EngineConfig
 from quire.control.engine import Engine
 from quire.vocabulary.plan import StepPlan, Top
+from quire.vocabulary.specs import Group
 
 WINDOW, NEW = 7, 9
 SHAPE: dict[str, Any] = {
@@ -28,41 +29,52 @@ SHAPE: dict[str, Any] = {
 }  # fmt: skip
 MIXED = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "mistral": ("mistral", {}),
-    "mistral, layer_types": ("ministral", {"layer_types": MIXED}),
-    "ministral": ("ministral", {"layer_types": MIXED[::-1]}),
-    "gemma2": ("gemma2", {"query_pre_attn_scalar": 5, "attn_logit_softcapping": 2.0}),
-    "gemma3": ("gemma3_text", {"sliding_window_pattern": 2}),
+    "mistral": ("mistral", SHAPE),
+    "mistral, layer_types": ("ministral", {**SHAPE, "layer_types": MIXED}),
+    "ministral": ("ministral", {**SHAPE, "layer_types": MIXED[::-1]}),
+    "gemma2": ("gemma2", {**SHAPE, "query_pre_attn_scalar": 5, "attn_logit_softcapping": 2.0}),
+    "gemma3": ("gemma3_text", {**SHAPE, "sliding_window_pattern": 2}),
 }
 PROMPTS = [[(7 * i * i + 3 * k) % 89 for i in range(length)] for k, length in enumerate((31, 4, 18))]
 
 
 class Saved:
-    """A random model of transformers', its folder, and what it says of tokens."""
+    """A random model of transformers', its folder, and what it says of tokens; and how engines of it are set."""
+
+    cases = CASES
+    settings: ClassVar[dict[str, Any]] = {"kv_tokens": 1024}
 
     def __init__(self, case: str, folder: Path) -> None:
-        self.folder, (kind, options) = folder, CASES[case]
+        self.folder, (kind, options) = folder, self.cases[case]
         torch.manual_seed(0)
-        config = transformers.AutoConfig.for_model(kind, **{**SHAPE, **options})
+        config = transformers.AutoConfig.for_model(kind, **options)
         self.model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
         for name, parameter in self.model.named_parameters():
-            parameter.data.normal_(0, 0.05 if "embed" in name and kind.startswith("gemma") else 0.3)
+            self.draw(kind, name, parameter.data)
         self.model.save_pretrained(folder)
+        self.said: dict[tuple[int, ...], torch.Tensor] = {}
         if case == "mistral, layer_types":  # as a checkpoint has it that came before there was a class for it
             path = folder / "config.json"
             config = json.loads(path.read_text())
             path.write_text(json.dumps({**config, "architectures": ["MistralForCausalLM"], "model_type": "mistral"}))
 
+    def draw(self, kind: str, name: str, weights: torch.Tensor) -> None:
+        weights.normal_(0, 0.05 if "embed" in name and kind.startswith("gemma") else 0.3)
+
     @torch.inference_mode()
     def logprobs(self, tokens: list[int]) -> torch.Tensor:
         """[T, V]: of what follows each of them."""
-        return self.model(torch.tensor([tokens])).logits[0].log_softmax(-1)
+        key = tuple(tokens)
+        if key not in self.said:
+            self.said[key] = self.model(torch.tensor([tokens])).logits[0].log_softmax(-1)
+        return self.said[key]
 
     @torch.inference_mode()
-    def greedy(self, prompt: list[int]) -> list[int]:
+    def generate(self, prompt: list[int], **options: Any) -> list[list[int]]:
+        """What follows the prompt: of each beam, or of the only row."""
         ids = torch.tensor([prompt])
-        options = {"max_new_tokens": NEW, "do_sample": False, "attention_mask": torch.ones_like(ids)}
-        return self.model.generate(ids, **options)[0, len(prompt) :].tolist()
+        told = {"max_new_tokens": NEW, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+        return self.model.generate(ids, **told, **options)[:, len(prompt) :].tolist()
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +83,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def engine_of(model: Saved, **settings: Any) -> Engine:
-    config = {"kv_tokens": 1024, "max_num_seqs": 8, "threads": 1, "debug": True, **settings}
+    config = {"max_num_seqs": 8, "threads": 1, "debug": True, **model.settings, **settings}
     return build(EngineConfig(model=str(model.folder), skip_tokenizer_init=True, dtype="float32", **config)).engine
 
 
@@ -87,11 +99,19 @@ def preempting(engine: Engine, steps: set[int]) -> None:
     scheduler.schedule = schedule  # type: ignore[method-assign]
 
 
-def run(engine: Engine, params: SamplingParams) -> Iterator[tuple[list[int], list[int], list[Top]]]:
+def run(
+    engine: Engine, params: SamplingParams, prompts: Sequence[list[int]] = PROMPTS
+) -> Iterator[tuple[list[int], list[int], list[Top]]]:
     """Each branch's prompt and tokens, and what was said of these."""
-    found: dict[tuple[str, int], tuple[list[int], list[Top]]] = {}
-    for i, prompt in enumerate(PROMPTS):
+    for i, prompt in enumerate(prompts):
         engine.add(str(i), prompt, params)
+    for request, tokens, tops in finished(engine):
+        yield prompts[int(request)], tokens, tops
+
+
+def finished(engine: Engine) -> Iterator[tuple[str, list[int], list[Top]]]:
+    """Each branch's request and tokens, and what was said of these."""
+    found: dict[tuple[str, int], tuple[list[int], list[Top]]] = {}
     while engine.unfinished:
         for output in engine.step():
             tokens, tops = found.setdefault((output.request, output.branch), ([], []))
@@ -99,7 +119,7 @@ def run(engine: Engine, params: SamplingParams) -> Iterator[tuple[list[int], lis
             tops += output.tops
         engine.scheduler.memory.check()
     for (request, _), (tokens, tops) in found.items():
-        yield PROMPTS[int(request)], tokens, tops
+        yield request, tokens, tops
 
 
 def assert_said(tops: list[Top], logprobs: torch.Tensor, within: float = 1e-4) -> None:
@@ -109,47 +129,73 @@ def assert_said(tops: list[Top], logprobs: torch.Tensor, within: float = 1e-4) -
         assert abs(top.logprob - row[top.token]) < within
 
 
-@pytest.mark.share(8)
-@pytest.mark.parametrize("preemption", ["none", "swap", "recompute"])
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-@pytest.mark.parametrize("case", CASES)
-def test_logits_of_branches(saved: Any, case: str, page_size: int, preemption: str) -> None:
-    """Twice: the second time prompts are found in memory."""
-    model, settings = saved(case), {} if preemption == "none" else {"preemption": preemption, "depth": 1}
-    params = SamplingParams(temperature=0.9, seed=3, n=2, max_tokens=NEW, ignore_eos=True, logprobs=20)
-    for chunk in (3, 16, 64):
-        engine = engine_of(model, page_size=page_size, max_num_batched_tokens=chunk, **settings)
-        if preemption != "none":
-            preempting(engine, {3, 5, 8, 14, 22})
-        for _ in range(2):
-            answers = list(run(engine, params))
-            assert len({tuple(tokens) for _, tokens, _ in answers}) == 2 * len(PROMPTS), "branches part"
-            for prompt, tokens, tops in answers:
-                assert_said(tops, model.logprobs(prompt + tokens)[len(prompt) - 1 : -1])
-        assert preemption == "none" or engine.scheduler.preempted[preemption] > 0
-        assert engine.scheduler.memory.account().sharing.hits > 0
+def check(
+    model: Saved, prompts: Sequence[list[int]], branches: int, within: float = 1e-4, preemption: str | None = None,
+    **settings: Any,
+) -> None:  # fmt: skip
+    """Twice: the second time prompts are found in memory, but without caching, and where pages keep no state."""
+    found = settings.get("enable_prefix_caching", True) and settings.get("memory") != "uniform"
+    engine = engine_of(model, **settings, **({} if preemption is None else {"preemption": preemption, "depth": 1}))
+    if preemption is not None:
+        preempting(engine, {3, 5, 8, 14, 22})
+    params = SamplingParams(temperature=0.9, seed=3, n=branches, max_tokens=NEW, ignore_eos=True, logprobs=20)
+    for _ in range(2):
+        answers = list(run(engine, params, prompts))
+        assert len({tuple(tokens) for _, tokens, _ in answers}) == branches * len(prompts), "branches part"
+        for prompt, tokens, tops in answers:
+            assert_said(tops, model.logprobs(prompt + tokens)[len(prompt) - 1 : -1], within)
+    assert preemption is None or engine.scheduler.preempted[preemption] > 0
+    assert (engine.scheduler.memory.account().sharing.hits > 0) == found
+    engine.close()
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_logits_of_scored_prompts(saved: Any, case: str) -> None:
-    model, engine = saved(case), engine_of(saved(case), max_num_batched_tokens=8, page_size=4)
-    engine.add("0", PROMPTS[0], SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=20))
+def check_scored(model: Saved, prompt: list[int], **settings: Any) -> None:
+    engine = engine_of(model, page_size=4, **settings)
+    engine.add("0", prompt, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=20))
     outputs = []
     while engine.unfinished:
         outputs += engine.step()
     (tops,) = [output.prompt_tops for output in outputs if output.prompt_tops]
-    assert [top.token for top in tops] == PROMPTS[0][1:]
-    assert_said(list(tops), model.logprobs(PROMPTS[0])[:-1])
+    assert [top.token for top in tops] == prompt[1:]
+    assert_said(list(tops), model.logprobs(prompt)[:-1])
+
+
+def check_greedy(model: Saved, prompts: Sequence[list[int]]) -> Sequence[Group]:
+    """The groups of layers of the engine that is made of the folder."""
+    params = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, detokenize=False)
+    with LLM(str(model.folder), skip_tokenizer_init=True, dtype="float32", threads=1, kv_tokens=2048) as llm:
+        groups = llm.engine.scheduler.memory.geometry.groups
+        results = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    answers = [model.generate(prompt)[0] for prompt in prompts]
+    assert [result.outputs[0].token_ids for result in results] == answers
+    assert len({token for answer in answers for token in answer}) > 5
+    return groups
+
+
+@pytest.mark.share(8)
+@pytest.mark.parametrize("preemption", [None, "swap", "recompute"])
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("case", CASES)
+def test_logits_of_branches(saved: Any, case: str, page_size: int, preemption: str | None) -> None:
+    for chunk in (3, 16, 64):
+        check(saved(case), PROMPTS, 2, page_size=page_size, max_num_batched_tokens=chunk, preemption=preemption)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize(
+    ("case", "ranks", "preemption"),
+    [("mistral, layer_types", 2, "swap"), ("gemma2", 4, "recompute"), ("gemma3", 2, "recompute")],
+)
+def test_logits_of_ranks(saved: Any, case: str, ranks: int, preemption: str) -> None:
+    check(saved(case), PROMPTS, 2, tp=ranks, page_size=4, max_num_batched_tokens=16, preemption=preemption)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_of_scored_prompts(saved: Any, case: str) -> None:
+    check_scored(saved(case), PROMPTS[0], max_num_batched_tokens=8)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_greedy_tokens_from_a_folder(saved: Any, case: str) -> None:
-    model = saved(case)
-    params = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, detokenize=False)
-    with LLM(str(model.folder), skip_tokenizer_init=True, dtype="float32", threads=1, kv_tokens=512) as llm:
-        layers = llm.engine.scheduler.memory.geometry.groups
-        assert {group.window for group in layers} == ({WINDOW} if case == "mistral" else {WINDOW, None})
-        results = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], params, use_tqdm=False)
-    answers = [model.greedy(prompt) for prompt in PROMPTS]
-    assert [result.outputs[0].token_ids for result in results] == answers
-    assert len({token for answer in answers for token in answer}) > 5
+    groups = check_greedy(saved(case), PROMPTS)
+    assert {group.window for group in groups} == ({WINDOW} if case == "mistral" else {WINDOW, None})

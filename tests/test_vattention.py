@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -22,10 +23,6 @@ from quire.vattention import Counts, VAttention, init
 
 N, B, L, H, D, P, PAGE = 2, 4, 48, 2, 32, 4, 4096  # a page holds 16 tokens of a layer: 3 for a whole request
 linux = pytest.mark.skipif(sys.platform != "linux", reason="memfd is Linux's")
-
-
-def made(pages: int = 12, fail_at: int = 0, **more: Any) -> VAttention:
-    return init(N, B, L, H, D, P, PAGE, pages=pages, driver=FakeDriver(PAGE, fail_at), **more)
 
 
 def fake(cache: VAttention) -> FakeDriver:
@@ -55,11 +52,25 @@ def examine(cache: VAttention) -> None:
     assert cache.driver.places.mapped == wanted  # type: ignore[attr-defined]
 
 
+Make = Callable[..., VAttention]
+
+
 @pytest.fixture
-def cache() -> Iterator[VAttention]:
-    one = made()
-    yield one
-    one.close()
+def made() -> Iterator[Make]:
+    """Makes caches, and closes them at the end."""
+    with ExitStack() as stack:
+
+        def make(pages: int = 12, fail_at: int = 0, **more: Any) -> VAttention:
+            one = init(N, B, L, H, D, P, PAGE, pages=pages, driver=FakeDriver(PAGE, fail_at), **more)
+            stack.callback(one.close)
+            return one
+
+        yield make
+
+
+@pytest.fixture
+def cache(made: Make) -> VAttention:
+    return made()
 
 
 # Table 4
@@ -131,17 +142,6 @@ def test_addresses_of_a_large_model(kind: Callable[[int], Driver]) -> None:
     cache.close()
 
 
-def test_the_four_calls(cache: VAttention) -> None:
-    assert [cache.alloc_reqid() for _ in range(B + 1)] == [0, 1, 2, 3, -1]
-    assert cache.step([16, 17, 0, 48]) == 0
-    assert [len(pages) for pages in cache.mapped] == [1, 2, 0, 3]
-    cache.free_reqid(3)
-    assert cache.alloc_reqid() == 3
-    assert cache.step([16, 17, 0, 40]) == 0
-    assert counted(cache) == (6, 0, 6, 6, 0, 0), "the pages that were there"
-    examine(cache)
-
-
 @pytest.mark.parametrize(
     ("call", "words"),
     [
@@ -183,7 +183,7 @@ def test_bad_sizes(name: str, value: Any) -> None:
     assert caught.value.param == ("P" if name == "dtype" else name)
 
 
-def test_what_the_machine_can_not_have() -> None:
+def test_what_the_machine_can_not_have(made: Make) -> None:
     with pytest.raises(StartupError, match="is no layout"):
         made(layout="diced")
     with pytest.raises(StartupError, match="addresses in a row"):
@@ -194,7 +194,7 @@ def test_what_the_machine_can_not_have() -> None:
         init(32, 256, 2**20, 8, 128, 2, PAGE, pages=2**20)
 
 
-def test_shortage_is_an_answer_and_changes_nothing() -> None:
+def test_shortage_is_an_answer_and_changes_nothing(made: Make) -> None:
     cache = made(pages=4)
     for _ in range(3):
         cache.alloc_reqid()
@@ -209,13 +209,12 @@ def test_shortage_is_an_answer_and_changes_nothing() -> None:
     assert [len(pages) for pages in cache.mapped] == [3, 0, 1, 0], "what the freed one had went to others"
     assert cache.counts().reclaimed == 1
     examine(cache)
-    cache.close()
 
 
 # The policies of §6
 
 
-def test_deferred_reclamation_is_best_fit() -> None:
+def test_deferred_reclamation_is_best_fit(made: Make) -> None:
     """A request gets the reqId with the fewest pages that suffice; with none that does, the one with the most."""
     cache = made(pages=30)
     ids = [cache.alloc_reqid() for _ in range(B)]
@@ -230,10 +229,9 @@ def test_deferred_reclamation_is_best_fit() -> None:
     assert cache.alloc_reqid(length=33) == 0, "one page there is better than none"
     assert cache.step([33, 48, 20, 0]) == 0
     assert counted(cache)[3] == 1 + 3 + 2 + 2
-    cache.close()
 
 
-def test_an_unknown_length_is_a_mean_one() -> None:
+def test_an_unknown_length_is_a_mean_one(made: Make) -> None:
     """Regression: of reqIds without and with pages, not the first one that is inactive."""
     cache = made(pages=30)
     cache.alloc_reqid()
@@ -242,7 +240,6 @@ def test_an_unknown_length_is_a_mean_one() -> None:
     cache.free_reqid(0)
     cache.free_reqid(second)
     assert cache.alloc_reqid() == second
-    cache.close()
 
 
 def test_the_next_reqid_is_mapped_eagerly(cache: VAttention) -> None:
@@ -266,7 +263,7 @@ def test_what_the_next_iteration_needs_is_mapped_ahead(cache: VAttention) -> Non
     cache.free_reqid(reqid)
 
 
-def test_eager_pages_are_given_up_where_others_need_them() -> None:
+def test_eager_pages_are_given_up_where_others_need_them(made: Make) -> None:
     cache = made(pages=3)
     cache.alloc_reqid()
     assert cache.step([16, 0, 0, 0]) == 0
@@ -277,7 +274,6 @@ def test_eager_pages_are_given_up_where_others_need_them() -> None:
     assert cache.step([16, 16, 16, 0]) == 0, "the page ahead is needed by another"
     assert [len(pages) for pages in cache.mapped] == [1, 1, 1, 0]
     examine(cache)
-    cache.close()
 
 
 def test_reclamation_below_a_tenth_free() -> None:
@@ -310,7 +306,7 @@ def test_reclamation_below_a_tenth_free() -> None:
     cache.close()
 
 
-def test_a_step_keeps_a_tenth_free_where_nobody_maps_ahead() -> None:
+def test_a_step_keeps_a_tenth_free_where_nobody_maps_ahead(made: Make) -> None:
     cache = made(pages=10)
     for _ in range(3):
         cache.alloc_reqid()
@@ -322,20 +318,18 @@ def test_a_step_keeps_a_tenth_free_where_nobody_maps_ahead() -> None:
     assert cache.step([48, 0, 48, 16]) == 0
     assert [len(pages) for pages in cache.mapped] == [3, 2, 3, 1]
     assert counted(cache)[0] == 1
-    cache.close()
 
 
-def test_nothing_is_mapped_eagerly_of_the_last_tenth() -> None:
+def test_nothing_is_mapped_eagerly_of_the_last_tenth(made: Make) -> None:
     cache = made(pages=10)
     for _ in range(3):
         cache.alloc_reqid()
     assert cache.step([48, 48, 48, 0]) == 0
     cache.map_ahead()
     assert counted(cache)[:3] == (1, 0, 9)
-    cache.close()
 
 
-def test_the_next_requests_pages_go_before_those_ahead_of_active_ones() -> None:
+def test_the_next_requests_pages_go_before_those_ahead_of_active_ones(made: Make) -> None:
     cache = made(pages=4)
     cache.alloc_reqid()
     assert cache.step([16, 0, 0, 0]) == 0
@@ -345,10 +339,9 @@ def test_the_next_requests_pages_go_before_those_ahead_of_active_ones() -> None:
     assert [len(pages) for pages in cache.mapped] == [2, 1, 1, 0]
     assert cache.step([16, 32, 0, 0]) == 0
     assert [len(pages) for pages in cache.mapped] == [2, 2, 0, 0]
-    cache.close()
 
 
-def test_pages_that_lie_apart() -> None:
+def test_pages_that_lie_apart(made: Make) -> None:
     """What comes back is not in a row: each page is mapped for itself."""
     cache = made(pages=6)
     assert (cache.alloc_reqid(), cache.alloc_reqid()) == (0, 1)
@@ -359,10 +352,9 @@ def test_pages_that_lie_apart() -> None:
     assert cache.step([0, 48, 48, 0]) == 0
     assert cache.mapped[:3] == [[], [2, 4, 6], [1, 3, 5]]
     examine(cache)
-    cache.close()
 
 
-def test_enqueued_work_is_waited_for_before_anything_is_unmapped() -> None:
+def test_enqueued_work_is_waited_for_before_anything_is_unmapped(made: Make) -> None:
     cache = made(pages=3)
     reqid = cache.alloc_reqid()
     assert cache.step([48, 0, 0, 0]) == 0
@@ -376,13 +368,12 @@ def test_enqueued_work_is_waited_for_before_anything_is_unmapped() -> None:
     assert cache.step(lens) == 0, "the pages of the active one without tokens"
     fake(cache).let_go(token)
     examine(cache)
-    cache.close()
 
 
 # Calls that fail
 
 
-def test_a_failing_map_is_rolled_back() -> None:
+def test_a_failing_map_is_rolled_back(made: Make) -> None:
     """At the k-th page of a step, whichever: the same step succeeds when tried again."""
     first = 8 * 2 * N  # pages that init maps once
     for k in range(1, 2 * N * 4 + 1):
@@ -397,10 +388,9 @@ def test_a_failing_map_is_rolled_back() -> None:
         assert cache.step([40, 48, 0, 0]) == 0
         assert [len(pages) for pages in cache.mapped] == [3, 3, 0, 0]
         examine(cache)
-        cache.close()
 
 
-def test_a_failing_unmap_is_rolled_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_unmap_is_rolled_back(made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     for k in range(2 * N):
         cache = made(pages=3)
         cache.alloc_reqid()
@@ -422,10 +412,9 @@ def test_a_failing_unmap_is_rolled_back(monkeypatch: pytest.MonkeyPatch) -> None
         assert state(cache) == before
         examine(cache)
         assert cache.step([0, 16, 0, 0]) == 0
-        cache.close()
 
 
-def test_what_fails_in_the_thread_is_raised_by_the_next_call() -> None:
+def test_what_fails_in_the_thread_is_raised_by_the_next_call(made: Make) -> None:
     cache = made(pages=8, fail_at=8 * 2 * N + 2 * N + 2, background=True)
     cache.alloc_reqid()
     assert cache.step([16, 0, 0, 0]) == 0
@@ -434,11 +423,10 @@ def test_what_fails_in_the_thread_is_raised_by_the_next_call() -> None:
     examine(cache)
     assert cache.step([17, 0, 0, 0]) == 0
     examine(cache)
-    cache.close()
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_lengths_that_shrink_give_pages_up_only_to_others(fails: bool) -> None:
+def test_lengths_that_shrink_give_pages_up_only_to_others(made: Make, fails: bool) -> None:
     """Also if these can't be mapped there: what is behind the new length is gone then."""
     cache = made(pages=3, fail_at=(3 + 3) * 2 * N + 1 if fails else 0)
     cache.alloc_reqid()
@@ -455,7 +443,6 @@ def test_lengths_that_shrink_give_pages_up_only_to_others(fails: bool) -> None:
     assert cache.step([16, 32, 0, 0]) == 0
     assert [len(pages) for pages in cache.mapped] == [1, 2, 0, 0]
     examine(cache)
-    cache.close()
 
 
 # Beside a model

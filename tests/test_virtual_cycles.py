@@ -56,20 +56,12 @@ def run(cycles: int) -> None:
     assert addresses - before[2] < cycles * reserved // 10
 
 
-def run_alone(cycles: int) -> None:
-    """Run in a process of its own, with one arena of malloc: each of others' arenas reserves 64 MiB at any time."""
+@pytest.mark.parametrize("cycles", [20, pytest.param(100, marks=pytest.mark.soak)])
+def test_engines_leave_nothing_mapped(cycles: int) -> None:
+    """In a process of its own, with one arena of malloc: each of others' arenas reserves 64 MiB at any time."""
     environment = {**os.environ, "MALLOC_ARENA_MAX": "1"}
     done = subprocess.run([sys.executable, __file__, str(cycles)], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-def test_engines_leave_nothing_mapped() -> None:
-    run_alone(20)
-
-
-@pytest.mark.soak
-def test_a_hundred_engines_leave_nothing_mapped() -> None:
-    run_alone(100)
 
 
 if __name__ == "__main__":

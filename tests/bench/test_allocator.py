@@ -9,7 +9,6 @@ import pytest
 from quire.bench import allocator
 from quire.control.memory.large import LargePages
 from quire.control.memory.pages import Ledger
-from quire.errors import StartupError
 
 
 @pytest.fixture(autouse=True)
@@ -34,8 +33,3 @@ def test_what_is_said_to_evict_does(case: str, build: type[Ledger] | type[LargeP
     ledger = build()  # type: ignore[call-arg]
     _, pages = allocator.CASES[case](ledger)
     assert ledger.evictions > 0.9 * pages
-
-
-def test_repeats_out_of_range() -> None:
-    with pytest.raises(StartupError, match="--repeats is 0"):
-        allocator.run(Namespace(repeats=0))

@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
+from benching import results
 
-from quire.bench import main
 from quire.bench.control import branching
-from quire.bench.drive import Decoding
-from quire.errors import StartupError
-
-
-def bench(tmp_path: Path, *args: str) -> list[dict[str, Any]]:
-    out = tmp_path / "out.json"
-    assert main([*args, "--out", str(out)]) == 0
-    results: list[dict[str, Any]] = json.loads(out.read_text())["results"]
-    return results
 
 
 def test_every_way_finds_the_same_beams(tmp_path: Path) -> None:
-    (result,) = bench(tmp_path, "beams", "tiny", "--threads", "1", "--repeat", "1", "--workload", "fixed:40:12@2")
+    (result,) = results(tmp_path, "beams", "tiny", "--threads", "1", "--repeat", "1", "--workload", "fixed:40:12@2")
     assert result["same_results"] == {"copy-on-write": 2, "copy everything": 2, "transformers": 2}
     assert result["sharing_saved"]["copy everything"] == 0
     assert result["sharing_saved"]["copy-on-write"] > 0.4  # two of three prompt pages are shared by four beams
@@ -37,7 +26,7 @@ def test_throughput_of_beams_and_samples(tmp_path: Path) -> None:
         (("--n", "2", "--best-of", "4"), 4, 2),
         (("--beam-width", "4"), 4, 1),
     ):
-        (result,) = bench(tmp_path, *flags, *more)
+        (result,) = results(tmp_path, *flags, *more)
         run = result["median"]
         assert result["decoding"]["n"] == returned
         assert run["output_tokens"] == 3 * 20 * returned
@@ -48,24 +37,8 @@ def test_throughput_of_beams_and_samples(tmp_path: Path) -> None:
         assert run["swapped_out_bytes"] == run["preemptions"] == run["preemptions_swap"] == 0
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["throughput", "--n", "3", "--best-of", "2"], "best_of must be at least n"),
-        (["throughput", "--beam-width", "65"], "beam_width must be between 1 and 64"),
-        (["serve", "--url", "http://127.0.0.1:1", "--n", "2"], "Measure those in this process"),
-        (["control", "--beams", "3"], "even number"),
-        (["beams", "--beam-width", "0"], "between 1 and 64"),
-        (["beams", "--repeat", "0"], "at least 1"),
-    ],
-)
-def test_bad_flags(flags: list[str], message: str) -> None:
-    with pytest.raises(StartupError, match=message):
-        main(flags)
-
-
 def test_control_of_beams(tmp_path: Path) -> None:
-    (result,) = bench(tmp_path, "control", "--beams", "4", "--sequences", "3", "--contexts", "40", "--steps", "20")
+    (result,) = results(tmp_path, "control", "--beams", "4", "--sequences", "3", "--contexts", "40", "--steps", "20")
     assert (result["sequences"], result["beams"], result["context"]) == (3, 4, 40)
     assert result["step_us"]["p50"] > 0
 
@@ -83,9 +56,3 @@ def test_half_of_the_branches_are_parted_from(tmp_path: Path) -> None:
         after = {seq.id for request in scheduler.running for seq in request.live}
         assert (len(before), len(after), len(before & after)) == (12, 12, 6)
         scheduler.memory.check()
-
-
-def test_plain_decoding() -> None:
-    assert Decoding(temperature=1.0).plain
-    assert not Decoding(n=2).plain
-    assert not Decoding(beam_width=1).plain

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quire.bench.endless import BLOCK, Endless
-from quire.bench.workloads import MAX_REQUESTS, parse
+from quire.bench.workloads import MAX_REQUESTS
 from quire.errors import StartupError
 
 NAMES = ("sharegpt", "alpaca", "chat", "wmt1shot", "arxiv-qa", "docqa:3:900", "shared:9:9:9", "fixed:9:9")
@@ -17,11 +17,6 @@ def test_a_longer_sequence_begins_with_a_shorter_one(name: str) -> None:
     assert len(long) == BLOCK + 30
     for count in (1, 63, 65, BLOCK, BLOCK + 1):
         assert Endless(name, count).sketches(7) == long[:count]
-
-
-def test_drawn_by_count_a_workload_has_others() -> None:
-    """The reason for sequences: of N + 1 requests the first N have other outputs than N have."""
-    assert parse("sharegpt@20").lengths(0) != parse("sharegpt@21").lengths(0)[:20]
 
 
 @pytest.mark.parametrize("name", ["arxiv-qa", "docqa:3:900"])

@@ -51,15 +51,6 @@ def test_a_known_pace_is_given_back(clients: int) -> None:
     assert run["as_vllm"]["median_ttft_ms"] <= 1000 * run["ttft_s"]["p50"]
 
 
-def test_chunks_of_several_tokens() -> None:
-    run = measured(Paced(first=0.05, gap=0.12, together=3), "fixed:7:9@4", Load(concurrency=4), 1)
-    assert (run["output_tokens"], run["chunks"]) == (36, 12)
-    assert run["inter_token_from"] == "mean tokens a chunk"
-    assert run["itl_s"]["p50"] == pytest.approx(0.12, rel=0.5)
-    assert run["tpot_s"]["p50"] == pytest.approx(2 * 0.12 / 8, rel=0.5)
-    assert run["inter_token_s"]["mean"] == pytest.approx(run["tpot_s"]["mean"], rel=0.01)
-
-
 @pytest.mark.parametrize("clients", [1, 3])
 def test_a_closed_loop_keeps_so_many_under_way(clients: int) -> None:
     paced = Paced(first=0.03, gap=0.0, crowd=5)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from benching import bench
 
-from quire.bench import main
 from quire.bench.histories import LONGEST, cut, parted
-from quire.errors import StartupError
 from quire.sim.histories import load
 
 
@@ -16,10 +15,9 @@ def test_a_recording_is_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("quire.bench.histories.STORY", 200)
-    out = tmp_path / "beams.json"
-    flags = ["--threads", "1", "--prompts", "3", "--steps", "9", "--beam-width", "2", "--beam-width", "3"]
-    assert main(["histories", "tiny", *flags, "--out", str(out)]) == 0
-    found = load("sharegpt", out)
+    flags = ("--threads", "1", "--prompts", "3", "--steps", "9", "--beam-width", "2", "--beam-width", "3")
+    bench(tmp_path, "histories", "tiny", *flags)
+    found = load("sharegpt", tmp_path / "benched/result.json")
     assert {width: len(histories) for width, histories in found.items()} == {2: 3, 3: 3}
     assert all(len(history) == 9 for histories in found.values() for history in histories)
     assert "steps that fork" in capsys.readouterr().out
@@ -34,12 +32,3 @@ def test_prompts_are_cut_to_a_workloads_lengths() -> None:
 
 def test_steps_that_fork() -> None:
     assert parted("00 . 10 11") == 0.5  # a change of order forks nobody
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [(["--beam-width", "37"], "between 1 and 36"), (["--prompts", "0"], "below 1"), (["--steps", "0"], "below 1")],
-)
-def test_bad_flags(flags: list[str], message: str) -> None:
-    with pytest.raises(StartupError, match=message):
-        main(["histories", *flags])

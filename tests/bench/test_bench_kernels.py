@@ -7,82 +7,26 @@ import argparse
 import pytest
 import torch
 
-from quire.bench import cpu_kernels, cpu_kv, kernels, main, rank_kernels
+from quire.bench import cpu_kernels, cpu_kv, kernels, rank_kernels
 from quire.bench.replay import BEYOND_CACHE, MOST_INPUTS, Case, Ceilings, inputs, result
 from quire.data.kernels.cpu.loading import library
-from quire.errors import StartupError
-
-
-def test_it_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(StartupError, match=r"kernels measures a GPU.*Run it beside a GPU"):
-        main(["kernels"])
-
-
-def test_unknown_families_are_named() -> None:
-    with pytest.raises(StartupError, match=r"no family 'norms'.*copies"):
-        main(["kernels", "--family", "norms"])
 
 
 @pytest.mark.parametrize(
     ("ranks", "heads", "matrices"),
-    [
-        (
-            2,
-            (32, 4),
-            {
-                "head": (64128, 8192),
-                "qkv": (5120, 8192),
-                "o": (8192, 4096),
-                "gate_up": (28672, 8192),
-                "down": (8192, 14336),
-            },
-        ),
-        (
-            4,
-            (16, 2),
-            {
-                "head": (32064, 8192),
-                "qkv": (2560, 8192),
-                "o": (8192, 2048),
-                "gate_up": (14336, 8192),
-                "down": (8192, 7168),
-            },
-        ),
-        (
-            8,
-            (8, 1),
-            {
-                "head": (16064, 8192),
-                "qkv": (1280, 8192),
-                "o": (8192, 1024),
-                "gate_up": (7168, 8192),
-                "down": (8192, 3584),
-            },
-        ),
+    [  # head, qkv, o, gate_up, down
+        (2, (32, 4), [(64128, 8192), (5120, 8192), (8192, 4096), (28672, 8192), (8192, 14336)]),
+        (4, (16, 2), [(32064, 8192), (2560, 8192), (8192, 2048), (14336, 8192), (8192, 7168)]),
+        (8, (8, 1), [(16064, 8192), (1280, 8192), (8192, 1024), (7168, 8192), (8192, 3584)]),
     ],
 )
 def test_sizes_are_those_of_a_rank_s_layers(
-    ranks: int, heads: tuple[int, int], matrices: dict[str, tuple[int, int]]
+    ranks: int, heads: tuple[int, int], matrices: list[tuple[int, int]]
 ) -> None:
     shape = rank_kernels.shape_of("llama3-70b", ranks)
     assert (shape.heads, shape.kv_heads, shape.depth) == (*heads, 80)
-    assert shape.matrices == matrices
+    assert shape.matrices == dict(zip(("head", "qkv", "o", "gate_up", "down"), matrices))
     assert rank_kernels.shape_of("llama3-8b", 1)._replace(label="") == rank_kernels.LLAMA_8B
-
-
-def test_what_has_no_sizes_of_a_rank_is_refused() -> None:
-    flags = ["kernels", "--model-config", "llama3-70b"]
-    for more, said in (
-        (["--tp", "3"], "--tp is 3, which doesn't divide the model"),
-        (["--tp", "0"], "--tp is 0"),
-        (["--tp", "2", "--family", "copies"], r"no family of --tp and --model-config 'copies'.*decodes, linears"),
-        (["--tp", "2", "--family", "kv"], r"no family of --tp and --model-config 'kv'.*decodes, linears"),
-        (["--model-config", "opt-13b"], "products aren't those of a LlamaForCausalLM"),
-        (["--model-config", "llama"], "there is no model config 'llama'"),
-    ):
-        with pytest.raises(StartupError, match=said):
-            main([*flags, *more])
 
 
 class Made(Exception):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from itertools import count
 from pathlib import Path
 
 import pytest
 import torch
+from benching import results
 
-from quire.bench import limits, main
+from quire.bench import limits
 from quire.bench.core_limits import CoreLimits, core_limits, thread_counts
 from quire.bench.spent import PRODUCT, Spent, Work, watched
 from quire.build import build
@@ -127,9 +127,7 @@ def test_a_run_tells_steps_with_prompts_from_those_without(
 ) -> None:
     monkeypatch.setattr("quire.bench.core_limits.buffer_bytes", lambda: 2**20)
     monkeypatch.setattr("quire.bench.core_limits.SIDE", 64)
-    out = tmp_path / "limits.json"
-    assert main(["limits", *SMALL, "--workload", "fixed:16:4@2", "--out", str(out)]) == 0
-    *cores, prompts, decode = json.loads(out.read_text())["results"]
+    *cores, prompts, decode = results(tmp_path, "limits", *SMALL, "--workload", "fixed:16:4@2")
     assert all("cores" in result for result in cores)
     assert (prompts["steps"], prompts["tokens"], prompts["count"]) == ("with prompts", 32, 1)
     assert (decode["steps"], decode["rows"], decode["tokens"], decode["count"]) == ("decode", 2, 2, 3)

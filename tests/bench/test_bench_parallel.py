@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
+from benching import results
 
-from quire.bench import exchange, main, parallel
+from quire.bench import exchange, parallel
 from quire.bench import parallel_goals as goals
 from quire.bench.parallel_goals import Goal
-from quire.errors import QuireError, StartupError
+from quire.errors import QuireError
 
 
 @pytest.fixture(autouse=True)
@@ -19,18 +19,11 @@ def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel.links, "found", lambda: {"gpus": []})
 
 
-def read(out: Path) -> list[dict[str, Any]]:
-    results: list[dict[str, Any]] = json.loads(out.read_text())["results"]
-    return results
-
-
 def test_the_exchange_is_measured_and_its_bits_are_looked_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(exchange, "ROWS", (1,))
-    out = tmp_path / "parallel.json"
-    assert main(["parallel", "--minutes", "1", "--part", "exchange", "--out", str(out)]) == 0
-    links, *found = read(out)
+    links, *found = results(tmp_path, "parallel", "--minutes", "1", "--part", "exchange")
     assert (links["device"], links["ranks"]) == ("cpu", [1, 2])
     assert [one["way"] for one in found] == ["quire", "replays", "gloo"]
     for one in found:
@@ -46,35 +39,26 @@ def test_the_exchange_is_measured_and_its_bits_are_looked_at(
 
 
 def test_what_is_left_out_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "parallel.json"
-    main(["parallel", "--minutes", "0.001", "--out", str(out)])
-    assert [one["part"] for one in read(out)[1:]] == list(parallel.PARTS)
-    assert all("s were left" in one["left_out"] for one in read(out)[1:])
+    _, *found = results(tmp_path, "parallel", "--minutes", "0.001")
+    assert [one["part"] for one in found] == list(parallel.PARTS)
+    assert all("s were left" in one["left_out"] for one in found)
     assert f"left out: {next(iter(parallel.PARTS))}, all: 0 s were left" in capsys.readouterr().out
-    main(["parallel", "--ranks", "1", "--part", "failure", "--out", str(out)])
-    assert read(out)[1]["left_out"] == "it takes 2 GPUs"
+    assert results(tmp_path, "parallel", "--ranks", "1", "--part", "failure")[1]["left_out"] == "it takes 2 GPUs"
 
 
 def test_a_part_that_fails_doesn_t_end_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(place: parallel.Place) -> parallel.Found:
-        assert len(read(out)) == 1, "the document is written before"
+        written = json.loads((tmp_path / "benched/result.json").read_text())
+        assert len(written["results"]) == 1, "the document is written before"
         yield {"ranks": 2, "what": "one", "value": 1.0}
         raise QuireError("the ranks are gone")
 
     monkeypatch.setitem(parallel.PARTS, "tokens", parallel.Part("", failing))
     monkeypatch.setitem(parallel.PARTS, "failure", parallel.Part("", lambda place: iter([{"ranks": 2, "what": "two"}])))
-    out = tmp_path / "parallel.json"
-    main(["parallel", "--part", "tokens", "--part", "failure", "--out", str(out)])
-    assert [one.get("left_out", one.get("what")) for one in read(out)[1:]] == [
+    found = results(tmp_path, "parallel", "--part", "tokens", "--part", "failure")
+    assert [one.get("left_out", one.get("what")) for one in found[1:]] == [
         "one", "it failed: QuireError the ranks are gone", "two",
     ]  # fmt: skip
-
-
-def test_nonsense_is_refused() -> None:
-    with pytest.raises(StartupError, match="--minutes is 0"):
-        main(["parallel", "--minutes", "0"])
-    with pytest.raises(StartupError, match=r"--ranks is \[2, 64\]. Give numbers between 1 and 63"):
-        main(["parallel", "--ranks", "2", "64"])
 
 
 def test_goals_are_rescaled_by_what_copies_take() -> None:
@@ -102,20 +86,18 @@ def test_a_table_says_by_how_much_a_goal_is_missed() -> None:
 
 @pytest.mark.soak
 def test_all_parts_on_cpu_ranks(tmp_path: Path) -> None:
-    out = tmp_path / "parallel.json"
-    main(["parallel", "--minutes", "10", "--out", str(out)])
-    results = read(out)[1:]
-    assert [one["part"] for one in results if "left_out" in one] == ["profile"]
-    assert {one["part"] for one in results} == set(parallel.PARTS)
-    [tokens] = [one for one in results if one["part"] == "tokens"]
+    _, *found = results(tmp_path, "parallel", "--minutes", "10")
+    assert [one["part"] for one in found if "left_out" in one] == ["profile"]
+    assert {one["part"] for one in found} == set(parallel.PARTS)
+    [tokens] = [one for one in found if one["part"] == "tokens"]
     assert tokens["value"] == 1.0
-    [served] = [one["run"] for one in results if one["part"] == "served"]
+    [served] = [one["run"] for one in found if one["part"] == "served"]
     assert served["running"] > 0
     assert served["served"]["median"]["requests"] == served["served"]["median"]["attempted"] == 40
     assert "503" in served["health"]
     assert any(line.startswith("quire_rank_restarts_total") and line.endswith(" 1.0") for line in served["metrics"])
     assert sum(line.startswith("quire_rank_memory_bytes") for line in served["metrics"]) == 2
-    killed, stopped = (one["run"] for one in results if one["part"] == "failure")
+    killed, stopped = (one["run"] for one in found if one["part"] == "failure")
     for run in (killed, stopped):
         assert run["ended"] == run["with_an_error"] == run["clients"] == 32
         assert run["processes_left"] == 0

@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import pytest
+from benching import bench, results
 
-from quire.bench import main
 from quire.bench.calibration import fit
 from quire.bench.preemption import LOADS, POLICIES, _scene
 from quire.bench.shapes import built
 from quire.config import EngineConfig
-from quire.errors import StartupError
 
 SHAPE = {
     "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,
     "intermediate_size": 64, "vocab_size": 128,
 }  # fmt: skip
 LENGTHS = [16, 64, 256, 1024, 4096]
-
-
-def preemption(out: Path, *args: str) -> dict[str, Any]:
-    assert main(["preemption", "--repeat", "1", "--out", str(out), *args]) == 0
-    content: dict[str, Any] = json.loads(out.read_text())
-    return content
 
 
 @pytest.mark.parametrize("true", [(1e-3, 2e-5, 3e-8), (0.0, 2e-5, 3e-8), (1e-3, 0.0, 3e-8), (1e-3, 2e-5, 0.0)])
@@ -46,22 +37,24 @@ def test_no_cost_is_negative() -> None:
 
 
 def test_calibration_is_read_by_the_engine(tmp_path: Path) -> None:
-    content = preemption(tmp_path / "costs.json", "--kv-tokens", "700")
+    content = bench(tmp_path, "preemption", "--repeat", "1", "--kv-tokens", "700")
     (result,) = content["results"]
     assert content["costs"] == result["costs"]
     assert result["threads"] == 1
     assert content["costs"]["swap_byte"] > 0
     assert content["costs"]["compute_fixed"] + content["costs"]["compute_token"] + content["costs"]["compute_pair"] > 0
     assert [swap["bytes"] for swap in result["swaps"]] == [512 * swap["tokens"] for swap in result["swaps"]]
-    config = EngineConfig(dtype="float32", device="cpu", kv_tokens=256, calibration=str(tmp_path / "costs.json"))
+    config = EngineConfig(
+        dtype="float32", device="cpu", kv_tokens=256, calibration=str(tmp_path / "benched/result.json")
+    )
     with built(config, SHAPE) as made:
         assert made.engine.scheduler.costs._asdict() == content["costs"]
 
 
 def test_policies_are_compared_on_the_same_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     load = "fixed:20:30@6/104"
-    content = preemption(tmp_path / "costs.json", "--compare", "--load", load, "--kv-tokens", "700")
-    _, result = content["results"]
+    flags = ("--repeat", "1", "--compare", "--load", load, "--kv-tokens", "700")
+    _, result = results(tmp_path, "preemption", *flags)
     assert (result["load"], result["requests"], result["kv_tokens"]) == (load, 6, 104)
     assert set(result["seconds"]) == set(POLICIES)
     assert result["preempted"]["swap"]["swap"] > 0
@@ -79,9 +72,3 @@ def test_policies_are_compared_on_the_same_work(tmp_path: Path, capsys: pytest.C
 
 def test_default_loads_name_real_work() -> None:
     assert [len(_scene(name).jobs(512, 0)) for name in LOADS] == [4, 100, 16]
-
-
-@pytest.mark.parametrize("name", ["fixed:20:30@6", "fixed:20:30@6/", "fixed:20:30@6/x", "fixed:20@6/100", "/100"])
-def test_bad_loads_are_refused(name: str) -> None:
-    with pytest.raises(StartupError):
-        main(["preemption", "--compare", "--load", name])

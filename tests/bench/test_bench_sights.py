@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from benching import results
 from mllama_models import Saved
 
 from quire.bench import main
@@ -20,13 +20,12 @@ from quire.sim.cost import Cost, Shape, Work, load
 
 
 def test_pictures_are_measured_beside_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out, folder = tmp_path / "sights.json", tmp_path / "model"
+    folder = tmp_path / "model"
     Saved(folder)
     flags = [str(folder), "--dtype", "float32", "--device", "cpu", "--kv-tokens", "2048", "--skip-tokenizer-init"]
-    own = ["--rows", "1", "3", "--steps", "6", "--picture", "62", "31", "--text", "20", "--out", str(out)]
+    own = ["--rows", "1", "3", "--steps", "6", "--picture", "62", "31", "--text", "20"]
     own += ["--neighbours", "2", "--against", "h200-ministral-8b"]
-    assert main(["sights", *flags, *own]) == 0
-    found = json.loads(out.read_text())["results"]
+    found = results(tmp_path, "sights", *flags, *own)
     assert [(one["rows"], one["text_rows"], one["picture_rows"]) for one in found] == [(1, 0, 34), (3, 0, 34)]
     assert all(
         one[f"{kind}_{name}"] > 0 for one in found for kind in ("text", "picture") for name in ("step_ms", "first_s")
@@ -55,11 +54,9 @@ def test_an_encoder_is_timed_with_as_many_parts_as_are_asked_for(
         return encode(eyes, pixels, *more)
 
     monkeypatch.setattr(LlavaOneVision, "encode", noted)
-    out = tmp_path / "sights.json"
     flags = ["--dtype", "float32", "--device", "cpu", "--threads", "1", "--kv-tokens", "2048", "--steps", "4"]
-    own = ["--picture", "96", "96", "--text", "12", "--parts", str(parts), "--out", str(out)]
-    assert main(["sights", "tiny-vision", *flags, *own]) == 0
-    [found] = json.loads(out.read_text())["results"]
+    own = ["--picture", "96", "96", "--text", "12", "--parts", str(parts)]
+    [found] = results(tmp_path, "sights", "tiny-vision", *flags, *own)
     assert found["encoded_parts"] == parts
     assert found["encode_ms"] > 0
     assert seen[-ROUNDS:] == [parts] * ROUNDS

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
-import torch
+from benching import results
 
-from quire.bench import main
 from quire.bench.mixed import Timed, show
-from quire.errors import StartupError
 from quire.parallel.profiled import kind, union
 
 
 def test_a_start_is_measured_to_its_third_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "start.json"
-    assert main(["start", "--device", "cpu", "--kv-tokens", "256", "--out", str(out)]) == 0
-    [result] = json.loads(out.read_text())["results"]
+    [result] = results(tmp_path, "start", "--device", "cpu", "--kv-tokens", "256")
     assert 0 < result["ready_s"] < result["token_s"][0] < result["token_s"][1] < result["token_s"][2]
     assert "tiny" in capsys.readouterr().out
 
@@ -38,13 +33,6 @@ def test_time_that_kernels_cover_together_is_counted_once() -> None:
 )
 def test_kernels_are_named_without_their_arguments(name: str, expected: str) -> None:
     assert kind(name) == expected
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="says what it does without a GPU")
-@pytest.mark.parametrize("entry", ["profile", "mixed"])
-def test_profiles_need_a_gpu(entry: str) -> None:
-    with pytest.raises(StartupError, match="finds none"):
-        main([entry])
 
 
 def test_steps_are_told_apart_by_their_prompts_and_ways() -> None:

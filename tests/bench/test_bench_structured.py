@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-from quire.bench import main
+from benching import results
+
 from quire.bench.structured import made_up
 from quire.control import matching
 
 
 def test_structured(tmp_path: Path) -> None:
-    least, out = matching.JUMP, tmp_path / "found.json"
+    least = matching.JUMP
     given = ["--rows", "2", "--tokens", "8", "--repeat", "1", "--vocabulary", "1500", "--max-model-len", "160"]
-    assert main(["structured", *given, "--max-num-seqs", "2", "--out", str(out)]) == 0
-    rows, one, forced, masks = json.loads(out.read_text())["results"]
+    rows, one, forced, masks = results(tmp_path, "structured", *given, "--max-num-seqs", "2")
     assert (rows["held"], one["held"]) == (2, 1)
     assert set(rows["tokens_per_second"]) == set(one["tokens_per_second"]) == {"free", "schema"}
     assert forced["times"] > 0

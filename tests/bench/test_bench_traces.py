@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benching import results
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -47,12 +48,8 @@ def conversation(*lengths: int) -> dict[str, Any]:
 def test_jsonl(trace: Path) -> None:
     write(trace, {**GOOD, "arrival": 0}, "", GOOD, {**GOOD, "prefix_id": "a", "prefix_len": 10}, {**GOOD, "arrival": 2})
     entries = load_trace(trace)
-    assert entries == [
-        Sketch(10, 5, arrival=0.0),
-        Sketch(10, 5, arrival=0.5),
-        Sketch(10, 5, "a", 10, 0.5),
-        Sketch(10, 5, arrival=2.0),
-    ]
+    plain = [Sketch(10, 5, arrival=arrival) for arrival in (0.0, 0.5, 2.0)]
+    assert entries == [*plain[:2], Sketch(10, 5, "a", 10, 0.5), plain[2]]
     assert load_trace(trace, first=2) == entries[:2]
     workload = Traced("trace:x", entries)
     assert workload.arrivals == (0.0, 0.5, 0.5, 2.0)
@@ -85,20 +82,16 @@ BAD = [
     ('{"arrival": 0.5, "prompt_len": 10', "it is not JSON"),
     ("nonsense", "it is not JSON"),
     ("[1]", "expected an object"),
-    ("3", "expected an object"),
-    ("null", "expected an object"),
     ("[" * 8000, "nested too deeply"),
     ('{"arrival": 1' + "0" * 5000 + "}", "it is not JSON"),
     ('{"arrival": 1, "arrival": 2, "prompt_len": 1, "output_len": 1}', "a key is there twice"),
     ('{"arrival": NaN, "prompt_len": 1, "output_len": 1}', "NaN is not a number"),
-    ('{"arrival": -Infinity, "prompt_len": 1, "output_len": 1}', "-Infinity is not a number"),
     ('{"arrival": 1e999, "prompt_len": 1, "output_len": 1}', r"arrival is inf. Expected seconds .* from 0 to 1e\+09"),
     ({**GOOD, "arrival": 1_700_000_000}, r"from 0 to 1e\+09"),
     ({**GOOD, "arrival": -0.25}, r"arrival is -0.25. Expected seconds from the start, from 0"),
     ({**GOOD, "arrival": 0.4375}, "arrival is 0.4375, after one at 0.5. Times may not decrease"),
     ({**GOOD, "arrival": "1"}, "arrival is '1'"),
     ({**GOOD, "arrival": True}, "arrival is True"),
-    ({**GOOD, "arrival": None}, "arrival is None"),
     ({**GOOD, "prompt_len": 0}, "prompt_len is 0. Expected a whole number from 1 to 100"),
     ({**GOOD, "prompt_len": 101}, "prompt_len is 101. Expected a whole number from 1 to 100"),
     ({**GOOD, "prompt_len": 3.0}, "prompt_len is 3.0"),
@@ -312,26 +305,23 @@ def test_any_bytes_are_a_trace_or_refused(tmp_path_factory: pytest.TempPathFacto
     assert times == sorted(times)
 
 
-def bench(out: Path, *args: str) -> list[dict[str, Any]]:
-    assert main([*args, "--threads", "1", "--repeat", "1", "--warmup", "0", "--out", str(out)]) == 0
-    results: list[dict[str, Any]] = json.loads(out.read_text())["results"]
-    return results
+def bench(folder: Path, *args: str) -> list[dict[str, Any]]:
+    return results(folder, *args, "--threads", "1", "--repeat", "1", "--warmup", "0")
 
 
 def test_bench_runs_a_trace(trace: Path, tmp_path: Path) -> None:
     """On the bundled model: all at once, at the trace's times, at others, and beside a workload."""
     shared = {"prompt_len": 40, "output_len": 3, "prefix_id": "a", "prefix_len": 32}
     write(trace, *({"arrival": arrival, **shared} for arrival in (0, 0.2, 0.5)))
-    out = tmp_path / "out.json"
-    small, result = bench(out, "throughput", "--trace", str(trace), "--workload", "fixed:3:2@1")
+    small, result = bench(tmp_path, "throughput", "--trace", str(trace), "--workload", "fixed:3:2@1")
     assert small["workload"] == "fixed:3:2@1"
     assert result["workload"] == "trace:trace.jsonl"
     assert (result["median"]["requests"], result["median"]["output_tokens"]) == (3, 9)
-    (result,) = bench(out, "serve", "--trace", str(trace))
+    (result,) = bench(tmp_path, "serve", "--trace", str(trace))
     assert result["median"]["seconds"] >= 0.5
     assert result["median"]["prefix_hit_tokens"] == 64  # the second and the third find the prefix
     write(trace, *({"arrival": arrival, **shared} for arrival in (0, 60, 120)))
-    (result,) = bench(out, "serve", "--trace", str(trace), "--arrivals", "burst:2@0.7", "--trace-requests", "2")
+    (result,) = bench(tmp_path, "serve", "--trace", str(trace), "--arrivals", "burst:2@0.7", "--trace-requests", "2")
     assert result["median"]["requests"] == 2
     assert result["median"]["seconds"] < 30
 
@@ -340,7 +330,7 @@ def test_bench_counts_sharegpt_by_the_models_tokenizer(trace: Path, tmp_path: Pa
     said = {"human": "Once upon a time there was a cat.", "gpt": "It slept well."}
     texts = [{"from": who, "value": what} for who, what in said.items()]
     trace.write_text(json.dumps([{"conversations": texts}] * 3))
-    (result,) = bench(tmp_path / "out.json", "serve", "--trace", str(trace), "--trace-requests", "2")
+    (result,) = bench(tmp_path, "serve", "--trace", str(trace), "--trace-requests", "2")
     run = result["median"]
     assert run["requests"] == 2
     assert 2 * 4 <= run["output_tokens"] < run["prompt_tokens"] < 2 * 40

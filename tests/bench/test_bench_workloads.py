@@ -67,15 +67,6 @@ def test_a_range_has_the_lengths_of_vllms_random_data_set(mean_in: int, mean_out
         assert np.mean([pair[at] for pair in lengths]) == pytest.approx(mean, rel=0.05)
 
 
-def test_shared_prefix() -> None:
-    assert [job[:2] for job in parse("shared:5:3:2@4").jobs(100)] == [
-        ([47, 50, 70, 86, 12, 21, 75, 85], 2),
-        ([47, 50, 70, 86, 12, 29, 34, 79], 2),
-        ([47, 50, 70, 86, 12, 43, 31, 76], 2),
-        ([47, 50, 70, 86, 12, 30, 42, 61], 2),
-    ]
-
-
 def test_tokens_are_plain_and_within_the_vocabulary() -> None:
     tokens = [token for job in parse("alpaca@50").jobs(64, seed=3) for token in job.prompt]
     assert {type(token) for token in tokens} == {int}
@@ -157,7 +148,7 @@ def test_most_chat_prompts_are_cut() -> None:
     assert {sketch.prefix_len for sketch in sketches} == {0}
 
 
-@pytest.mark.parametrize(("name", "prefix"), [("wmt1shot@30", 80), ("wmt5shot@30", 341)])
+@pytest.mark.parametrize(("name", "prefix"), [("wmt1shot@30", 80), ("wmt5shot@30", 341), ("shared:512:32:2@4", 512)])
 def test_translations_share_their_examples(name: str, prefix: int) -> None:
     jobs = parse(name).jobs(5000)
     assert len({tuple(job.prompt[:prefix]) for job in jobs}) == 1

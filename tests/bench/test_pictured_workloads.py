@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from benching import results
 
-from quire.bench import main as bench
 from quire.bench.pictured import PLACE, Eyes, png, posted
 from quire.bench.workloads import Sketch, Sketched, parse
 from quire.cli.simulate import main, plant_of
@@ -103,11 +103,8 @@ TINY = {
 def test_an_engine_in_this_process_is_sent_pictures(tmp_path: Path) -> None:
     """`quire bench throughput`: as many tokens as the model makes of pictures, not the 6,193 of others."""
     (tmp_path / "config.json").write_text(json.dumps(TINY))
-    out = tmp_path / "out.json"
-    args = ["throughput", str(tmp_path), "--dummy-weights", "--skip-tokenizer-init", "--device", "cpu", "--kv-gib",
-            "0.01", "--workload", "mmmu-pro@3", "--repeat", "1", "--warmup", "0", "--out", str(out)]  # fmt: skip
-    assert bench(args) == 0
-    [result] = json.loads(out.read_text())["results"]
+    flags = ("--dummy-weights", "--skip-tokenizer-init", "--device", "cpu", "--kv-gib", "0.01", "--repeat", "1")
+    [result] = results(tmp_path, "throughput", str(tmp_path), *flags, "--workload", "mmmu-pro@3", "--warmup", "0")
     prompts, rows = result["median"]["prompt_tokens"], []
     seeing = Eyes.of(TINY, read_spec(TINY))
     assert seeing is not None

@@ -1,9 +1,7 @@
-"""Reading streamed completions: however the bytes are cut, beside the standard library's HTTP; and what is refused."""
+"""Reading streamed completions: however the bytes are cut; and what is refused."""
 
 from __future__ import annotations
 
-import http.client
-import io
 import json
 import random
 from typing import Any
@@ -56,22 +54,14 @@ def test_however_the_bytes_are_cut() -> None:
     assert (len(answer.times), answer.tokens) == (4, 4)
 
 
-def test_events_are_what_the_standard_library_reads() -> None:
+def test_chunks_need_not_end_where_events_do() -> None:
     rng = random.Random(3)
     body = b"".join(events(40))
-    for _ in range(50):  # chunks that don't care where an event ends
+    for _ in range(50):
         ends = sorted(rng.sample(range(1, len(body)), 30))
         data = chunked([body[a:b] for a, b in zip([0, *ends], [*ends, len(body)])])
-
-        class Socket:
-            def makefile(self, mode: str, data: bytes = data) -> io.BytesIO:
-                return io.BytesIO(data)
-
-        response = http.client.HTTPResponse(Socket())  # type: ignore[arg-type]
-        response.begin()
-        expected = [line for line in response.read().split(b"\n") if b'"text"' in line]
         answer, _ = read(data, sorted(rng.sample(range(1, len(data)), 20)))
-        assert len(answer.times) == len(expected) == 40
+        assert len(answer.times) == 40
 
 
 def test_times_are_those_of_the_piece_that_ended_an_event() -> None:

@@ -29,8 +29,6 @@ def say_and_step() -> Iterator[tuple[Callable[[str], None], Step]]:
     with echo_service.serving(model, keys=["one"], max_body=40_000) as running:
         program = [PYTHON, Path(__file__).with_name("running_anthropic.py"), running.url, "echo"]
         with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as client:
-            assert client.stdin
-            assert client.stdout
 
             def step(line: str) -> Any:
                 client.stdin.write(f"{line}\n")

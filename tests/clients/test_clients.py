@@ -87,7 +87,6 @@ def test_an_agent_with_a_tool(served: Served) -> None:
     say('[{"name": "weather", "arguments": {"city": "Paris"}}]')
     program = [CLIENTS / "bin" / "python", Path(__file__).with_name("running_agent.py"), url, "echo"]
     with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as agent:
-        assert agent.stdout
         assert agent.stdout.readline() == "Paris\n"
         say("Paris: rain.")
         assert agent.communicate("rain\n", timeout=60) == ("Paris: rain.\n", None)

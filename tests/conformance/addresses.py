@@ -118,12 +118,11 @@ class AddressedRunner(EchoRunner):
         ]
         self.holds: dict[int, list[int]] = {}  # of steps in flight
         self.leaving: list[tuple[Out, int]] = []  # pages on their way out, and what holds them
-        self.maps = 0  # before a step's rows
 
     def submit(self, plan: StepPlan) -> int:
         """Change the mappings: before the rows, and behind them, when their places are held already."""
         ticket = super().submit(plan)
-        self.maps += self._map(plan.journal)
+        self._map(plan.journal)
         self.holds[ticket] = [
             self.driver.hold(*span)
             for row in plan.rows
@@ -133,9 +132,8 @@ class AddressedRunner(EchoRunner):
         self._map(plan.ahead)
         return ticket
 
-    def _map(self, journal: Iterable[Entry]) -> int:
-        """Map what these tables say and isn't there yet: the pages mapped. Of several that name a place the last
-        counts."""
+    def _map(self, journal: Iterable[Entry]) -> None:
+        """Map what these tables say and isn't there yet. Of several that name a place the last counts."""
         wanted = {
             (entry.group, entry.slot, at): page
             for entry in journal
@@ -146,7 +144,6 @@ class AddressedRunner(EchoRunner):
         wanted = {at: page for at, page in wanted.items() if self.groups[at[0]].lying[at[1:]] != page}
         for (g, slot, at), page in wanted.items():
             self.groups[g].lay(slot, at, page)
-        return len(wanted)
 
     def collect(self, ticket: int) -> StepResult:
         with ExitStack() as kernel:

@@ -4,6 +4,9 @@ the buffer and of host memory."""
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -18,6 +21,11 @@ from quire.vocabulary.plan import Entry, StepResult, Table
 from quire.vocabulary.specs import Geometry, Group, LayerSpec, ModelSpec
 
 PAGE = 4096
+
+
+def leftovers() -> tuple[int, int]:
+    """Mappings of pages in this process, and open files."""
+    return Path("/proc/self/maps").read_text().count("quire-pages"), len(os.listdir("/proc/self/fd"))
 
 
 def store_of(geometry: Geometry, driver: MemfdDriver | None = None) -> VirtualStore:
@@ -47,37 +55,6 @@ class Stored(Pages):
     def put(self, slot: int, position: int, state: int) -> None:
         for words in self.words:
             words[slot, position] = state ^ self.number
-
-
-class StoredRunner(EchoRunner):
-    """An EchoRunner over a VirtualStore, which replays plans as a model runner does."""
-
-    def __init__(self, depth: int) -> None:
-        super().__init__(depth, vocab_size=VOCAB)
-
-    def bind(self, geometry: Geometry) -> None:
-        self.geometry, self.store = geometry, store_of(geometry)
-        self.groups = [Stored(group, g, geometry.slots, self.store) for g, group in enumerate(geometry.groups)]
-
-    def collect(self, ticket: int) -> StepResult:
-        plan = self.queue[0]
-        self.store.replay(plan.journal)
-        result = super().collect(ticket)
-        self.store.replay_ahead(plan.ahead)
-        return result
-
-    def replay(self, entry: Entry) -> None:
-        if isinstance(entry, Table):
-            super().replay(entry)
-
-    def sleep(self, level: int) -> None:
-        super().sleep(level)
-        self.store.close()
-
-    def close(self) -> None:
-        super().close()
-        self.groups.clear()
-        self.store.close()
 
 
 class PagedRunner(EchoRunner):
@@ -110,3 +87,22 @@ class PagedRunner(EchoRunner):
     def replay(self, entry: Entry) -> None:
         if isinstance(entry, Table):
             super().replay(entry)
+
+
+class StoredRunner(PagedRunner):
+    """The same over a VirtualStore."""
+
+    store: VirtualStore
+
+    def bind(self, geometry: Geometry) -> None:
+        self.geometry, self.store = geometry, store_of(geometry)
+        self.groups = [Stored(group, g, geometry.slots, self.store) for g, group in enumerate(geometry.groups)]
+
+    def sleep(self, level: int) -> None:
+        super().sleep(level)
+        self.store.close()
+
+    def close(self) -> None:
+        super().close()
+        self.groups.clear()
+        self.store.close()

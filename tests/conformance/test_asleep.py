@@ -7,8 +7,7 @@ import sys
 
 import pytest
 from memories import EVERY, RESERVED, VIRTUAL, Build
-from stored import PAGE, StoredRunner
-from test_stored import leftovers
+from stored import PAGE, StoredRunner, leftovers
 from traces import Trace
 
 FEW = ("paged-4", "poisoned", "mixed", "large-16", "boundary", "states", "virtual-poisoned", "virtual-one-pool", "ft")

@@ -300,18 +300,6 @@ def test_admit_leaves_one_token_to_compute(name: str, length: int) -> None:
 
 
 @every_cache
-def test_no_more_is_reused_than_the_sequence_allows(name: str) -> None:
-    memory = EVERY[name](Build())
-    serve(memory, sequence(1, 33))
-    for id, allowed in ((2, 0), (3, 16), (4, 31)):
-        seq = sequence(id, 33)
-        seq.reusable = allowed
-        reused = serve(memory, seq)
-        assert reused is not None
-        assert reused <= allowed
-
-
-@every_cache
 def test_prefixes_of_another_salt_are_not_reused(name: str) -> None:
     memory = EVERY[name](Build())
     assert serve(memory, sequence(1, 33)) == 0
@@ -375,27 +363,12 @@ def test_what_does_not_fit_is_not_said_to(name: str) -> None:
     assert not EVERY[name](Build(tokens=16)).fits([48, 48, 48])
 
 
-@pytest.mark.parametrize("name", ["paged-1", "paged-4", "layer-tables"])
+@pytest.mark.parametrize("name", ["paged-1", "paged-4", "layer-tables", "window"])
 def test_grow_and_commit_cost_the_pages_that_change(name: str) -> None:
-    """One more token costs the same after 40 tokens as after 4000."""
+    """More tokens cost the same after 600 tokens as after 4000."""
 
-    def costs(length: int) -> tuple[int, int, int]:
-        memory = EVERY[name](Build(tokens=8192, chunk=8192, max_len=8192))
-        seq = sequence(1, length)
-        assert admit(memory, seq, length) is not None
-        assert compute(memory, seq, length)
-        grow = lines_run(lambda: memory.grow(seq, length + 1))
-        entries = len(memory.take_journal()[0])
-        seq.tokens.append(0)
-        seq.planned = seq.computed = length + 1
-        return grow, lines_run(lambda: memory.commit(seq)), entries
-
-    assert costs(600) == costs(4000)  # both beyond what is kept behind a window
-
-
-def test_a_window_costs_the_pages_that_change() -> None:
     def costs(length: int) -> list[int]:
-        memory = EVERY["window"](Build(tokens=8192, chunk=8192, max_len=8192))
+        memory = EVERY[name](Build(tokens=8192, chunk=8192, max_len=8192))
         seq = sequence(1, length)
         assert admit(memory, seq, length) is not None
         assert compute(memory, seq, length)
@@ -462,13 +435,19 @@ def test_conservation(name: str) -> None:
     assert usage.cached + usage.external + usage.free == total
 
 
-@every_paged
-def test_reference_counts_equal_the_tables_that_name_a_page(name: str) -> None:
-    memory = EVERY[name](Build())
-    parent, child = sequence(1, 18), sequence(2, 0)
+def forked(memory: PagedMemory) -> tuple[Sequence, Sequence]:
+    """A sequence of 18 tokens, and a fork of it."""
+    parent = sequence(1, 18)
     serve(memory, parent)
     child = parent.fork(2, 1, 0)
     assert memory.fork(parent, child)
+    return parent, child
+
+
+@every_paged
+def test_reference_counts_equal_the_tables_that_name_a_page(name: str) -> None:
+    memory = EVERY[name](Build())
+    parent, child = forked(memory)
     assert pages_of(memory, parent) == pages_of(memory, child)
     memory.check()
     memory.free(parent)
@@ -480,10 +459,7 @@ def test_reference_counts_equal_the_tables_that_name_a_page(name: str) -> None:
 @every_paged
 def test_a_fork_writes_to_pages_of_its_own(name: str) -> None:
     memory = EVERY[name](Build())
-    parent = sequence(1, 18)
-    serve(memory, parent)
-    child = parent.fork(2, 1, 0)
-    assert memory.fork(parent, child)
+    parent, child = forked(memory)
     memory.take_journal()
     for seq in (parent, child):
         assert compute(memory, seq, 3)
@@ -529,7 +505,8 @@ def test_admission_leaves_room_for_the_branches_to_come(name: str) -> None:
 
 @every_memory
 def test_only_quiet_sequences_are_freed_and_forked(name: str) -> None:
-    memory = EVERY[name](Build())
+    """Nor are others swapped."""
+    memory = EVERY[name](Build(host=100))
     seq = sequence(1, 9)
     admit(memory, seq)
     assert memory.grow(seq, 9)
@@ -538,6 +515,9 @@ def test_only_quiet_sequences_are_freed_and_forked(name: str) -> None:
         memory.free(seq)
     with pytest.raises(AssertionError, match="in flight"):
         memory.fork(seq, sequence(2, 9))
+    if name in MEMORIES:
+        with pytest.raises(AssertionError, match="in flight"):
+            memory.swap_out([seq])
     seq.computed = 9
     memory.free(seq)
 
@@ -586,6 +566,14 @@ def test_a_failed_swap_changes_nothing(name: str) -> None:
         memory.free(seq)
     assert memory.swap_in([small])
     memory.check()
+    memory = EVERY[name](Build(max_seqs=1, host=100))  # with room, but no slot
+    for seq in (small, large):
+        seq.computed = seq.planned = 0
+        serve(memory, seq)
+        assert seq is large or memory.swap_out([seq])
+    before = insides(memory)
+    assert not memory.swap_in([small])
+    assert insides(memory) == before
 
 
 @every_paged
@@ -637,10 +625,7 @@ def test_conservation_on_the_host(name: str) -> None:
     """Shared pages go out once and come back shared; none is lost; there are never more than pages."""
     memory = EVERY[name](Build(tokens=128, max_seqs=64, host=10**6))
     assert [len(group.host_ids) for group in memory.groups] == [len(group.ids) for group in memory.groups]
-    parent = sequence(1, 18)
-    serve(memory, parent)
-    child = parent.fork(2, 1, 0)
-    assert memory.fork(parent, child)
+    parent, child = forked(memory)
     assert compute(memory, child, 3)
     held = {(g, page) for seq in (parent, child) for g, table in enumerate(memory.place(seq).tables) for page in table}
     held -= {(g, 0) for g in range(len(memory.groups))}
@@ -668,17 +653,6 @@ def test_conservation_on_the_host(name: str) -> None:
     memory.free(child)
     assert host_free(memory) == host_total(memory)
     memory.check()
-
-
-@every_paged
-def test_only_quiet_sequences_are_swapped(name: str) -> None:
-    memory = EVERY[name](Build(host=100))
-    seq = sequence(1, 9)
-    admit(memory, seq)
-    assert memory.grow(seq, 9)
-    seq.planned = 9
-    with pytest.raises(AssertionError, match="in flight"):
-        memory.swap_out([seq])
 
 
 @given(

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 from memories import EVERY, MAX_LEN, Build
 from pictured import PICTURED
 from soak import soak
+from test_stateful import machine
 from traces import Trace
 
 KNOWN = {**EVERY, **PICTURED}
@@ -95,31 +96,27 @@ class Schedules(RuleBasedStateMachine):
             self.trace.drained()
 
 
-def machine(name: str) -> type[Schedules]:
-    return type("Schedules", (Schedules,), {"name": name})
-
-
 @pytest.mark.share(8)
 @pytest.mark.parametrize("name", KNOWN)
 def test_all_work_is_done(name: str) -> None:
-    run_state_machine_as_test(machine(name), settings=settings(max_examples=12, stateful_step_count=25))
+    run_state_machine_as_test(machine(Schedules, name), settings=settings(max_examples=12, stateful_step_count=25))
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("name", KNOWN)
 def test_all_work_is_done_at_length(name: str) -> None:
-    run_state_machine_as_test(machine(name), settings=settings(max_examples=3000, stateful_step_count=50))
+    run_state_machine_as_test(machine(Schedules, name), settings=settings(max_examples=3000, stateful_step_count=50))
 
 
 def clean(told: dict[str, float]) -> bool:
     return told["pages_left"] == told["slots_left"] == told["host_pages_left"] == 0
 
 
-SOAKED = pytest.mark.parametrize("name", ["paged-4", "states-window"])
+SOAKED = ("paged-4", "states-window")
 
 
-@SOAKED
+@pytest.mark.parametrize("name", SOAKED)
 def test_a_few_hundred_requests_leave_nothing_behind(name: str) -> None:
     told = soak(300, name=name)
     assert clean(told)
@@ -128,7 +125,7 @@ def test_a_few_hundred_requests_leave_nothing_behind(name: str) -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(0)
-@SOAKED
+@pytest.mark.parametrize("name", [*SOAKED, "large-cross-4", "large-vision-4"])
 def test_100000_requests_leave_nothing_behind(name: str) -> None:
     assert clean(soak(10**5, seed=1, name=name))
 
@@ -138,10 +135,3 @@ def test_a_few_hundred_requests_with_pictures_leave_nothing_behind() -> None:
         told = soak(150, name=name)
         assert clean(told)
         assert told["parts_encoded"] > 0
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(0)
-@pytest.mark.parametrize("name", ["large-cross-4", "large-vision-4"])
-def test_100000_requests_with_pictures_leave_nothing_behind(name: str) -> None:
-    assert clean(soak(10**5, seed=1, name=name))

@@ -134,9 +134,7 @@ def test_log_probabilities_do_not_change_the_output() -> None:
             n=2, seed=3, max_tokens=40, logprobs=logprobs, structured=FORM, grammar=NumberGrammar(2)
         )
         trace.add(Asked("a", (1, 2, 3), params, ""))
-        while trace.engine.unfinished:
-            trace.step()
-        trace.drained()
+        trace.finish()
         told = trace.outputs["a"]
         found.append(tuple(tuple(t for out in told if out.branch == i for t in out.tokens) for i in (0, 1)))
         assert logprobs is None or all(len(out.tops) == len(out.tokens) for out in told)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
-from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
@@ -31,367 +29,272 @@ from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.plan import Copy, In, Out, Row, Sampled, StepPlan, StepResult, Table
 
 Patch = pytest.MonkeyPatch
+Plant = Callable[[Patch], None]
 ALL, OVERLAPPED = (1, 2, 3), (2, 3)
+every_depth = pytest.mark.parametrize("depth", ALL)
 
 
-def journal(patch: Patch, change: Callable[[list[Any]], list[Any]]) -> None:
-    take = PagedMemory.take_journal
+def instead_of(owner: Any, name: str) -> Callable[[Callable[..., Any]], Plant]:
+    """Make a bug of a function that is called in place of the method `name`, which it gets before the arguments."""
 
-    def changed(memory: PagedMemory) -> tuple[Any, Any]:
+    def plant(changed: Callable[..., Any]) -> Plant:
+        def planted(patch: Patch) -> None:
+            sound = getattr(owner, name)
+            patch.setattr(owner, name, lambda *args, **more: changed(sound, *args, **more))
+
+        return planted
+
+    return plant
+
+
+def journal(change: Callable[[list[Any]], list[Any]]) -> Plant:
+    """Make a bug of a function that changes the entries of a step's journal."""
+
+    @instead_of(PagedMemory, "take_journal")
+    def changed(take: Any, memory: PagedMemory) -> tuple[Any, Any]:
         now, ahead = take(memory)
         return tuple(change(list(now))), ahead
 
-    patch.setattr(PagedMemory, "take_journal", changed)
+    return changed
 
 
-def reversed_journal(patch: Patch) -> None:
-    journal(patch, lambda entries: entries[::-1])
+lost_copy_on_write = journal(lambda entries: [e for e in entries if not isinstance(e, Copy)])
+grow_off_by_one_at_a_page_border = instead_of(PagedMemory, "grow")(
+    lambda grow, memory, seq, length: grow(memory, seq, length - 1)
+)
+leak_of_a_page = instead_of(Ledger, "release")(
+    lambda release, ledger, group, pages: release(ledger, group, [page for page in pages if page != 5])
+)
 
 
-def stale_table_after_reuse_of_a_page(patch: Patch) -> None:
-    """Growth past a page border isn't told: the table keeps what an earlier owner of the slot left there."""
-    journal(patch, lambda entries: [e for e in entries if not (isinstance(e, Table) and e.at)])
-
-
-def lost_copy_on_write(patch: Patch) -> None:
-    journal(patch, lambda entries: [e for e in entries if not isinstance(e, Copy)])
-
-
-def grow_off_by_one_at_a_page_border(patch: Patch) -> None:
-    grow = PagedMemory.grow
-    patch.setattr(PagedMemory, "grow", lambda memory, seq, length: grow(memory, seq, length - 1))
-
-
-def write_off_by_one_at_a_page_border(patch: Patch) -> None:
+@instead_of(Pages, "put")
+def write_off_by_one_at_a_page_border(put: Any, pages: Pages, slot: int, position: int, state: int) -> None:
     """The first token of a page is kept where the first one of the page before it is."""
-    put = Pages.put
-
-    def behind(pages: Pages, slot: int, position: int, state: int) -> None:
-        border = pages.group.whole(position) * pages.full == position * pages.group.token_bytes
-        put(pages, slot, position - (pages.group.page_tokens if border and position else 0), state)
-
-    patch.setattr(Pages, "put", behind)
+    border = pages.group.whole(position) * pages.full == position * pages.group.token_bytes
+    put(pages, slot, position - (pages.group.page_tokens if border and position else 0), state)
 
 
-def leak_of_a_page(patch: Patch) -> None:
-    release = Ledger.release
-    patch.setattr(
-        Ledger, "release", lambda ledger, group, pages: release(ledger, group, [page for page in pages if page != 5])
-    )
+@instead_of(EchoRunner, "compute")
+def last_from_the_wrong_slot(compute: Any, runner: EchoRunner, row: Row) -> Sampled:
+    sampled: Sampled = compute(runner, row)
+    other = runner.slots.get(row.slot + 1)
+    if sampled.tokens and other is not None:
+        other.last = sampled.tokens[0]
+    return sampled
 
 
-def last_from_the_wrong_slot(patch: Patch) -> None:
-    compute = EchoRunner.compute
-
-    def misplaced(runner: EchoRunner, row: Row) -> Sampled:
-        sampled = compute(runner, row)
-        other = runner.slots.get(row.slot + 1)
-        if sampled.tokens and other is not None:
-            other.last = sampled.tokens[0]
-        return sampled
-
-    patch.setattr(EchoRunner, "compute", misplaced)
+@instead_of(Scheduler, "update")
+def token_of_a_wasted_row_given_out(
+    update: Any, scheduler: Scheduler, plan: StepPlan, result: StepResult
+) -> list[Event]:
+    for row in plan.rows:
+        _, seq = scheduler.by_slot[row.slot]
+        if seq.finish == "stop":
+            seq.finish = None
+    return update(scheduler, plan, result)
 
 
-def token_of_a_wasted_row_given_out(patch: Patch) -> None:
-    update = Scheduler.update
-
-    def generous(scheduler: Scheduler, plan: StepPlan, result: StepResult) -> list[Event]:
-        for row in plan.rows:
-            _, seq = scheduler.by_slot[row.slot]
-            if seq.finish == "stop":
-                seq.finish = None
-        return update(scheduler, plan, result)
-
-    patch.setattr(Scheduler, "update", generous)
+@instead_of(PagedMemory, "commit")
+def unconfirmed_tail_published(commit: Any, memory: PagedMemory, seq: Sequence) -> None:
+    computed, seq.computed = seq.computed, seq.planned
+    commit(memory, seq)
+    seq.computed = computed
 
 
-def unconfirmed_tail_published(patch: Patch) -> None:
-    commit = PagedMemory.commit
-
-    def early(memory: PagedMemory, seq: Sequence) -> None:
-        computed, seq.computed = seq.computed, seq.planned
-        commit(memory, seq)
-        seq.computed = computed
-
-    patch.setattr(PagedMemory, "commit", early)
+@instead_of(Scheduler, "_leave")
+def rejected_tail_published(leave: Any, scheduler: Scheduler, seq: Sequence) -> None:
+    if seq.finish is not None:
+        scheduler.memory.commit(seq)
+    leave(scheduler, seq)
 
 
-def rejected_tail_published(patch: Patch) -> None:
-    leave = Scheduler._leave
-
-    def committed(scheduler: Scheduler, seq: Sequence) -> None:
-        if seq.finish is not None:
-            scheduler.memory.commit(seq)
-        leave(scheduler, seq)
-
-    patch.setattr(Scheduler, "_leave", committed)
-
-
-def row_freed_while_in_flight(patch: Patch) -> None:
-    retire = Scheduler._retire
-
-    def impatient(scheduler: Scheduler, request: Request, seq: Sequence) -> None:
-        seq.planned = seq.computed
-        retire(scheduler, request, seq)
-
-    patch.setattr(Scheduler, "_retire", impatient)
+@instead_of(Scheduler, "_retire")
+def row_freed_while_in_flight(retire: Any, scheduler: Scheduler, request: Request, seq: Sequence) -> None:
+    seq.planned = seq.computed
+    retire(scheduler, request, seq)
 
 
 def no_copy_on_write(patch: Patch) -> None:
     patch.setattr(PagedMemory, "_copy_on_write", lambda *args: None)
 
 
-def fork_without_share(patch: Patch) -> None:
-    fork = PagedMemory.fork
-
-    def unshared(memory: PagedMemory, parent: Sequence, child: Sequence) -> bool:
-        with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(Ledger, "share_all", lambda ledger, group, pages: None)
-            return fork(memory, parent, child)
-
-    patch.setattr(PagedMemory, "fork", unshared)
+@instead_of(PagedMemory, "fork")
+def fork_without_share(fork: Any, memory: PagedMemory, parent: Sequence, child: Sequence) -> bool:
+    with pytest.MonkeyPatch.context() as inner:
+        inner.setattr(Ledger, "share_all", lambda ledger, group, pages: None)
+        return fork(memory, parent, child)
 
 
-def hit_one_page_too_long(patch: Patch) -> None:
-    admit = PagedMemory.admit
-
-    def generous(memory: PagedMemory, seqs: Seq[Sequence], budget: int) -> list[Admitted] | Later | None:
-        admitted = admit(memory, seqs, budget)
-        if not isinstance(admitted, list):
-            return admitted
-        longer = [one._replace(reused=one.reused + memory.prefixes.stride) for one in admitted]
-        return [
-            more if one.reused and more.reused < min(seq.reusable, len(seq.tokens)) else one
-            for seq, one, more in zip(seqs, admitted, longer)
-        ]
-
-    patch.setattr(PagedMemory, "admit", generous)
+@instead_of(PagedMemory, "admit")
+def hit_one_page_too_long(
+    admit: Any, memory: PagedMemory, seqs: Seq[Sequence], budget: int
+) -> list[Admitted] | Later | None:
+    admitted = admit(memory, seqs, budget)
+    if not isinstance(admitted, list):
+        return admitted
+    longer = [one._replace(reused=one.reused + memory.prefixes.stride) for one in admitted]
+    return [
+        more if one.reused and more.reused < min(seq.reusable, len(seq.tokens)) else one
+        for seq, one, more in zip(seqs, admitted, longer)
+    ]
 
 
-def hit_of_a_whole_prompt(patch: Patch) -> None:
-    longest = Prefixes.cached
-
-    def whole(prefixes: Prefixes, seq: Sequence, known: int = 0) -> Reuse:
-        seq.tokens.append(0)
-        hit = longest(prefixes, seq, known)
-        seq.tokens.pop()
-        return hit
-
-    patch.setattr(Prefixes, "cached", whole)
+@instead_of(Prefixes, "cached")
+def hit_of_a_whole_prompt(longest: Any, prefixes: Prefixes, seq: Sequence, known: int = 0) -> Reuse:
+    seq.tokens.append(0)
+    hit = longest(prefixes, seq, known)
+    seq.tokens.pop()
+    return hit
 
 
-def keys(patch: Patch, salted: bool, chained: bool) -> None:
-    def chain(prefixes: Prefixes, seq: Sequence, tokens: int) -> None:
-        size = prefixes.unit
-        root = hashlib.sha256(prefixes.root + (seq.salt.encode() if salted else b"")).digest()
-        while len(seq.keys) < tokens // size:
-            i = len(seq.keys)
-            parent = seq.keys[-1] if i and chained else root
-            page = array("q", seq.tokens[i * size : (i + 1) * size])
-            seq.keys.append(hashlib.sha256(parent + page.tobytes()).digest())
-
-    patch.setattr(Prefixes, "chain", chain)
+@instead_of(Prefixes, "chain")
+def key_without_its_parent(chain: Any, prefixes: Prefixes, seq: Sequence, tokens: int) -> None:
+    for end in range((len(seq.keys) + 1) * prefixes.unit, tokens + 1, prefixes.unit):
+        alone = Sequence(0, seq.tokens[end - prefixes.unit : end], salt=seq.salt)
+        chain(prefixes, alone, prefixes.unit)
+        seq.keys += alone.keys
 
 
-def key_without_its_parent(patch: Patch) -> None:
-    keys(patch, salted=True, chained=False)
+@instead_of(Prefixes, "_origin")
+def key_without_its_salt(origin: Any, prefixes: Prefixes, salt: str) -> bytes:
+    return origin(prefixes, "")
 
 
-def key_without_its_salt(patch: Patch) -> None:
-    keys(patch, salted=False, chained=True)
+@instead_of(WindowPolicy, "reads")
+def window_dropped_a_page_early(reads: Any, policy: WindowPolicy, seq: Sequence | None, start: int, end: int) -> range:
+    span = reads(policy, seq, start, end)
+    return range(span.start + (len(span) > 1), span.stop)
 
 
-def window_dropped_a_page_early(patch: Patch) -> None:
-    reads = WindowPolicy.reads
-
-    def narrow(policy: WindowPolicy, seq: Sequence | None, start: int, end: int) -> range:
-        span = reads(policy, seq, start, end)
-        return range(span.start + (len(span) > 1), span.stop)
-
-    patch.setattr(WindowPolicy, "reads", narrow)
+@instead_of(Scheduler, "_born")
+def child_with_its_parents_seed(
+    born: Any, scheduler: Scheduler, request: Request, seq: Sequence, parent: int = -1
+) -> None:
+    born(scheduler, request, seq, parent)
+    scheduler.births[-1] = scheduler.births[-1]._replace(seed=request.seed)
 
 
-def child_with_its_parents_seed(patch: Patch) -> None:
-    born = Scheduler._born
-
-    def same(scheduler: Scheduler, request: Request, seq: Sequence, parent: int = -1) -> None:
-        born(scheduler, request, seq, parent)
-        scheduler.births[-1] = scheduler.births[-1]._replace(seed=request.seed)
-
-    patch.setattr(Scheduler, "_born", same)
-
-
-def last_birth_of_a_step_lost(patch: Patch) -> None:
-    submit = EchoRunner.submit
-    patch.setattr(
-        EchoRunner,
-        "submit",
-        lambda runner, plan: submit(runner, plan._replace(births=plan.births[: max(1, len(plan.births) - 1)])),
-    )
+@instead_of(EchoRunner, "submit")
+def last_birth_of_a_step_lost(submit: Any, runner: EchoRunner, plan: StepPlan) -> int:
+    return submit(runner, plan._replace(births=plan.births[: max(1, len(plan.births) - 1)]))
 
 
 def victim_that_keeps_its_progress(patch: Patch) -> None:
-    preempt = Scheduler._preempt
-
-    def kept(scheduler: Scheduler, victim: Request) -> None:
+    @instead_of(Scheduler, "_preempt")
+    def kept(preempt: Any, scheduler: Scheduler, victim: Request) -> None:
         computed = {seq.id: seq.computed for seq in victim.live}
         preempt(scheduler, victim)
         for seq in victim.live:
             seq.computed = seq.planned = computed[seq.id]
 
-    patch.setattr(Scheduler, "_preempt", kept)
-    admit = PagedMemory.admit
-
-    def kept_admission(memory: PagedMemory, seqs: Seq[Sequence], budget: int) -> list[Admitted] | Later | None:
+    @instead_of(PagedMemory, "admit")
+    def kept_admission(
+        admit: Any, memory: PagedMemory, seqs: Seq[Sequence], budget: int
+    ) -> list[Admitted] | Later | None:
         admitted = admit(memory, seqs, budget)
         if not isinstance(admitted, list):
             return admitted
         return [one._replace(reused=max(one.reused, seq.computed)) for seq, one in zip(seqs, admitted)]
 
-    patch.setattr(PagedMemory, "admit", kept_admission)
+    kept(patch)
+    kept_admission(patch)
 
 
-def lost_swap_in(patch: Patch) -> None:
-    journal(patch, lambda entries: [e for e in entries if not isinstance(e, In)])
+@instead_of(PagedMemory, "take_journal")
+def out_after_the_rows(take: Any, memory: PagedMemory) -> tuple[Any, Any]:
+    now, ahead = take(memory)
+    return tuple(e for e in now if not isinstance(e, Out)), ahead + tuple(e for e in now if isinstance(e, Out))
 
 
-def swap_in_to_the_wrong_page(patch: Patch) -> None:
-    journal(patch, lambda entries: [e._replace(page=max(1, e.page - 1)) if isinstance(e, In) else e for e in entries])
+@instead_of(Scheduler, "_wanted")
+def siblings_row_too_early(wanted: Any, scheduler: Scheduler, request: Request, seq: Sequence, budget: int) -> int:
+    seq.sibling = None
+    return wanted(scheduler, request, seq, budget)
 
 
-def out_after_the_reuse(patch: Patch) -> None:
-    """The pages are copied out when the step's other effects have been had, as if on a side stream without a fence."""
-    journal(patch, lambda entries: sorted(entries, key=lambda e: isinstance(e, Out)))
+@instead_of(PagedMemory, "_copy_on_write")
+def registered_page_written_in_place(copy: Any, memory: PagedMemory, resident: Any, group: int, at: int) -> None:
+    if (group, resident.tables[group][at]) not in memory.prefixes.pins:
+        copy(memory, resident, group, at)
 
 
-def out_after_the_rows(patch: Patch) -> None:
-    take = PagedMemory.take_journal
-
-    def late(memory: PagedMemory) -> tuple[Any, Any]:
-        now, ahead = take(memory)
-        return tuple(e for e in now if not isinstance(e, Out)), ahead + tuple(e for e in now if isinstance(e, Out))
-
-    patch.setattr(PagedMemory, "take_journal", late)
-
-
-def siblings_row_too_early(patch: Patch) -> None:
-    wanted = Scheduler._wanted
-
-    def hasty(scheduler: Scheduler, request: Request, seq: Sequence, budget: int) -> int:
-        seq.sibling = None
-        return wanted(scheduler, request, seq, budget)
-
-    patch.setattr(Scheduler, "_wanted", hasty)
+@instead_of(Prefixes, "pinned")
+def registered_prefix_of_another_salt(pinned: Any, prefixes: Prefixes, seq: Sequence) -> Reuse:
+    salt, keys = seq.salt, seq.keys
+    seq.salt, seq.keys = "", []
+    try:
+        return pinned(prefixes, seq)
+    finally:
+        seq.salt, seq.keys = salt, keys
 
 
-def registered_page_written_in_place(patch: Patch) -> None:
-    copy = PagedMemory._copy_on_write
-
-    def careless(memory: PagedMemory, resident: Any, group: int, at: int) -> None:
-        if (group, resident.tables[group][at]) not in memory.prefixes.pins:
-            copy(memory, resident, group, at)
-
-    patch.setattr(PagedMemory, "_copy_on_write", careless)
+@instead_of(PagedMemory, "swap_in")
+def leak_of_a_host_page(swap_in: Any, memory: PagedMemory, seqs: Any) -> bool:
+    back = swap_in(memory, seqs)
+    if back:
+        memory.swap.host.pools[0].empty.pop()
+    return back
 
 
-def registered_prefix_of_another_salt(patch: Patch) -> None:
-    pinned = Prefixes.pinned
-
-    def unsalted(prefixes: Prefixes, seq: Sequence) -> Reuse:
-        salt, seq.salt = seq.salt, ""
-        keys, seq.keys = seq.keys, []
-        try:
-            return pinned(prefixes, seq)
-        finally:
-            seq.salt, seq.keys = salt, keys
-
-    patch.setattr(Prefixes, "pinned", unsalted)
-
-
-def leak_of_a_host_page(patch: Patch) -> None:
-    swap_in = PagedMemory.swap_in
-
-    def leaky(memory: PagedMemory, seqs: Any) -> bool:
-        back = swap_in(memory, seqs)
-        if back:
-            memory.swap.host.pools[0].empty.pop()
-        return back
-
-    patch.setattr(PagedMemory, "swap_in", leaky)
-
-
-def dropped_swap_that_keeps_its_pages(patch: Patch) -> None:
-    free = PagedMemory.free
-
-    def forgetful(memory: PagedMemory, seq: Sequence) -> None:
-        if memory.swap.residents.pop(seq.id, None) is None:
-            free(memory, seq)
-
-    patch.setattr(PagedMemory, "free", forgetful)
+@instead_of(PagedMemory, "free")
+def dropped_swap_that_keeps_its_pages(free: Any, memory: PagedMemory, seq: Sequence) -> None:
+    if memory.swap.residents.pop(seq.id, None) is None:
+        free(memory, seq)
 
 
 def common_pages_not_counted(patch: Patch) -> None:
     patch.setattr(PagedMemory, "_share_common", lambda *args: None)
 
 
-def branch_that_shares_too_much(patch: Patch) -> None:
+@instead_of(Arrivals, "_common")
+def branch_that_shares_too_much(common: Any, door: Arrivals, seq: Sequence, *more: Any) -> tuple[int, int]:
     """A stride more than it has in common with the branch before it."""
-    common = Arrivals._common
-
-    def generous(door: Arrivals, seq: Sequence, index: int, owners: dict[bytes, int]) -> tuple[int, int]:
-        tokens, owner = common(door, seq, index, owners)
-        longer = tokens + door.memory.prefixes.stride
-        return (longer, owner) if tokens and longer < len(seq.tokens) else (tokens, owner)
-
-    patch.setattr(Arrivals, "_common", generous)
+    tokens, owner = common(door, seq, *more)
+    longer = tokens + door.memory.prefixes.stride
+    return (longer, owner) if tokens and longer < len(seq.tokens) else (tokens, owner)
 
 
-def waiting_one_that_is_not_told(patch: Patch) -> None:
+@instead_of(Prefixes, "arrived")
+def waiting_one_that_is_not_told(arrived: Any, prefixes: Prefixes, *given: Any) -> None:
     """What a sequence waits for has come, or will never come, and it waits on."""
-    arrived = Prefixes.arrived
-
-    def silent(prefixes: Prefixes, seq: Sequence, start: int, end: int) -> None:
-        awaited, prefixes.awaited = prefixes.awaited, {}
-        arrived(prefixes, seq, start, end)
-        prefixes.awaited = awaited
-
-    patch.setattr(Prefixes, "arrived", silent)
+    awaited, prefixes.awaited = prefixes.awaited, {}
+    arrived(prefixes, *given)
+    prefixes.awaited = awaited
 
 
-def swapped_page_under_another_name(patch: Patch) -> None:
+@instead_of(Swap, "_names")
+def swapped_page_under_another_name(names: Any, swap: Swap, *args: Any) -> dict[tuple[int, int], bytes]:
     """A sequence that comes back takes a cached page for one of its own that holds something else."""
-    names = Swap._names
-
-    def rotated(swap: Swap, *args: Any) -> dict[tuple[int, int], bytes]:
-        found = names(swap, *args)
-        values = list(found.values())
-        return dict(zip(found, values[1:] + values[:1]))
-
-    patch.setattr(Swap, "_names", rotated)
+    found = names(swap, *args)
+    values = list(found.values())
+    return dict(zip(found, values[1:] + values[:1]))
 
 
-def admitted_before_the_swapped_are_back(patch: Patch) -> None:
-    join = Scheduler._join
-
-    def rude(scheduler: Scheduler, rows: list[Row]) -> None:
-        join(scheduler, rows)
-        swapped, scheduler.swapped = scheduler.swapped, deque()
-        join(scheduler, rows)
-        scheduler.swapped = swapped
-
-    patch.setattr(Scheduler, "_join", rude)
+@instead_of(Scheduler, "_join")
+def admitted_before_the_swapped_are_back(join: Any, scheduler: Scheduler, rows: list[Row]) -> None:
+    join(scheduler, rows)
+    swapped, scheduler.swapped = scheduler.swapped, deque()
+    join(scheduler, rows)
+    scheduler.swapped = swapped
 
 
 class Planted(NamedTuple):
     """A bug, and regular expressions for how the failures that it causes begin: see `found_by`."""
 
-    plant: Callable[[Patch], None]
+    plant: Plant
     message: str
     alone: str | None = None
     """The same, where nothing is checked but the data plane; None where that does not show the bug."""
     depths: tuple[int, ...] = ALL
     """The depths at which the bug can show."""
+
+
+class Shown(NamedTuple):
+    """A bug, how the failures begin that it causes, and the name of the memory that shows it."""
+
+    plant: Plant
+    message: str
+    memory: str
 
 
 WRONG = r"(aborted )?request \w+, branch \d+: \[.*\]( instead of|, not) "
@@ -403,8 +306,11 @@ TABLE = r"the replayed table of slot \d+ is "
 UNCOMPUTED = r"page \d+ is published before it is computed"
 
 PLANTED: dict[str, Planted] = {
-    "reversed journal": Planted(reversed_journal, TABLE, WRONG),
-    "stale table after reuse of a page": Planted(stale_table_after_reuse_of_a_page, TABLE, SCRATCH),
+    "reversed journal": Planted(journal(lambda entries: entries[::-1]), TABLE, WRONG),
+    # Growth past a page border isn't told: the table keeps what an earlier owner of the slot left there.
+    "stale table after reuse of a page": Planted(
+        journal(lambda entries: [e for e in entries if not (isinstance(e, Table) and e.at)]), TABLE, SCRATCH
+    ),
     "grow off by one at a page border": Planted(grow_off_by_one_at_a_page_border, SCRATCH),
     "write off by one at a page border": Planted(write_off_by_one_at_a_page_border, WRONG),
     "leak of a page": Planted(leak_of_a_page, REFERENCES),
@@ -433,9 +339,16 @@ PLANTED: dict[str, Planted] = {
     "child with its parent's seed": Planted(child_with_its_parents_seed, WRONG),
     "last birth of a step lost": Planted(last_birth_of_a_step_lost, r"KeyError in EchoRunner\.compute$"),
     "victim that keeps its progress": Planted(victim_that_keeps_its_progress, HIT),
-    "lost swap-in": Planted(lost_swap_in, WRONG, WRONG),
-    "swap-in to the wrong page": Planted(swap_in_to_the_wrong_page, WRONG, WRONG),
-    "Out after the reuse": Planted(out_after_the_reuse, WRONG, WRONG),
+    "lost swap-in": Planted(journal(lambda entries: [e for e in entries if not isinstance(e, In)]), WRONG, WRONG),
+    "swap-in to the wrong page": Planted(
+        journal(lambda entries: [e._replace(page=max(1, e.page - 1)) if isinstance(e, In) else e for e in entries]),
+        WRONG,
+        WRONG,
+    ),
+    # Pages are copied out when the step's other effects have been had, as if on a side stream without a fence.
+    "Out after the reuse": Planted(
+        journal(lambda entries: sorted(entries, key=lambda e: isinstance(e, Out))), WRONG, WRONG
+    ),
     "Out after the rows": Planted(out_after_the_rows, WRONG),
     "a sibling's row too early": Planted(siblings_row_too_early, WRONG, WRONG),
     "registered prefix's partial page written in place": Planted(registered_page_written_in_place, WRONG, WRONG),
@@ -497,12 +410,6 @@ def opened(depth: int, budget: int, preemption: str, **build: int) -> Trace:
     return Trace(memory, seed=0, depth=depth, budget=budget, max_seqs=8, preemption=preemption)
 
 
-def drain(trace: Trace) -> None:
-    while trace.engine.unfinished:
-        trace.step()
-    trace.drained()
-
-
 def run_prefix(depth: int) -> None:
     """Three requests, one of them salted, begin with a registered prefix that ends within a page."""
     trace = opened(depth, 64, "recompute", prefix_tokens=8)
@@ -513,7 +420,7 @@ def run_prefix(depth: int) -> None:
         trace.add(asked(str(i), (*STEMS[0][:6], 50 + i), salt, max_tokens=12))
     trace.step()
     assert trace.memory.partial == 2
-    drain(trace)
+    trace.finish()
 
 
 def run_swapped_abort(depth: int) -> None:
@@ -524,7 +431,7 @@ def run_swapped_abort(depth: int) -> None:
     while not trace.scheduler.swapped:
         trace.step()
     trace.abort(trace.scheduler.swapped[0].id)
-    drain(trace)
+    trace.finish()
 
 
 def run_each(runs: Runs, depth: int) -> None:
@@ -542,7 +449,7 @@ def run_all(depth: int) -> None:
     run_each(RUNS, depth)
 
 
-@pytest.mark.parametrize("depth", ALL)
+@every_depth
 def test_the_traces_pass_without_a_bug(depth: int) -> None:
     run_all(depth)
 
@@ -567,12 +474,6 @@ def only_outputs(patch: Patch) -> None:
         return checked.runner.collect(ticket)
 
     patch.setattr(Checked, "collect", collect)
-
-
-@pytest.mark.parametrize("depth", ALL)
-def test_the_traces_pass_with_outputs_only(depth: int, monkeypatch: Patch) -> None:
-    only_outputs(monkeypatch)
-    run_all(depth)
 
 
 @pytest.mark.parametrize(("name", "depth"), [case for case in CASES if PLANTED[case[0]].alone])

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ import seeing
 from memories import VOCAB, Build
 from picture_files import drawn, written
 from pictured import PICTURED
-from test_planted import HIT, SCRATCH, WRONG, found_by, only_outputs
+from test_planted import HIT, SCRATCH, WRONG, Patch, Shown, every_depth, found_by, instead_of, only_outputs
 from traces import Asked, Trace
 
 from quire.control.memory import gallery
@@ -30,34 +29,22 @@ from quire.vocabulary.media import Medium
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.plan import Encode, Entry, StepResult
 
-Patch = pytest.MonkeyPatch
-
 
 def pages_of_another_picture_of_the_same_size(patch: Patch) -> None:
     patch.setattr(gallery, "names", lambda key, count: [bytes([count]) * 32 + i.to_bytes(4) for i in range(count)])
 
 
-def embedding_freed_before_its_last_chunk(patch: Patch) -> None:
-    begin = VisionPolicy.begin
-
-    def early(policy: VisionPolicy, spans: list[Span], start: int) -> int:
-        return min(begin(policy, spans, start) + (start > spans[0].medium.start), spans[-1].stop)
-
-    patch.setattr(VisionPolicy, "begin", early)
+@instead_of(VisionPolicy, "begin")
+def embedding_freed_before_its_last_chunk(begin: Any, policy: VisionPolicy, spans: list[Span], start: int) -> int:
+    return min(begin(policy, spans, start) + (start > spans[0].medium.start), spans[-1].stop)
 
 
-def embeddings_inside_pages_written_too_early(patch: Patch) -> None:
-    inside = Sights._inside
-    patch.setattr(
-        Sights, "_inside", lambda sights, slot, at: inside(sights, slot, at - sights.groups[0].group.run_tokens)
-    )
-
-
-def embeddings_over_keys_that_are_there(patch: Patch) -> None:
-    go_on = Gallery._go_on
-    patch.setattr(
-        Gallery, "_go_on", lambda self, resident, place, at, most, skip=0: go_on(self, resident, place, at, most)
-    )
+embeddings_inside_pages_written_too_early = instead_of(Sights, "_inside")(
+    lambda inside, sights, slot, at: inside(sights, slot, at - sights.groups[0].group.run_tokens)
+)
+embeddings_over_keys_that_are_there = instead_of(Gallery, "_go_on")(
+    lambda go_on, self, resident, place, at, most, skip=0: go_on(self, resident, place, at, most)
+)
 
 
 def picture_half_evicted_that_counts_as_there(patch: Patch) -> None:
@@ -70,89 +57,78 @@ def picture_half_evicted_that_counts_as_there(patch: Patch) -> None:
     patch.setattr(Gallery, "tear", lambda self: [torn.clear() for torn in self.torn.values()])
 
 
-def key_of_tokens_without_their_picture(patch: Patch) -> None:
-    more = Prefixes._beside
-
-    def blind(prefixes: Prefixes, seq: Sequence, run: int) -> bytes:
-        media, seq.media = seq.media, ()
-        found = more(prefixes, seq, run)
-        seq.media = media
-        return found
-
-    patch.setattr(Prefixes, "_beside", blind)
+@instead_of(Prefixes, "_beside")
+def key_of_tokens_without_their_picture(more: Any, prefixes: Prefixes, seq: Sequence, run: int) -> bytes:
+    media, seq.media = seq.media, ()
+    found: bytes = more(prefixes, seq, run)
+    seq.media = media
+    return found
 
 
 def encoder_run_skipped_after_a_preemption(patch: Patch) -> None:
-    extend, leave = Gallery.extend, Gallery.leave
     once: set[bytes] = set()
 
-    def left(self: Gallery, resident: Resident) -> None:
+    @instead_of(Gallery, "leave")
+    def left(leave: Any, self: Gallery, resident: Resident) -> None:
         once.update(medium.key for medium in resident.media)
         leave(self, resident)
 
-    def skipped(self: Gallery, seq: Sequence, resident: Resident, g: int, stop: int) -> None:
-        extend(self, seq, resident, g, stop)
+    @instead_of(Gallery, "extend")
+    def skipped(extend: Any, self: Gallery, seq: Sequence, resident: Resident, *more: Any) -> None:
+        extend(self, seq, resident, *more)
         for (_, i), coming in resident.pictures.items():
             if seq.media[i].key in once and not coming.done:
                 coming.done = coming.parts
 
-    patch.setattr(Gallery, "extend", skipped)
-    patch.setattr(Gallery, "leave", left)
+    skipped(patch)
+    left(patch)
 
 
-def row_that_does_not_wait_for_the_last_part(patch: Patch) -> None:
-    clear = Sight.clear
-    patch.setattr(Sight, "clear", lambda sight, seq, count: clear(sight, seq, count) or count)
+row_that_does_not_wait_for_the_last_part = instead_of(Sight, "clear")(
+    lambda clear, sight, seq, count: clear(sight, seq, count) or count
+)
 
 
 def encoder_that_is_a_step_late(patch: Patch) -> None:
-    replay, collect = EchoRunner.replay, EchoRunner.collect
+    replay = EchoRunner.replay
     late: dict[int, list[Encode]] = {}
 
-    def held(runner: EchoRunner, entry: Entry) -> None:
+    @instead_of(EchoRunner, "replay")
+    def held(replay: Any, runner: EchoRunner, entry: Entry) -> None:
         if isinstance(entry, Encode):
             late.setdefault(id(runner), []).append(entry)
         else:
             replay(runner, entry)
 
-    def after(runner: EchoRunner, ticket: int) -> StepResult:
-        result = collect(runner, ticket)
+    @instead_of(EchoRunner, "collect")
+    def after(collect: Any, runner: EchoRunner, ticket: int) -> StepResult:
+        result: StepResult = collect(runner, ticket)
         for entry in late.pop(id(runner), []):
             replay(runner, entry)
         return result
 
-    patch.setattr(EchoRunner, "replay", held)
-    patch.setattr(EchoRunner, "collect", after)
-
-
-class Planted(NamedTuple):
-    """A bug, how the failures begin that it causes (see `found_by`), and the name of the memory that shows it."""
-
-    plant: Callable[[Patch], None]
-    message: str
-    memory: str
+    held(patch)
+    after(patch)
 
 
 LOST = "pages of a picture are lost, or found without it"
 TORN = r"a token of slot \d+ is torn"
 UNTABLED = r"a picture's page \d+ is in no table"
 
-PLANTED: dict[str, Planted] = {
-    "cross pages of another picture": Planted(pages_of_another_picture_of_the_same_size, LOST, "cross-4"),
-    "embeddings of another picture": Planted(pages_of_another_picture_of_the_same_size, LOST, "large-vision-4"),
-    "an embedding freed before its last chunk": Planted(
+PLANTED: dict[str, Shown] = {
+    "cross pages of another picture": Shown(pages_of_another_picture_of_the_same_size, LOST, "cross-4"),
+    "embeddings of another picture": Shown(pages_of_another_picture_of_the_same_size, LOST, "large-vision-4"),
+    "an embedding freed before its last chunk": Shown(
         embedding_freed_before_its_last_chunk, f"{UNTABLED}|{SCRATCH}", "vision-4"
     ),
-    "embeddings inside pages written too early": Planted(embeddings_inside_pages_written_too_early, TORN, "inside-4"),
-    "embeddings over keys that are there": Planted(embeddings_over_keys_that_are_there, TORN, "inside-4"),
-    "a picture half evicted": Planted(picture_half_evicted_that_counts_as_there, LOST, "large-cross-1"),
-    "a key without its picture": Planted(key_of_tokens_without_their_picture, HIT, "cross-4"),
-    "a key without its picture's rows": Planted(key_of_tokens_without_their_picture, HIT, "off"),
-    "an encoder run skipped after a preemption": Planted(encoder_run_skipped_after_a_preemption, WRONG, "cross-4"),
-    "an encoder a step late": Planted(encoder_that_is_a_step_late, WRONG, "large-vision-4"),
-    "a row that doesn't wait": Planted(
-        row_that_does_not_wait_for_the_last_part, f"{UNTABLED}|{WRONG}", "large-vision-4"
-    ),
+    "embeddings inside pages written too early": Shown(embeddings_inside_pages_written_too_early, TORN, "inside-4"),
+    "embeddings over keys that are there": Shown(embeddings_over_keys_that_are_there, TORN, "inside-4"),
+    "a picture half evicted": Shown(picture_half_evicted_that_counts_as_there, LOST, "large-cross-1"),
+    "a key without its picture": Shown(key_of_tokens_without_their_picture, HIT, "cross-4"),
+    "a key without its picture's rows": Shown(key_of_tokens_without_their_picture, HIT, "off"),
+    "an encoder run skipped after a preemption": Shown(encoder_run_skipped_after_a_preemption, WRONG, "cross-4"),
+    "an encoder a step late": Shown(encoder_that_is_a_step_late, WRONG, "large-vision-4"),
+    "a row that doesn't wait": Shown(row_that_does_not_wait_for_the_last_part, f"{UNTABLED}|{WRONG}", "large-vision-4"),
 }
 MEMORIES = sorted({bug.memory for bug in PLANTED.values()})
 SHOWN = [name for name in PLANTED if name != "a row that doesn't wait"]  # of whose pages the memory itself says no
@@ -168,13 +144,13 @@ def run(name: str, depth: int) -> None:
 
 
 @pytest.mark.share(8)
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@every_depth
 @pytest.mark.parametrize("name", MEMORIES)
 def test_the_traces_pass_without_a_bug(name: str, depth: int) -> None:
     run(name, depth)
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@every_depth
 @pytest.mark.parametrize("name", PLANTED)
 def test_planted_bug_is_caught(name: str, depth: int, monkeypatch: Patch) -> None:
     bug = PLANTED[name]
@@ -206,14 +182,14 @@ def only_tokens(patch: Patch) -> None:
 
 
 @pytest.mark.share(8)
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@every_depth
 @pytest.mark.parametrize("name", MEMORIES)
 def test_the_traces_pass_with_tokens_only(name: str, depth: int, monkeypatch: Patch) -> None:
     only_tokens(monkeypatch)
     run(name, depth)
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@every_depth
 @pytest.mark.parametrize("name", SHOWN)
 def test_wrong_tokens_alone_show_it(name: str, depth: int, monkeypatch: Patch) -> None:
     bug = PLANTED[name]
@@ -223,9 +199,7 @@ def test_wrong_tokens_alone_show_it(name: str, depth: int, monkeypatch: Patch) -
         run(bug.memory, depth)
 
 
-def key_without_its_salt(patch: Patch) -> None:
-    key_of = sight.key_of
-    patch.setattr(sight, "key_of", lambda image, settings, salt: key_of(image, settings, ""))
+key_without_its_salt = instead_of(sight, "key_of")(lambda key_of, image, settings, salt: key_of(image, settings, ""))
 
 
 def run_tenants(name: str, depth: int) -> None:
@@ -248,7 +222,7 @@ def run_tenants(name: str, depth: int) -> None:
     assert found == [(1, 0), (2, 0), (3, 0), (3, 1), (3, 2)], f"who found what: {found}"
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@every_depth
 @pytest.mark.parametrize("name", ["cross-4", "large-cross-4", "vision-4", "large-vision-4"])
 def test_a_tenant_finds_no_picture_of_another_s(name: str, depth: int, monkeypatch: Patch) -> None:
     """Nor where a hash is taken without its salt would that stay unseen."""

@@ -4,11 +4,11 @@ tokens that come out."""
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
-from test_planted import WRONG, found_by, only_outputs
+from test_planted import WRONG, Patch, Plant, every_depth, found_by, instead_of, only_outputs
 from test_planted_unlike import STATES, run
 from unlike import FULL, UNLIKE, WINDOW, Kind, unlike
 
@@ -19,8 +19,6 @@ from quire.sim.cells import WORD, Pages, Running
 from quire.sim.echo import EchoRunner
 from quire.vocabulary.plan import Copy, Row, Sampled
 
-Patch = pytest.MonkeyPatch
-every_depth = pytest.mark.parametrize("depth", [1, 2, 3])
 STATE = Kind(64, 8, kind="state")
 MEMORIES = [
     unlike(FULL, STATE), unlike(STATE, WINDOW, Kind(16, 2)), UNLIKE["large-states-34-1"], UNLIKE["states-boundary"]
@@ -46,40 +44,27 @@ def trusted(patch: Patch) -> None:
     patch.setattr(Running, "_of", staticmethod(of))
 
 
-def state_advanced_twice(patch: Patch) -> None:
+@instead_of(EchoRunner, "compute")
+def state_advanced_twice(compute: Any, runner: EchoRunner, row: Row) -> Sampled:
     """A step's first token is what the step before computed last: once in a while it goes into the state again."""
-    compute = EchoRunner.compute
-
-    def again(runner: EchoRunner, row: Row) -> Sampled:
-        for group in runner.groups:
-            if isinstance(group.rule, Running) and row.start % 5 == 4:
-                state = of(group, row.slot, row.start)
-                put(group, row.slot, row.start - 1, Running._advanced(state, row.start - 1, 0))
-        return compute(runner, row)
-
-    patch.setattr(EchoRunner, "compute", again)
+    for group in runner.groups:
+        if isinstance(group.rule, Running) and row.start % 5 == 4:
+            state = of(group, row.slot, row.start)
+            put(group, row.slot, row.start - 1, Running._advanced(state, row.start - 1, 0))
+    return compute(runner, row)
 
 
-def fork_shares_the_running_state(patch: Patch) -> None:
+@instead_of(PageTables, "_shared")
+def fork_shares_the_running_state(shared: Any, memory: PagedMemory, *arguments: object) -> list[tuple[int, int]]:
     """What a branch goes on from isn't copied before it is written."""
-    shared = PageTables._shared
-
-    def states_are_not(memory: PagedMemory, *arguments: object) -> list[tuple[int, int]]:
-        found = shared(memory, *arguments)  # type: ignore[arg-type]
-        return [(g, at) for g, at in found if memory.groups[g].kind != "state"]
-
-    patch.setattr(PageTables, "_shared", states_are_not)
+    return [(g, at) for g, at in shared(memory, *arguments) if memory.groups[g].kind != "state"]
 
 
-def lost_copy_of_a_state(patch: Patch) -> None:
+@instead_of(EchoRunner, "replay")
+def lost_copy_of_a_state(replay: Any, runner: EchoRunner, entry: object) -> None:
     """Branches get pages of their own, in which nothing is."""
-    replay = EchoRunner.replay
-
-    def lost(runner: EchoRunner, entry: object) -> None:
-        if not isinstance(entry, Copy) or not isinstance(runner.groups[entry.group].rule, Running):
-            replay(runner, entry)  # type: ignore[arg-type]
-
-    patch.setattr(EchoRunner, "replay", lost)
+    if not isinstance(entry, Copy) or not isinstance(runner.groups[entry.group].rule, Running):
+        replay(runner, entry)
 
 
 def checkpoint_a_token_late(patch: Patch) -> None:
@@ -98,7 +83,7 @@ def hit_without_a_checkpoint(patch: Patch) -> None:
     patch.setattr(StatePolicy, "unit", property(lambda policy: 4 if policy.group.run_tokens % 4 == 0 else 1))
 
 
-PLANTED: dict[str, tuple[Callable[[Patch], None], str]] = {  # bugs, and how the failures begin that they cause
+PLANTED: dict[str, tuple[Plant, str]] = {  # bugs, and how the failures begin that they cause
     "a state advanced twice": (state_advanced_twice, WRONG),
     "a fork that shares the running state": (fork_shares_the_running_state, STATES),
     "a copy of a state that is lost": (lost_copy_of_a_state, STATES),

@@ -4,11 +4,11 @@ each is planted, and must be caught at every depth."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from memories import MAX_LEN, VOCAB, Build
-from test_planted import HIT, SCRATCH, TABLE, UNCOMPUTED, WRONG, found_by
+from test_planted import HIT, SCRATCH, TABLE, UNCOMPUTED, WRONG, Patch, Shown, every_depth, found_by, instead_of
 from traces import Trace, run_trace
 from unlike import FULL, STATE, UNLIKE, WINDOW, Kind, large, unlike
 
@@ -22,9 +22,7 @@ from quire.sim.echo import EchoRunner
 from quire.vocabulary import wire
 from quire.vocabulary.plan import Birth, Copy, Sampling, StepPlan, StepResult, Table
 
-Patch = pytest.MonkeyPatch
 Make = Callable[[Build], PagedMemory]
-every_depth = pytest.mark.parametrize("depth", [1, 2, 3])
 TWINS = unlike(*(Kind(8 + 8 * i, 2) for i in range(5)))
 """Pages of five sizes whose numbers overlap."""
 PLAIN = unlike(FULL, Kind(24, 8))
@@ -82,15 +80,11 @@ def run(make: Make, depth: int, runner: type[EchoRunner] = EchoRunner, **setting
         )  # fmt: skip
 
 
-def copy_keyed_without_its_group(patch: Patch) -> None:
-    take = PagedMemory.take_journal
-
-    def lost(memory: PagedMemory) -> tuple[Any, Any]:
-        now, ahead = take(memory)
-        last = {entry.dst: entry for entry in now if isinstance(entry, Copy)}
-        return tuple(e for e in now if not isinstance(e, Copy) or last[e.dst] is e), ahead
-
-    patch.setattr(PagedMemory, "take_journal", lost)
+@instead_of(PagedMemory, "take_journal")
+def copy_keyed_without_its_group(take: Any, memory: PagedMemory) -> tuple[Any, Any]:
+    now, ahead = take(memory)
+    last = {entry.dst: entry for entry in now if isinstance(entry, Copy)}
+    return tuple(e for e in now if not isinstance(e, Copy) or last[e.dst] is e), ahead
 
 
 def state_page_shared_while_written(patch: Patch) -> None:
@@ -99,98 +93,76 @@ def state_page_shared_while_written(patch: Patch) -> None:
     )
 
 
-def window_page_dropped_before_its_chunk_ran(patch: Patch) -> None:
-    grow = PagedMemory.grow
-
-    def hasty(memory: PagedMemory, seq: Sequence, length: int) -> bool:
-        grown = grow(memory, seq, length)
-        if grown:
-            computed, seq.computed = seq.computed, length
-            memory._drop(seq, memory.residents[seq.id])
-            seq.computed = computed
-        return grown
-
-    patch.setattr(PagedMemory, "grow", hasty)
+@instead_of(PagedMemory, "grow")
+def window_page_dropped_before_its_chunk_ran(grow: Any, memory: PagedMemory, seq: Sequence, length: int) -> bool:
+    grown: bool = grow(memory, seq, length)
+    if grown:
+        computed, seq.computed = seq.computed, length
+        memory._drop(seq, memory.residents[seq.id])
+        seq.computed = computed
+    return grown
 
 
-def chunk_page_dropped_one_token_early(patch: Patch) -> None:
-    def early(policy: ChunkedPolicy, seq: Any, start: int, end: int) -> range:
-        assert policy.group.chunk is not None
-        last = (start + 1) % policy.group.chunk == 0  # a chunk's last token still sees all of it
-        return range(policy.group.whole(policy.group.oldest(start + last)), policy.group.pages(end))
-
-    patch.setattr(ChunkedPolicy, "reads", early)
+@instead_of(ChunkedPolicy, "reads")
+def chunk_page_dropped_one_token_early(_: Any, policy: ChunkedPolicy, seq: Any, start: int, end: int) -> range:
+    assert policy.group.chunk is not None
+    last = (start + 1) % policy.group.chunk == 0  # a chunk's last token still sees all of it
+    return range(policy.group.whole(policy.group.oldest(start + last)), policy.group.pages(end))
 
 
-def hit_valid_for_one_group_only(patch: Patch) -> None:
-    found = Prefixes._found
-
-    def first_only(prefixes: Prefixes, group: int, seq: Sequence, names: Any, tokens: range, known: int) -> Any:
-        return found(prefixes, group, seq, names, tokens, known) if group == 0 else (tokens.stop, known)
-
-    patch.setattr(Prefixes, "_found", first_only)
+@instead_of(Prefixes, "_found")
+def hit_valid_for_one_group_only(
+    found: Any, prefixes: Prefixes, group: int, seq: Sequence, names: Any, tokens: range, known: int
+) -> Any:
+    return found(prefixes, group, seq, names, tokens, known) if group == 0 else (tokens.stop, known)
 
 
-def window_one_token_short(patch: Patch) -> None:
-    reads = WindowPolicy.reads
-    patch.setattr(WindowPolicy, "reads", lambda policy, seq, start, end: reads(policy, seq, start + (start > 0), end))
+window_one_token_short = instead_of(WindowPolicy, "reads")(
+    lambda reads, policy, seq, start, end: reads(policy, seq, start + (start > 0), end)
+)
 
 
-def a_type_allocated_when_another_fails(patch: Patch) -> None:
-    extend = PagedMemory._extend
-
-    def partly(memory: PagedMemory, seq: Sequence, resident: Resident, *rest: Any, **more: Any) -> bool:
-        done = extend(memory, seq, resident, *rest, **more)
-        for g in range(len(memory.groups)) if not done else ():
-            if memory.pages.reserve([int(i == g) for i in range(len(memory.groups))]):
-                memory.take(g, 1, resident.owner)
-        return done
-
-    patch.setattr(PagedMemory, "_extend", partly)
+@instead_of(PagedMemory, "_extend")
+def a_type_allocated_when_another_fails(
+    extend: Any, memory: PagedMemory, seq: Sequence, resident: Resident, *rest: Any, **more: Any
+) -> bool:
+    done: bool = extend(memory, seq, resident, *rest, **more)
+    for g in range(len(memory.groups)) if not done else ():
+        if memory.pages.reserve([int(i == g) for i in range(len(memory.groups))]):
+            memory.take(g, 1, resident.owner)
+    return done
 
 
-def hash_kept_on_a_rebound_page(patch: Patch) -> None:
-    forget = LargePages._forget
-
-    def kept(pages: LargePages, group: int, page: int) -> None:
-        key = pages.keys[group][page]
-        forget(pages, group, page)
-        if key is not None and not pages.busy[page // pages.ratios[group]]:
-            pages.index[group][key] = page
-
-    patch.setattr(LargePages, "_forget", kept)
+@instead_of(LargePages, "_forget")
+def hash_kept_on_a_rebound_page(forget: Any, pages: LargePages, group: int, page: int) -> None:
+    key = pages.keys[group][page]
+    forget(pages, group, page)
+    if key is not None and not pages.busy[page // pages.ratios[group]]:
+        pages.index[group][key] = page
 
 
-def ahead_not_done(patch: Patch) -> None:
-    submit = EchoRunner.submit
-    patch.setattr(EchoRunner, "submit", lambda runner, plan: submit(runner, plan._replace(ahead=())))
+@instead_of(EchoRunner, "submit")
+def ahead_not_done(submit: Any, runner: EchoRunner, plan: StepPlan) -> int:
+    return submit(runner, plan._replace(ahead=()))
 
 
-def birth_that_inherits_the_wrong_rules(patch: Patch) -> None:
-    birth = EchoRunner.birth
-
-    def wrong(runner: EchoRunner, born: Birth) -> None:
-        birth(runner, born._replace(sampling=Sampling()) if born.sampling is None else born)
-
-    patch.setattr(EchoRunner, "birth", wrong)
+@instead_of(EchoRunner, "birth")
+def birth_that_inherits_the_wrong_rules(birth: Any, runner: EchoRunner, born: Birth) -> None:
+    birth(runner, born._replace(sampling=Sampling()) if born.sampling is None else born)
 
 
-def plan_that_changes_on_its_way(patch: Patch) -> None:
-    decode = wire.decode
-
-    def changed(frame: bytes) -> Any:
-        message = decode(frame)
-        if isinstance(message, StepPlan):
-            rows = tuple(row._replace(score=row.score[:-1]) for row in message.rows)
-            message = message._replace(rows=rows)
-        return message
-
-    patch.setattr(wire, "decode", changed)
+@instead_of(wire, "decode")
+def plan_that_changes_on_its_way(decode: Any, frame: bytes) -> Any:
+    message = decode(frame)
+    if isinstance(message, StepPlan):
+        rows = tuple(row._replace(score=row.score[:-1]) for row in message.rows)
+        message = message._replace(rows=rows)
+    return message
 
 
-def budget_a_token_short(patch: Patch) -> None:
-    gone = BudgetPolicy.gone
-    patch.setattr(BudgetPolicy, "gone", lambda policy, seq: gone(policy, seq) + (seq.prompt_len > 5))
+budget_a_token_short = instead_of(BudgetPolicy, "gone")(
+    lambda gone, policy, seq: gone(policy, seq) + (seq.prompt_len > 5)
+)
 
 
 def writes_behind_a_prompt_by_position(patch: Patch) -> None:
@@ -199,22 +171,13 @@ def writes_behind_a_prompt_by_position(patch: Patch) -> None:
 
 
 def prefix_found_in_pages_that_changed(patch: Patch) -> None:
-    init = PagedMemory.__init__
-
-    def caching(memory: PagedMemory, *arguments: Any, **settings: Any) -> None:
+    @instead_of(PagedMemory, "__init__")
+    def caching(init: Any, memory: PagedMemory, *arguments: Any, **settings: Any) -> None:
         init(memory, *arguments, **settings)
         memory.caching = memory.prefixes.caching = True
 
     patch.setattr(BudgetPolicy, "unit", FullPolicy.unit)
-    patch.setattr(PagedMemory, "__init__", caching)
-
-
-class Planted(NamedTuple):
-    """A bug, how the failures begin that it causes (see `found_by`), and the name of the memory that shows it."""
-
-    plant: Callable[[Patch], None]
-    message: str
-    memory: str
+    caching(patch)
 
 
 SHOWING: dict[str, tuple[Make, type[EchoRunner]]] = {
@@ -233,31 +196,31 @@ SHOWING: dict[str, tuple[Make, type[EchoRunner]]] = {
 }
 STATES = r"slot \d+ needs the state of \d+ tokens, its page has that of \d+"
 
-PLANTED: dict[str, Planted] = {
-    "a copy keyed without its group": Planted(copy_keyed_without_its_group, WRONG, "twins"),
-    "a state page shared while written": Planted(state_page_shared_while_written, STATES, "state, full"),
-    "a window page dropped before its chunk ran": Planted(window_page_dropped_before_its_chunk_ran, SCRATCH, "3-to-2"),
-    "a chunk's page dropped one token early": Planted(
+PLANTED: dict[str, Shown] = {
+    "a copy keyed without its group": Shown(copy_keyed_without_its_group, WRONG, "twins"),
+    "a state page shared while written": Shown(state_page_shared_while_written, STATES, "state, full"),
+    "a window page dropped before its chunk ran": Shown(window_page_dropped_before_its_chunk_ran, SCRATCH, "3-to-2"),
+    "a chunk's page dropped one token early": Shown(
         chunk_page_dropped_one_token_early, r"ChunkedPolicy, .* writes pages .*, and reads pages ", "chunked"
     ),
-    "a window one token short": Planted(window_one_token_short, SCRATCH, "large"),
-    "a window page dropped too early, in large pages": Planted(
+    "a window one token short": Shown(window_one_token_short, SCRATCH, "large"),
+    "a window page dropped too early, in large pages": Shown(
         window_page_dropped_before_its_chunk_ran, SCRATCH, "large-poisoned"
     ),
-    "a hit valid for one type only, in large pages": Planted(hit_valid_for_one_group_only, HIT, "large, state"),
-    "a type allocated when another fails": Planted(
+    "a hit valid for one type only, in large pages": Shown(hit_valid_for_one_group_only, HIT, "large, state"),
+    "a type allocated when another fails": Shown(
         a_type_allocated_when_another_fails, "a call that reported shortage changed the memory", "large"
     ),
-    "a hash kept on a rebound page": Planted(
+    "a hash kept on a rebound page": Shown(
         hash_kept_on_a_rebound_page, "the index differs from the pages' keys", "large"
     ),
-    "a hit valid for one group only": Planted(hit_valid_for_one_group_only, HIT, "full, window, state"),
-    "a budget a token short": Planted(budget_a_token_short, SCRATCH, "budgets"),
-    "writes behind a prompt by position": Planted(writes_behind_a_prompt_by_position, WRONG, "budgets"),
-    "a prefix found in pages that changed": Planted(prefix_found_in_pages_that_changed, UNCOMPUTED, "budgets"),
-    "`ahead` not done": Planted(ahead_not_done, TABLE, "eager"),
-    "a birth that inherits the wrong rules": Planted(birth_that_inherits_the_wrong_rules, WRONG, "plain"),
-    "a plan that changes when encoded and decoded": Planted(
+    "a hit valid for one group only": Shown(hit_valid_for_one_group_only, HIT, "full, window, state"),
+    "a budget a token short": Shown(budget_a_token_short, SCRATCH, "budgets"),
+    "writes behind a prompt by position": Shown(writes_behind_a_prompt_by_position, WRONG, "budgets"),
+    "a prefix found in pages that changed": Shown(prefix_found_in_pages_that_changed, UNCOMPUTED, "budgets"),
+    "`ahead` not done": Shown(ahead_not_done, TABLE, "eager"),
+    "a birth that inherits the wrong rules": Shown(birth_that_inherits_the_wrong_rules, WRONG, "plain"),
+    "a plan that changes when encoded and decoded": Shown(
         plan_that_changes_on_its_way, r"the log-probabilities of the prompt of request \w+ are wrong", "plain, encoded"
     ),
 }

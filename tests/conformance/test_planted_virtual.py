@@ -11,18 +11,19 @@ import pytest
 from addresses import Addressed, AddressedRunner
 from memories import VIRTUAL, Build
 from test_planted import (
-    ALL,
     OVERLAPPED,
     RETIRED,
     STEMS,
     UNCOMPUTED,
     WRONG,
+    Patch,
     Planted,
     Runs,
     asked,
-    drain,
+    every_depth,
     found_by,
     grow_off_by_one_at_a_page_border,
+    instead_of,
     lost_copy_on_write,
     no_copy_on_write,
     only_outputs,
@@ -39,31 +40,27 @@ from quire.data.runner.virtual.driver import Run
 from quire.data.runner.virtual.fake import FakeDriver
 from quire.vocabulary.plan import Entry, Table
 
-Patch = pytest.MonkeyPatch
 
-
-def mapped_anew_under_a_step(patch: Patch) -> None:
+@instead_of(VirtualMemory, "_map_next")
+def mapped_anew_under_a_step(_: Any, memory: VirtualMemory) -> list[Table]:
     """What is mapped ahead goes to a place that a sequence in memory uses."""
-
-    def misplaced(memory: VirtualMemory) -> list[Table]:
-        resident = next(iter(memory.residents.values()), None)
-        held = resident is not None and resident.tables[0][:1] not in ([], [0])
-        page = next(iter(memory.pages.of[0].empty), 0)
-        return [Table(resident.slot, 0, 0, (page,))] if resident is not None and held and page else []
-
-    patch.setattr(VirtualMemory, "_map_next", misplaced)
+    resident = next(iter(memory.residents.values()), None)
+    held = resident is not None and resident.tables[0][:1] not in ([], [0])
+    page = next(iter(memory.pages.of[0].empty), 0)
+    return [Table(resident.slot, 0, 0, (page,))] if resident is not None and held and page else []
 
 
 def slot_given_on_in_flight(patch: Patch) -> None:
     """What is mapped ahead goes to the slot of a sequence whose last step is under way."""
     seqs: dict[int, Sequence] = {}
-    grow = VirtualMemory.grow
 
-    def noted(memory: VirtualMemory, seq: Sequence, length: int) -> bool:
+    @instead_of(VirtualMemory, "grow")
+    def noted(grow: Any, memory: VirtualMemory, seq: Sequence, length: int) -> bool:
         seqs[seq.id] = seq
         return grow(memory, seq, length)
 
-    def hasty(memory: VirtualMemory) -> list[Table]:
+    @instead_of(VirtualMemory, "_map_next")
+    def hasty(_: Any, memory: VirtualMemory) -> list[Table]:
         ending = [id for id in memory.residents if id in seqs and not seqs[id].quiet and last(seqs[id])]
         page = next(iter(memory.pages.of[0].empty), 0)
         return [Table(memory.residents[ending[0]].slot, 0, 0, (page,))] if ending and page else []
@@ -71,89 +68,71 @@ def slot_given_on_in_flight(patch: Patch) -> None:
     def last(seq: Sequence) -> bool:
         return bool(seq.final) and seq.planned >= seq.final - 1
 
-    patch.setattr(VirtualMemory, "grow", noted)
-    patch.setattr(VirtualMemory, "_map_next", hasty)
+    noted(patch)
+    hasty(patch)
 
 
-def page_not_awaited_on_its_way_out(patch: Patch) -> None:
+@instead_of(AddressedRunner, "claim")
+def page_not_awaited_on_its_way_out(claim: Any, runner: AddressedRunner, extent: tuple[int, int] | None) -> None:
     """Nothing that writes a page waits until a swap has read it."""
-    claim = AddressedRunner.claim
-
-    def hasty(runner: AddressedRunner, extent: tuple[int, int] | None) -> None:
-        if extent is None:
-            claim(runner, None)
-
-    patch.setattr(AddressedRunner, "claim", hasty)
+    if extent is None:
+        claim(runner, None)
 
 
-def page_of_an_earlier_owner_still_mapped(patch: Patch) -> None:
+@instead_of(Addressed, "lay")
+def page_of_an_earlier_owner_still_mapped(lay: Any, group: Addressed, slot: int, at: int, page: int) -> None:
     """A place where something lies is left alone, though that page is others' now."""
-    lay = Addressed.lay
-
-    def lazy(group: Addressed, slot: int, at: int, page: int) -> None:
-        if not group.lying[slot, at]:
-            lay(group, slot, at, page)
-
-    patch.setattr(Addressed, "lay", lazy)
+    if not group.lying[slot, at]:
+        lay(group, slot, at, page)
 
 
-def page_that_was_given_out_meanwhile(patch: Patch) -> None:
+@instead_of(VirtualMemory, "pick")
+def page_that_was_given_out_meanwhile(
+    pick: Any, memory: VirtualMemory, group: int, count: int, owner: int, slot: int, at: int
+) -> list[int]:
     """A slot's next owner gets the page that was mapped there ahead, though another sequence has got it."""
-    pick = VirtualMemory.pick
-
-    def trusting(memory: VirtualMemory, group: int, count: int, owner: int, slot: int, at: int) -> list[int]:
-        lying, pages = memory.lying[group][slot], list[int]()
-        for place in range(at, at + count):
-            page = lying[place] if place < len(lying) else 0
-            if page and memory.pages.names(group, page):
-                memory.pages.share(group, page)
-                pages.append(page)
-            else:
-                pages += pick(memory, group, 1, owner, slot, place)
-        return pages
-
-    patch.setattr(VirtualMemory, "pick", trusting)
+    lying, pages = memory.lying[group][slot], list[int]()
+    for place in range(at, at + count):
+        page = lying[place] if place < len(lying) else 0
+        if page and memory.pages.names(group, page):
+            memory.pages.share(group, page)
+            pages.append(page)
+        else:
+            pages += pick(memory, group, 1, owner, slot, place)
+    return pages
 
 
-def mapped_behind_the_rows(patch: Patch) -> None:
+@instead_of(VirtualMemory, "take_journal")
+def mapped_behind_the_rows(take: Any, memory: VirtualMemory) -> tuple[Any, Any]:
     """What a step needs is mapped with what is for later."""
-    take = VirtualMemory.take_journal
-
-    def late(memory: VirtualMemory) -> tuple[Any, Any]:
-        now, ahead = take(memory)
-        growth = tuple(entry for entry in now if isinstance(entry, Table) and entry.at)
-        return tuple(entry for entry in now if entry not in growth), growth + ahead
-
-    patch.setattr(VirtualMemory, "take_journal", late)
+    now, ahead = take(memory)
+    growth = tuple(entry for entry in now if isinstance(entry, Table) and entry.at)
+    return tuple(entry for entry in now if entry not in growth), growth + ahead
 
 
-def one_buffer_forgotten(patch: Patch) -> None:
-    runs = Addressed.runs
-
-    def fewer(group: Addressed, slot: int, at: int, page: int) -> Iterator[Run]:
-        every = list(runs(group, slot, at, page))
-        return iter(every[:-1] if slot else every)
-
-    patch.setattr(Addressed, "runs", fewer)
+@instead_of(Addressed, "runs")
+def one_buffer_forgotten(runs: Any, group: Addressed, slot: int, at: int, page: int) -> Iterator[Run]:
+    every = list(runs(group, slot, at, page))
+    return iter(every[:-1] if slot else every)
 
 
 def ahead_as_if_it_were_there(patch: Patch) -> None:
     """What is mapped ahead is remembered, and never mapped."""
-    submit = AddressedRunner._map
 
-    def forgetful(runner: AddressedRunner, journal: Iterable[Entry]) -> int:
-        return submit(runner, journal) if runner.submitted not in runner.holds else 0
+    @instead_of(AddressedRunner, "_map")
+    def forgetful(submit: Any, runner: AddressedRunner, journal: Iterable[Entry]) -> None:
+        if runner.submitted not in runner.holds:
+            submit(runner, journal)
 
-    patch.setattr(AddressedRunner, "_map", forgetful)
-    take = VirtualMemory.take_journal
-
-    def shorter(memory: VirtualMemory) -> tuple[Any, Any]:
+    @instead_of(VirtualMemory, "take_journal")
+    def shorter(take: Any, memory: VirtualMemory) -> tuple[Any, Any]:
         before = [[list(places) for places in slots] for slots in memory.lying]
         now, ahead = take(memory)
         told = tuple(entry for entry in now if not isinstance(entry, Table) or not there(before, entry))
         return told, ahead
 
-    patch.setattr(VirtualMemory, "take_journal", shorter)
+    forgetful(patch)
+    shorter(patch)
 
 
 def there(lying: list[list[list[int]]], entry: Table) -> bool:
@@ -161,17 +140,15 @@ def there(lying: list[list[list[int]]], entry: Table) -> bool:
     return tuple(lying[entry.group][entry.slot][entry.at : entry.at + len(entry.pages)]) == entry.pages
 
 
-def shared_token_written_again(patch: Patch) -> None:
+@instead_of(VirtualMemory, "admit")
+def shared_token_written_again(
+    admit: Any, memory: VirtualMemory, seqs: Any, budget: int
+) -> list[Admitted] | Later | None:
     """A sequence that found a prefix computes its last token once more, into a page that it shares."""
-    admit = VirtualMemory.admit
-
-    def stingy(memory: VirtualMemory, seqs: Any, budget: int) -> list[Admitted] | Later | None:
-        admitted = admit(memory, seqs, budget)
-        if not isinstance(admitted, list) or len(seqs) > 1:
-            return admitted
-        return [one._replace(reused=max(one.reused - 1, 0)) for one in admitted]
-
-    patch.setattr(VirtualMemory, "admit", stingy)
+    admitted = admit(memory, seqs, budget)
+    if not isinstance(admitted, list) or len(seqs) > 1:
+        return admitted
+    return [one._replace(reused=max(one.reused - 1, 0)) for one in admitted]
 
 
 UNMAPPED = "access to 0x[0-9a-f]+, where nothing is mapped"
@@ -219,7 +196,7 @@ def run_common(depth: int) -> None:
     for i in range(4):
         trace.add(asked(str(i), (*STEMS[0][:16], 50 + i), max_tokens=12))
         trace.step()
-    drain(trace)
+    trace.finish()
 
 
 def run_all(depth: int) -> None:
@@ -228,7 +205,7 @@ def run_all(depth: int) -> None:
 
 
 @pytest.mark.share(6)
-@pytest.mark.parametrize("depth", ALL)
+@every_depth
 def test_the_traces_pass_without_a_bug(depth: int) -> None:
     run_all(depth)
 
@@ -246,14 +223,14 @@ def no_rules(patch: Patch) -> None:
     only_outputs(patch)
     patch.setattr("traces.AddressedRunner", type(None))  # mappings aren't compared
     patch.setattr(FakeDriver, "kernel", lambda driver: nullcontext())
-    hold = FakeDriver.hold
 
-    def released(driver: FakeDriver, address: int, nbytes: int) -> int:
-        token = hold(driver, address, nbytes)
+    @instead_of(FakeDriver, "hold")
+    def released(hold: Any, driver: FakeDriver, address: int, nbytes: int) -> int:
+        token: int = hold(driver, address, nbytes)
         driver.let_go(token)
         return token
 
-    patch.setattr(FakeDriver, "hold", released)
+    released(patch)
 
 
 @pytest.mark.parametrize(("name", "depth"), [case for case in CASES if PLANTED[case[0]].alone])
@@ -265,9 +242,3 @@ def test_the_data_plane_alone_sees_it(name: str, depth: int, monkeypatch: Patch)
     bug.plant(monkeypatch)
     with found_by(bug.alone):
         run_all(depth)
-
-
-@pytest.mark.parametrize("depth", ALL)
-def test_sound_traces_pass_without_rules(depth: int, monkeypatch: Patch) -> None:
-    no_rules(monkeypatch)
-    run_all(depth)

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import json
-import random
 from base64 import b64decode
 from collections import Counter, defaultdict
-from contextlib import suppress
 from typing import Any
 
 import pytest
 import soak as soaking
-from memories import MAX_LEN, VOCAB, Build, reserved
+from memories import Build, reserved
 from traces import Trace
 
 from quire.control import scene as scenes
-from quire.control.edge import Limits
 from quire.control.engine import Engine
 from quire.control.memory.paged import PagedMemory
 from quire.control.memory.virtual import VirtualMemory
 from quire.control.outcomes import Output
 from quire.control.scene import CACHED, FIRST, FREE, OWNERS, PINNED, SHARED, scene
-from quire.errors import InputError
 
 NAMES = ["paged-4", "window", "mixed", "large", "states", "virtual-4", "cross-4", "large-vision-4", "vision-unlike",
          "uncached"]  # fmt: skip
@@ -134,17 +130,13 @@ def test_cells_stand_for_several_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(looks) >= FIRST
 
 
-def test_memory_without_pages_is_told_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_without_pages_is_told_in_bytes() -> None:
     memory = reserved("orca-oracle", page_size=4)(Build(tokens=160, chunk=64, max_seqs=12, host=24))
     trace = Trace(memory, seed=1, depth=1, budget=64, max_seqs=12, preemption="auto")
-    engine, rng = (
-        Engine(trace.scheduler, trace.runner, Limits(VOCAB, MAX_LEN, 100), clock=lambda: 0.0),
-        random.Random(1),
-    )
+    engine, trace.scheduler.memory = trace.engine, memory
+    engine.runner = trace.runner.runner
     for i in range(6):
-        asked = trace.draw(rng, str(i))
-        with suppress(InputError):
-            engine.add(asked.id, asked.prompt, asked.params)
+        trace.add(trace.draw(trace.rng, str(i)))
     told = [scene(engine)]
     while engine.unfinished:
         engine.step()

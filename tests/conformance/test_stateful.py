@@ -271,18 +271,18 @@ class Calls(RuleBasedStateMachine):
             assert is_unused(self.memory)
 
 
-def machine(memory: str) -> type[Calls]:
-    return type("Calls", (Calls,), {"name": memory})
+def machine(kind: type[RuleBasedStateMachine], memory: str) -> type[RuleBasedStateMachine]:
+    return type(kind.__name__, (kind,), {"name": memory, "__module__": kind.__module__})
 
 
 @pytest.mark.share(8)
 @pytest.mark.parametrize("name", EVERY)
 def test_any_calls(name: str) -> None:
-    run_state_machine_as_test(machine(name), settings=settings(max_examples=30, stateful_step_count=30))
+    run_state_machine_as_test(machine(Calls, name), settings=settings(max_examples=30, stateful_step_count=30))
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("name", EVERY)
 def test_any_calls_at_length(name: str) -> None:
-    run_state_machine_as_test(machine(name), settings=settings(max_examples=500, stateful_step_count=60))
+    run_state_machine_as_test(machine(Calls, name), settings=settings(max_examples=500, stateful_step_count=60))

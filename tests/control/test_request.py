@@ -35,25 +35,14 @@ INTEGERS = {
     "seed": (-(2**63), 2**63 - 1),
 }
 FLAGS = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "detokenize")
+MANY = dict.fromkeys(range(1025), 0.0)
 LISTS: dict[str, list[Any]] = {
     "stop": [5, b"x", [5], [""], ["x" * 257], ["x"] * 17, {"a": 1}, [None], "", 0, True],
     "stop_token_ids": [5, "5", ["5"], [-1], [1.0], [True], [2**31], {1: 1}, 0, False, "", {}],
     "bad_words": [5, [b"x"], [""], ["x" * 257], ["x"] * 129, {"a": 1}],
     "logprob_token_ids": [5, "5", ["5"], [-1], [1.0], [True], [2**31], {1: 1}, list(range(129)), [1] * 129, 0, "", {}],
     "allowed_token_ids": [[], 5, "5", [-1], [None], [2**40], {1: 1}, 0],
-    "logit_bias": [
-        [1],
-        "1",
-        {"x": 1.0},
-        {-1: 1.0},
-        {1: NAN},
-        {1: INF},
-        {1: 100.5},
-        {1: "1"},
-        {None: 1.0},
-        dict.fromkeys(range(1025), 0.0),
-        {"9" * 40: 1.0},
-    ],
+    "logit_bias": [[1], "1", {"x": 1.0}, {-1: 1.0}, {1: NAN}, {1: 100.5}, {1: "1"}, {None: 1.0}, {"9" * 40: 1.0}, MANY],
 }
 
 
@@ -67,20 +56,16 @@ def refused(field: str, value: Any) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("value", [NAN, INF, -INF, 1e308, -1e308, 10**400, -(10**400)], ids=str)
 @pytest.mark.parametrize("field", NUMBERS)
-def test_numbers_are_finite_and_within_limits(field: str, value: float) -> None:
-    assert f"between {NUMBERS[field][0]} and {NUMBERS[field][1]}" in refused(field, value)
-
-
-@pytest.mark.parametrize("field", NUMBERS)
-def test_numbers_just_outside_their_limits(field: str) -> None:
+def test_numbers_are_finite_and_within_limits(field: str) -> None:
     low, high = NUMBERS[field]
-    for value in (math.nextafter(low, -INF), math.nextafter(high, INF)):
-        refused(field, value)
-    if field != "top_p":
-        assert getattr(SamplingParams(**{field: low}), field) == low
+    for value in (NAN, INF, -INF, 10**400, -(10**400), math.nextafter(low, -INF), math.nextafter(high, INF)):
+        assert f"between {low} and {high}" in refused(field, value)
     assert getattr(SamplingParams(**{field: high}), field) == high
+    if field == "top_p":
+        assert "above 0" in refused(field, low)
+    else:
+        assert getattr(SamplingParams(**{field: low}), field) == low
 
 
 @pytest.mark.parametrize("field", INTEGERS)
@@ -92,30 +77,23 @@ def test_integers_outside_their_limits(field: str) -> None:
         assert "must be an integer" in refused(field, value)
 
 
-@pytest.mark.parametrize("value", ["1", b"1", [1], (1,), {}, {"a": 1}, True, object(), 1j])
 @pytest.mark.parametrize("field", [*NUMBERS, *INTEGERS])
-def test_wrong_types_of_numbers(field: str, value: Any) -> None:
-    assert type(value).__name__ in refused(field, value)
+def test_wrong_types_of_numbers(field: str) -> None:
+    optional = field in ("max_tokens", "logprobs", "prompt_logprobs", "seed")
+    for value in ("1", b"1", [1], (1,), {}, {"a": 1}, True, object(), 1j, *(() if optional else (None,))):
+        assert type(value).__name__ in refused(field, value)
 
 
-@pytest.mark.parametrize("field", [*NUMBERS, "n", "top_k", "min_tokens", *FLAGS])
-def test_none_is_not_a_number(field: str) -> None:
-    assert "NoneType" in refused(field, None)
-
-
-@pytest.mark.parametrize("value", [0, 1, "true", None, [], NAN])
 @pytest.mark.parametrize("field", FLAGS)
-def test_flags_are_true_or_false(field: str, value: Any) -> None:
-    refused(field, value)
+def test_flags_are_true_or_false(field: str) -> None:
+    for value in (0, 1, "true", [], NAN):
+        refused(field, value)
+    assert "NoneType" in refused(field, None)
 
 
 @pytest.mark.parametrize(("field", "value"), [(f, v) for f, values in LISTS.items() for v in values], ids=str)
 def test_lists(field: str, value: Any) -> None:
     refused(field, value)
-
-
-def test_top_p_is_above_zero() -> None:
-    assert "above 0" in refused("top_p", 0.0)
 
 
 def test_min_tokens_is_at_most_max_tokens() -> None:
@@ -235,12 +213,4 @@ def test_a_refused_request_leaves_the_engine_undisturbed(name: str) -> None:
     assert before == after
     trace.engine.limits = trace.engine.limits._replace(max_queued=10)
     trace.add(Asked("late", (1, 2, 3, 4, 5), OK, ""))
-    while trace.engine.unfinished:
-        trace.step()
-    trace.drained()
-
-
-def test_the_abort_of_an_unknown_request_passes() -> None:
-    trace = Trace(MEMORIES["paged-4"](Build(tokens=64)), seed=0, depth=2, budget=64, max_seqs=8)
-    trace.engine.abort("nobody")
-    assert not trace.engine.unfinished
+    trace.finish()

@@ -1,40 +1,35 @@
-"""The scheduler: first come first served, one iteration at a time, within a budget; preemption; what a plan costs."""
+"""The scheduler: first come first served, one iteration at a time, within a budget; preemption."""
 
 from __future__ import annotations
 
 import random
-from collections import deque
 from collections.abc import Callable
 
 import pytest
 from memories import MAX_LEN, MEMORIES, VOCAB, Build
 from traces import Asked, Trace
 
-from quire.control.memory import LATER
 from quire.control.request import Request, Sequence, Status
 from quire.control.scheduler import Scheduler
 from quire.sim.echo import EchoRunner, expected
 from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.plan import LAST, StepPlan, StepResult
+from quire.vocabulary.plan import StepPlan, StepResult
 
 DEPTHS = (1, 2, 3)
 
 
-def opened(*, tokens: int = 256, budget: int = 64, depth: int = 1, max_seqs: int = 8, name: str = "paged-4") -> Trace:
-    memory = MEMORIES[name](Build(tokens, budget, max_seqs))
-    return Trace(memory, seed=0, depth=depth, budget=budget, max_seqs=max_seqs)
+def opened(
+    *, tokens: int = 256, budget: int = 64, depth: int = 1, max_seqs: int = 8, name: str = "paged-4", host: int = 0,
+    preemption: str = "recompute",
+) -> Trace:  # fmt: skip
+    memory = MEMORIES[name](Build(tokens, budget, max_seqs, host=host))
+    return Trace(memory, seed=0, depth=depth, budget=budget, max_seqs=max_seqs, preemption=preemption)
 
 
 def ask(trace: Trace, id: str, length: int, *, n: int = 1, max_tokens: int = 12, stop: tuple[int, ...] = ()) -> None:
     prompt = tuple(random.Random(id).choices(range(1, VOCAB), k=length))
     params = SamplingParams(n=n, seed=hash(prompt) % 1000, max_tokens=max_tokens, stop_token_ids=stop, ignore_eos=True)
     trace.add(Asked(id, prompt, params, ""))
-
-
-def drain(trace: Trace) -> None:
-    while trace.engine.unfinished:
-        trace.step()
-    trace.drained()
 
 
 class Recorded(Scheduler):
@@ -48,8 +43,6 @@ class Recorded(Scheduler):
         plan = super().schedule()
         stayed = set(before) - set(self.victims)
         admitted = [request.id for request in self.running if request.id not in stayed]
-        if not hasattr(self, "log"):
-            self.log = []
         self.log.append((plan, admitted, self.victims, flight))
         return plan
 
@@ -105,7 +98,7 @@ def test_a_new_request_joins_within_one_step(depth: int) -> None:
     assert admitted == ["new"]
     assert plan is not None
     assert sorted(len(row.tokens) for row in plan.rows) == [1, 8]
-    drain(trace)
+    trace.finish()
 
 
 def test_the_oldest_gets_the_budget_first() -> None:
@@ -122,22 +115,6 @@ def test_the_oldest_gets_the_budget_first() -> None:
     assert shares[:6] == [[6], [4, 2], [1, 5], [1, 3, 2], [1, 1, 4], [1, 4]]
 
 
-def test_all_branches_or_none_are_preempted() -> None:
-    trace = opened(tokens=72)
-    ask(trace, "a", 10, max_tokens=25)
-    ask(trace, "b", 10, n=3, max_tokens=12)
-    scheduler = recorded(trace)
-    hurt = False
-    while trace.engine.unfinished:
-        trace.step()
-        for request in [*scheduler.running, *scheduler.waiting]:
-            resident = [seq.id in trace.memory.memory.residents for seq in request.live]
-            assert all(resident) if request.status is Status.RUNNING else not any(resident)
-            hurt |= request.preemptions > 0 and len(request.live) > 1
-    assert hurt
-    trace.drained()
-
-
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_a_late_stop_wastes_at_most_the_other_steps_in_flight(depth: int) -> None:
     trace = opened(depth=depth)
@@ -146,7 +123,7 @@ def test_a_late_stop_wastes_at_most_the_other_steps_in_flight(depth: int) -> Non
     end = next(i for i in range(6, 20) if free[i] not in free[:i])
     params = SamplingParams(seed=7, max_tokens=20, ignore_eos=True, stop_token_ids=[free[end]])
     trace.add(Asked("a", prompt, params, ""))
-    drain(trace)
+    trace.finish()
     assert trace.runner.rows == end + 1 + (depth - 1)
 
 
@@ -154,42 +131,8 @@ def test_a_late_stop_wastes_at_most_the_other_steps_in_flight(depth: int) -> Non
 def test_a_stop_by_length_wastes_nothing(depth: int) -> None:
     trace = opened(depth=depth)
     ask(trace, "a", 5, max_tokens=9)
-    drain(trace)
+    trace.finish()
     assert trace.runner.rows == 9
-
-
-def test_nobody_is_preempted_while_a_step_is_in_flight() -> None:
-    """Short of memory, `schedule` returns None, changes no request, and preempts when nothing is awaited any more."""
-    trace = opened(tokens=40, depth=2)
-    for id in ("a", "b"):
-        ask(trace, id, 12, max_tokens=20)
-    scheduler, plans = recorded(trace), []
-    while (plan := scheduler.schedule()) is not None:
-        plans.append(plan)
-        trace.runner.runner.depth = len(plans) + 1
-        trace.runner.submit(plan)
-    assert scheduler.flight == len(plans) > 1
-    assert not scheduler.preemptions
-    places = {seq.id: trace.memory.place(seq) for seq in trace.memory.residents.values()}
-    assert scheduler.schedule() is None
-    assert {seq.id: trace.memory.place(seq) for seq in trace.memory.residents.values()} == places
-    for ticket, plan in enumerate(plans, 1):
-        assert not scheduler.preemptions
-        scheduler.update(plan, trace.runner.collect(ticket))
-    assert scheduler.schedule() is not None
-    assert [request.id for request in scheduler.running] == ["a"]
-    assert [request.id for request in scheduler.waiting] == ["b"]
-
-
-def test_rows_decode_from_the_last_sample_while_it_is_unseen() -> None:
-    trace = opened(depth=2)
-    ask(trace, "a", 5)
-    first, second = trace.scheduler.schedule(), trace.scheduler.schedule()
-    assert first is not None
-    assert second is not None
-    assert (first.rows[0].start, len(first.rows[0].tokens), first.rows[0].sample) == (0, 5, 1)
-    assert (second.rows[0].start, second.rows[0].tokens, second.rows[0].sample) == (5, (LAST,), 1)
-    assert second.births == ()
 
 
 def test_prompt_scores_cover_each_prompt_token_but_the_first_once() -> None:
@@ -197,32 +140,10 @@ def test_prompt_scores_cover_each_prompt_token_but_the_first_once() -> None:
     params = SamplingParams(seed=1, max_tokens=3, prompt_logprobs=0)
     trace.add(Asked("a", tuple(range(1, 11)), params, ""))
     scheduler = recorded(trace)
-    drain(trace)
+    trace.finish()
     rows = [plan.rows[0] for plan, *_ in scheduler.log if plan is not None]
     assert [row.score for row in rows[:3]] == [(2, 3, 4, 5), (6, 7, 8, 9), (10,)]
     assert all(row.score == () for row in rows[3:])
-
-
-def plan_size(context: int) -> tuple[int, int, int]:
-    """Journal entries, births and row tokens of 16 steps of 256 sequences decoding after `context` tokens."""
-    count, steps = 256, 16
-    memory = MEMORIES["paged-16"](Build(count * (context + 32), count * (context + 32), count, context + 64))
-    scheduler = Scheduler(memory, budget=count * context, max_seqs=count, max_len=context + 64)
-    runner = EchoRunner(blind=True)
-    for i in range(count):
-        seq = Sequence(i, [1 + i, *([3] * (context - 1))])
-        scheduler.add(Request(str(i), seq, SamplingParams(max_tokens=40), arrival=0.0, max_tokens=40))
-    sizes = []
-    for _ in range(steps + 1):
-        plan = scheduler.schedule()
-        assert plan is not None
-        sizes.append((len(plan.journal), len(plan.births), sum(len(row.tokens) for row in plan.rows)))
-        scheduler.update(plan, runner.collect(runner.submit(plan)))
-    return sum(s[0] for s in sizes[1:]), sum(s[1] for s in sizes[1:]), sum(s[2] for s in sizes[1:])
-
-
-def test_a_plan_costs_the_same_for_long_contexts() -> None:
-    assert plan_size(16) == plan_size(1024) == (256, 0, 256 * 16)
 
 
 def test_a_blind_runner_draws_one_constant_token_for_each_sample() -> None:
@@ -246,36 +167,27 @@ def test_refused_branches_are_not_tried_at_every_step(monkeypatch: pytest.Monkey
     while not b.preemptions:
         trace.step()
     memory = trace.memory.memory
-    asked: list[int] = []  # requests that the scheduler tried to admit, by their first sequence
     tried: list[int] = []  # pages released before each time that the memory looked for room
-    admit, coming = trace.memory.admit, memory.arrivals.of
-    monkeypatch.setattr(trace.memory, "admit", lambda seqs, *more: (asked.append(seqs[0].id), admit(seqs, *more))[1])
+    coming = memory.arrivals.of
     monkeypatch.setattr(
         memory.arrivals, "of", lambda seqs, *more: (tried.append(memory.pages.releases), coming(seqs, *more))[1]
     )
-    steps, held = 0, memory.pages.releases
+    steps = trace.steps
     while b.status is Status.WAITING and "a" in trace.engine.requests:
         trace.step()
-        steps += 1
-        if b.status is Status.WAITING and "a" in trace.engine.requests:
-            assert memory.pages.releases == held, "nothing leaves while one request grows"
-            assert not {seq.id for seq in b.live} & set(memory.residents)
-    assert steps > 8
-    assert len(asked) >= steps - 1
-    assert set(asked) == {b.live[0].id}
-    assert len(tried) == len(set(tried)), "nothing was released between two attempts"
-    assert len(tried) <= 2  # once in vain, and when "a" has ended
-    drain(trace)
+    assert trace.steps > steps + 8
+    assert len(tried) == len(set(tried)) <= 2, 'once in vain, and when "a" has ended'
+    trace.finish()
 
 
 def test_refused_branches_are_tried_again_when_others_were_swapped_out() -> None:
     """What stood in a request's way was swapped out and aborted there: its pages came back without a sequence being
     freed."""
-    memory = MEMORIES["uncached"](Build(tokens=72, chunk=64, host=100))
-    trace = Trace(memory, seed=0, depth=1, budget=64, max_seqs=8)
+    trace = opened(tokens=72, name="uncached", host=100)
     ask(trace, "a", 10, max_tokens=30)
     ask(trace, "b", 10, n=3, max_tokens=12)
     a, b = trace.scheduler.waiting
+    memory = trace.memory.memory
     while memory.refused[0] != b.live[0].id:
         trace.step()
     assert (a.status, b.status) == (Status.RUNNING, Status.WAITING)
@@ -286,7 +198,7 @@ def test_refused_branches_are_tried_again_when_others_were_swapped_out() -> None
     trace.abort("a")
     trace.step()
     assert b.status is Status.RUNNING
-    drain(trace)
+    trace.finish()
 
 
 def test_all_branches_come_back_in_one_step_or_none_does() -> None:
@@ -308,54 +220,6 @@ def test_all_branches_come_back_in_one_step_or_none_does() -> None:
 # Requests that wait for what another one computes
 
 
-def pairs_of(count: int, length: int, depth: int) -> tuple[Scheduler, EchoRunner, list[Request]]:
-    """`count` different prompts, each sent twice in a row, with as much memory and budget as they can use."""
-    memory = MEMORIES["paged-16"](Build(2 * count * (length + 32), 2 * count * length, 2 * count, length + 32))
-    scheduler = Scheduler(memory, budget=2 * count * length, max_seqs=2 * count, max_len=length + 32)
-    runner = EchoRunner(depth, vocab_size=VOCAB)
-    runner.bind(memory.geometry)
-    requests = []
-    for i in range(2 * count):
-        prompt = random.Random(i // 2).choices(range(1, VOCAB), k=length)
-        params = SamplingParams(max_tokens=6, ignore_eos=True)
-        requests.append(Request(str(i), Sequence(i, prompt, seed=i), params, arrival=0.0, max_tokens=6))
-        scheduler.add(requests[-1])
-    return scheduler, runner, requests
-
-
-@pytest.mark.parametrize("depth", DEPTHS)
-def test_prompts_sent_twice_are_computed_once_and_hold_up_nobody(depth: int) -> None:
-    """64 pairs: each second one waits for its first one only, so that all have their prompts after the first result is
-    taken in, not a pair a step."""
-    scheduler, runner, requests = pairs_of(64, 100, depth)
-    plans: deque[tuple[int, StepPlan]] = deque()
-    rows: dict[int, list[tuple[int, int, int]]] = {seq: [] for seq in range(128)}  # (step, start, tokens)
-    steps = 0
-    while scheduler.unfinished:
-        if len(plans) < depth and (plan := scheduler.schedule()) is not None:
-            steps += 1
-            for row in plan.rows:
-                seq = scheduler.by_slot[row.slot][1]
-                rows[seq.id].append((steps, row.start, len(row.tokens)))
-            plans.append((runner.submit(plan), plan))
-            assert [request.order for request in scheduler.running] == sorted(r.order for r in scheduler.running)
-            if len(plans) < depth:
-                continue
-        ticket, plan = plans.popleft()
-        scheduler.update(plan, runner.collect(ticket))
-        scheduler.memory.check()
-    for i in range(0, 128, 2):
-        assert rows[i][0] == (1, 0, 100)
-        assert rows[i + 1][0] == (1 + depth, 96, 4)
-    assert scheduler.memory.account().sharing.hits == 64 * 96
-    for i, request in enumerate(requests):
-        (seq,) = request.done
-        wanted = expected(
-            seq.tokens[:100], request.params, i, vocab_size=VOCAB, groups=scheduler.memory.geometry.groups
-        )
-        assert seq.tokens[100:] == wanted
-
-
 def twice(trace: Trace, first: str, second: str, length: int, max_tokens: int = 12) -> None:
     """Two requests with one prompt, and seeds of their own."""
     prompt = tuple(random.Random(first).choices(range(1, VOCAB), k=length))
@@ -364,36 +228,18 @@ def twice(trace: Trace, first: str, second: str, length: int, max_tokens: int = 
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_a_request_behind_a_waiting_duplicate_is_admitted_in_the_same_step(depth: int) -> None:
-    trace = opened(depth=depth)
-    twice(trace, "a", "b", 12)
-    ask(trace, "c", 7)
+def test_prompts_sent_twice_are_computed_once_and_hold_up_nobody(depth: int) -> None:
+    """64 pairs: each second one waits for its first one only, so that all have their prompts after the first result is
+    taken in, not a pair a step."""
+    trace = opened(tokens=128 * MAX_LEN, budget=64 * 40, depth=depth, max_seqs=128, name="paged-16")
+    for i in range(64):
+        twice(trace, f"first {i}", f"second {i}", 40, max_tokens=6)
     scheduler = recorded(trace)
-    trace.step()
-    plan, admitted, _, _ = scheduler.log[0]
-    assert admitted == ["a", "c"]
-    assert plan is not None
-    assert [len(row.tokens) for row in plan.rows] == [12, 7]
-    while "b" not in scheduler.log[-1][1]:
-        assert [request.id for request in scheduler.waiting] == ["b"]
-        trace.step()
-    assert scheduler.log[-1][3] == depth - 1  # the first step's result had just been taken in
-    assert [request.id for request in scheduler.running] == ["a", "b", "c"]
-    drain(trace)
-
-
-def test_who_was_overtaken_is_not_the_next_victim() -> None:
-    """It came in after a younger one, and stands before it all the same: the younger one is preempted."""
-    trace = opened(tokens=64)
-    twice(trace, "a", "b", 12, max_tokens=24)
-    ask(trace, "c", 8, max_tokens=24)
-    scheduler = recorded(trace)
-    while trace.engine.unfinished and not scheduler.preemptions:
-        trace.step()
-    assert [admitted for _, admitted, _, _ in scheduler.log[:2]] == [["a", "c"], ["b"]]
-    assert scheduler.log[-1][2] == ["c"]
-    assert [request.id for request in scheduler.running] == ["a", "b"]
-    drain(trace)
+    trace.finish()
+    plans = [[(row.start, len(row.tokens)) for row in plan.rows] for plan, *_ in scheduler.log if plan is not None]
+    assert plans[0] == [(0, 40)] * 64
+    assert [row for row in plans[depth] if row[1] > 1] == [(32, 8)] * 64
+    assert trace.memory.account().sharing.hits == 64 * 32
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
@@ -420,7 +266,7 @@ def test_who_waits_for_another_does_not_starve(tokens: int, depth: int) -> None:
         assert len(scheduler.log) < 60, "it starves"
     assert shared is not None
     assert any(request.scheduled is not None or request.status is not Status.WAITING for request in later)
-    drain(trace)
+    trace.finish()
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
@@ -466,43 +312,6 @@ def _collected(trace: Trace) -> tuple[StepPlan, StepResult]:
     return plan, trace.runner.collect(ticket)
 
 
-def test_when_the_first_of_two_is_aborted_the_second_computes() -> None:
-    """What the first one was computing when it was aborted is not kept, and nobody waits for it any more."""
-    trace = opened()
-    twice(trace, "a", "b", 24)
-    a, b = trace.scheduler.waiting
-    plan = trace.scheduler.schedule()
-    assert plan is not None
-    assert [len(row.tokens) for row in plan.rows] == [24]
-    ticket = trace.runner.submit(plan)
-    trace.scheduler.finish(a, a.live[0], "abort")
-    assert trace.memory.admit(b.live, 64) is LATER
-    trace.scheduler.update(plan, trace.runner.collect(ticket))
-    plan = trace.scheduler.schedule()
-    assert plan is not None
-    assert [(row.start, len(row.tokens)) for row in plan.rows] == [(0, 24)]
-    assert b.status is Status.RUNNING
-
-
-def test_a_victim_finds_what_it_had_generated_in_the_prefix_cache() -> None:
-    """Recomputation starts behind the last full page that is still cached, outputs included."""
-    trace = opened()
-    ask(trace, "a", 6, max_tokens=20)
-    (request,) = trace.scheduler.waiting
-    for _ in range(12):
-        trace.step()
-    (seq,) = request.live
-    assert seq.computed == 17
-    scheduler = recorded(trace)
-    scheduler.victims = []
-    scheduler._preempt(request)
-    trace.step()
-    plan = scheduler.log[0][0]
-    assert plan is not None
-    assert (plan.rows[0].start, len(plan.rows[0].tokens)) == (16, 2)
-    drain(trace)
-
-
 @pytest.mark.parametrize("budget", [2, 4, 64])
 def test_a_branch_waits_for_all_that_it_shares(budget: int) -> None:
     """A preempted group comes back: the third branch shares with the second what that one shares with the first."""
@@ -530,30 +339,28 @@ def test_a_branch_waits_for_all_that_it_shares(budget: int) -> None:
 def test_a_group_is_swapped_while_what_it_shares_is_being_computed() -> None:
     """Pages that no branch has computed yet go out and come back. Nobody may find them by the name of what they will
     hold: here one would, in the very step that computes it."""
-    memory = MEMORIES["poisoned"](Build(tokens=256, chunk=12, host=100))
-    trace = Trace(memory, seed=0, depth=1, budget=12, max_seqs=8)
+    trace = opened(tokens=256, budget=12, name="poisoned", host=100)
     prompt = tuple(random.Random(1).choices(range(1, VOCAB), k=16))
     trace.add(Asked("a", prompt, SamplingParams(n=2, seed=1, max_tokens=12, ignore_eos=True), ""))
     scheduler, (a,) = trace.scheduler, trace.scheduler.waiting
     while len(a.live) < 2:
         trace.step()
     scheduler._preempt(a)
-    memory.prefixes.reset()
+    trace.memory.prefixes.reset()
     trace.step()
     assert a.live[1].sibling is a.live[0]
     assert (a.live[0].computed, a.live[1].computed) == (12, 16)
     scheduler.preemption = "swap"
     scheduler._preempt(a)
-    memory.prefixes.reset()
+    trace.memory.prefixes.reset()
     trace.add(Asked("b", (*prompt, 5), SamplingParams(seed=2, max_tokens=4, ignore_eos=True), ""))
     trace.step()
     assert a.status is Status.RUNNING
-    drain(trace)
+    trace.finish()
 
 
 def test_nobody_new_is_admitted_while_somebody_is_swapped() -> None:
-    memory = MEMORIES["paged-4"](Build(tokens=40, chunk=64, host=100))
-    trace = Trace(memory, seed=0, depth=1, budget=64, max_seqs=8, preemption="swap")
+    trace = opened(tokens=40, host=100, preemption="swap")
     for id in ("a", "b"):
         ask(trace, id, 12, max_tokens=20)
     while not trace.scheduler.swapped:
@@ -562,14 +369,13 @@ def test_nobody_new_is_admitted_while_somebody_is_swapped() -> None:
     while trace.scheduler.swapped:
         trace.step()
         assert "c" not in [request.id for request in trace.scheduler.running] or not trace.scheduler.swapped
-    drain(trace)
+    trace.finish()
     assert trace.scheduler.preempted == {"swap": 1, "recompute": 0}
 
 
 def test_a_sequence_may_leave_again_before_its_birth_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is swapped in while the only others wait for a result, finds no room to compute, and is the next victim."""
-    memory = MEMORIES["paged-4"](Build(tokens=36, chunk=12, host=100))
-    trace = Trace(memory, seed=0, depth=2, budget=12, max_seqs=8, preemption="swap")
+    trace = opened(tokens=36, budget=12, depth=2, host=100, preemption="swap")
     beams = SamplingParams(beam_width=2, seed=1, max_tokens=16, ignore_eos=True)
     trace.add(Asked("a", (1, 2, 3, 4), beams, ""))
     ask(trace, "b", 28, max_tokens=4)
@@ -580,7 +386,7 @@ def test_a_sequence_may_leave_again_before_its_birth_is_told(monkeypatch: pytest
         return send(plan)
 
     monkeypatch.setattr(trace.runner, "submit", submit)
-    drain(trace)
+    trace.finish()
     assert gone
     assert trace.engine.stats.prompt_tokens == 4 + 28
 
@@ -588,10 +394,9 @@ def test_a_sequence_may_leave_again_before_its_birth_is_told(monkeypatch: pytest
 def test_auto_takes_the_cheaper_way_for_each_victim() -> None:
     """In these traces recomputing costs as much as swapping six pages."""
     for length, way in ((8, "swap"), (32, "recompute")):
-        memory = MEMORIES["paged-4"](Build(tokens=128, chunk=64, host=100))
-        trace = Trace(memory, seed=0, depth=1, budget=64, max_seqs=8, preemption="auto")
+        trace = opened(tokens=128, host=100, preemption="auto")
         ask(trace, "a", length, max_tokens=6)
         trace.step()
         trace.scheduler._preempt(next(iter(trace.scheduler.running)))
         assert trace.scheduler.preempted[way] == 1
-        drain(trace)
+        trace.finish()

@@ -62,7 +62,6 @@ class Session:
             self.question()
 
     def question(self) -> None:
-        """The same questions have the same answers."""
         found = []
         for path, body in QUESTIONS:
             told = self.post(path, body)
@@ -72,7 +71,6 @@ class Session:
         assert found == self._known
 
     def post(self, path: str, body: Any) -> Told:
-        """Ask with a user's key."""
         head = [f"POST {path} HTTP/1.1", "Content-Type: application/json", f"Authorization: Bearer {self.keys['user']}"]
         return self._send("POST", head, json.dumps(body).encode(), False, None)
 

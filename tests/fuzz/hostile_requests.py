@@ -198,7 +198,6 @@ def _broken(body: bytes, how: int) -> bytes:
 
 
 def requests() -> st.SearchStrategy[Wanted]:
-    """Any of them."""
     rarely = st.sampled_from((False,) * 9 + (True,))
     keys = st.sampled_from(KEYS + ("user",) * 16)
 

@@ -15,7 +15,6 @@ EVERY = 0.02  # seconds
 
 
 def main(port: int) -> None:
-    """Probe until stdin ends."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     took: list[float] = []
     failed = 0

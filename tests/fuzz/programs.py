@@ -97,7 +97,6 @@ def made(rng: random.Random, ways: list[str], depth: int) -> str:
 
 
 def program(seed: int) -> str:
-    """A template."""
     rng = random.Random(seed)
 
     def block(depth: int) -> str:

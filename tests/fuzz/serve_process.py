@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import httpx
 
@@ -20,12 +20,13 @@ BUSY = ("quire_num_requests_running", "quire_num_requests_waiting", "quire_kv_ca
 
 
 class Process:
-    """The bundled model behind an API key and an admin key; `said` is what it wrote so far."""
+    """The bundled model behind an API key and an admin key, or what another command serves without any; `said` is what
+    it wrote so far."""
 
-    def __init__(self, *flags: str) -> None:
-        keys = {"QUIRE_API_KEY": KEY, "QUIRE_ADMIN_KEY": ADMIN_KEY}
+    def __init__(self, *flags: str, command: Sequence[str] = ()) -> None:
+        keys = {} if command else {"QUIRE_API_KEY": KEY, "QUIRE_ADMIN_KEY": ADMIN_KEY}
         self.child = subprocess.Popen(
-            [sys.executable, "-m", "quire", "serve", "--port", "0", *flags],
+            command or [sys.executable, "-m", "quire", "serve", "--port", "0", *flags],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -51,12 +52,10 @@ class Process:
 
     @property
     def url(self) -> str:
-        """Where it listens."""
         return f"http://127.0.0.1:{self.port}"
 
     @property
     def text(self) -> str:
-        """All that it said."""
         return "".join(self.said)
 
     def metric(self, name: str) -> float:
@@ -79,7 +78,6 @@ class Process:
         return status
 
     def close(self) -> None:
-        """Nothing of it is left."""
         self.child.kill()
         self.child.wait()
         self._reading.join()
@@ -88,14 +86,13 @@ class Process:
 
 
 def bearer(key: str = KEY) -> dict[str, str]:
-    """The header that shows a key."""
     return {"Authorization": f"Bearer {key}"}
 
 
 @contextlib.contextmanager
-def serving(*flags: str) -> Iterator[Process]:
+def serving(*flags: str, command: Sequence[str] = ()) -> Iterator[Process]:
     """One process, which is gone afterwards however that ends."""
-    process = Process(*flags)
+    process = Process(*flags, command=command)
     try:
         yield process
     finally:

@@ -44,7 +44,6 @@ class Loader:
         return json.loads(line) if line else {"kind": "ended", "message": "", "seconds": 0, "peak_kib": 0}
 
     def close(self) -> None:
-        """End it."""
         self._process.kill()
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout):

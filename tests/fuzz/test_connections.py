@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import random
-import re
 import resource
-import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
-from urllib.parse import urlsplit
 
 import httpx
 import pytest
+from serve_process import Process, serving
 
 TESTS = Path(__file__).parent.parent
 PROGRAM = """
@@ -37,33 +33,8 @@ POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/j
 CHAT = {"messages": [{"role": "user", "content": "a quire of pages"}], "max_tokens": 8, "seed": 1, "ignore_eos": True}
 
 
-class Server(NamedTuple):
-    """A server process and where it listens."""
-
-    child: subprocess.Popen[str]
-    url: str
-    address: tuple[str, int]
-
-    def connect(self) -> socket.socket:
-        return socket.create_connection(self.address, timeout=20)
-
-
-@contextlib.contextmanager
-def server(files: int) -> Iterator[Server]:
-    command = f"ulimit -n {files}; exec {sys.executable} -c '{PROGRAM}' {TESTS} 2>&1"
-    child = subprocess.Popen(["bash", "-c", command], stdout=subprocess.PIPE, text=True)
-    assert child.stdout is not None
-    try:
-        line = next((line for line in child.stdout if "quire serves" in line), "")
-        found = re.search(r"http://127\.0\.0\.1:\d+", line)
-        assert found, child.communicate()
-        parts = urlsplit(found[0])
-        assert parts.hostname
-        assert parts.port
-        yield Server(child, found[0], (parts.hostname, parts.port))
-    finally:
-        child.kill()
-        child.communicate()
+def connect(to: Process) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", to.port), timeout=20)
 
 
 class Canary:
@@ -94,19 +65,19 @@ class Canary:
                 self.answers.append(answer.text if answer.status_code != 200 else str(answer.json()["choices"]))
 
 
-def idle(to: Server, chance: random.Random) -> None:
+def idle(to: Process, chance: random.Random) -> None:
     """Connections that say nothing, more than there is room for, until the server ends them."""
     with contextlib.ExitStack() as stack:
         for _ in range(IDLE):
-            stack.enter_context(to.connect())
+            stack.enter_context(connect(to))
         time.sleep(chance.uniform(17, 19))
 
 
-def slow(head: bytes) -> Callable[[Server, random.Random], None]:
-    def work(to: Server, chance: random.Random) -> None:
+def slow(head: bytes) -> Callable[[Process, random.Random], None]:
+    def work(to: Process, chance: random.Random) -> None:
         """A byte now and then, on 100 connections."""
         with contextlib.ExitStack() as stack:
-            clients = [stack.enter_context(to.connect()) for _ in range(100)]
+            clients = [stack.enter_context(connect(to)) for _ in range(100)]
             for client in clients:
                 with contextlib.suppress(OSError):
                     client.sendall(head)
@@ -119,11 +90,11 @@ def slow(head: bytes) -> Callable[[Server, random.Random], None]:
     return work
 
 
-def burst(make: Callable[[random.Random], bytes], *, half: bool = False) -> Callable[[Server, random.Random], None]:
-    def work(to: Server, chance: random.Random) -> None:
+def burst(make: Callable[[random.Random], bytes], *, half: bool = False) -> Callable[[Process, random.Random], None]:
+    def work(to: Process, chance: random.Random) -> None:
         """300 connections, one after the other: something is sent and all of the answer read, or left."""
         for _ in range(300):
-            with to.connect() as client, contextlib.suppress(OSError):
+            with connect(to) as client, contextlib.suppress(OSError):
                 client.sendall(make(chance))
                 if half:
                     client.shutdown(socket.SHUT_WR)
@@ -140,7 +111,7 @@ def pipelined(chance: random.Random) -> bytes:
     return b"".join(chance.choice((GET + b"\r\n", request)) for _ in range(chance.randrange(2, 60)))
 
 
-HOSTILE: dict[str, Callable[[Server, random.Random], None]] = {
+HOSTILE: dict[str, Callable[[Process, random.Random], None]] = {
     "2,000 idle connections": idle,
     "headers a byte at a time": slow(GET + b"X: "),
     "a body a byte at a time": slow(POST + b"Content-Length: 100000\r\n\r\n"),
@@ -159,11 +130,9 @@ HOSTILE: dict[str, Callable[[Server, random.Random], None]] = {
 def test_hostile_connections() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 8192), hard))
-    said: list[str] = []
+    command = ["bash", "-c", f"ulimit -n 256; exec {sys.executable} -c '{PROGRAM}' {TESTS}"]
     try:
-        with server(256) as to:
-            reading = threading.Thread(target=lambda: said.extend(to.child.stdout or ()))
-            reading.start()
+        with serving(command=command) as to:
             with Canary(to.url) as canary:
                 for name, work in HOSTILE.items():
                     before, began = len(canary.answers), time.monotonic()
@@ -181,11 +150,9 @@ def test_hostile_connections() -> None:
             while httpx.get(f"{to.url}/health").status_code != 200 and time.monotonic() < end:
                 time.sleep(0.2)
             assert httpx.get(f"{to.url}/health").status_code == 200
-            to.child.send_signal(signal.SIGTERM)
-            assert to.child.wait(30) == 0
-            reading.join(10)
+            assert to.end(30) == 0
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    print("".join(said)[-4000:])
-    assert not [line for line in said if "Traceback" in line]
-    assert len(said) < 600
+    print(to.text[-4000:])
+    assert "Traceback" not in to.text
+    assert len(to.said) < 600

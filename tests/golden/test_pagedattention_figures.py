@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from typing import Any
 
 import numpy as np
 from memories import admit_one, spec
@@ -29,34 +30,27 @@ def ids(text: str) -> list[int]:
     return [WORDS.index(word) for word in text.lower().split()]
 
 
-class Server:
-    """A scheduler and an EchoRunner over a few blocks of four tokens, given out in the figures' order. With `caching`
-    a freed block keeps its content as long as others are empty."""
-
-    def __init__(self, order: Iterable[int], blocks: int = BLOCKS, caching: bool = False, prefix: int = 0) -> None:
-        config = EngineConfig(page_size=BLOCK, max_num_seqs=4)
-        built = build_memory(config, spec((None,), 32), Size(blocks * BLOCK, 32, 2))
-        rest = [block for block in range(blocks) if block not in set(order)]
-        pages = [block + 1 for block in (*order, *rest)]
-        self.memory = PagedMemory(built.geometry, chunk=64, caching=caching, order=pages, prefix_tokens=prefix)
-        self.scheduler = Scheduler(self.memory, budget=64, max_seqs=4, max_len=32)
+class Stepped:
+    def __init__(self, memory: Any, longest: int) -> None:
+        self.memory = memory
+        self.scheduler = Scheduler(memory, budget=64, max_seqs=4, max_len=longest)
         self.runner = EchoRunner(vocab_size=1000)
-        self.runner.bind(self.memory.geometry)
+        self.runner.bind(memory.geometry)
 
-    def add(self, text: str, n: int = 1) -> Sequence:
-        seq = Sequence(self.scheduler.new_id(), ids(text))
-        seq.branches = n - 1
-        params = SamplingParams(n=n, max_tokens=16, ignore_eos=True)
-        self.scheduler.add(Request(text, seq, params, arrival=0.0, max_tokens=16))
-        return seq
-
-    def add_ids(self, tokens: list[int], params: SamplingParams, prefix: str | None = None) -> Request:
+    def begin(self, tokens: list[int], params: SamplingParams, prefix: str | None = None) -> Request:
         seq = Sequence(self.scheduler.new_id(), list(tokens))
-        request = Request(str(seq.id), seq, params, arrival=0.0, max_tokens=params.max_tokens or 16)
+        longest = params.max_tokens or 16
+        request = Request(str(seq.id), seq, params, arrival=0.0, max_tokens=longest)
         request.method, request.prefix = method_of(params), prefix
-        seq.branches = request.method.width - 1 if request.method is not None else 0
+        seq.branches = (params.n if request.method is None else request.method.width) - 1
+        seq.final = len(tokens) + longest
         self.scheduler.add(request)
         return request
+
+    def plan(self) -> StepPlan:
+        plan = self.scheduler.schedule()
+        assert plan is not None
+        return plan
 
     def run(self) -> StepPlan:
         """A step whose tokens are the runner's own."""
@@ -65,14 +59,26 @@ class Server:
         self.memory.check()
         return plan
 
+
+class Server(Stepped):
+    """Over a few blocks of four tokens, given out in the figures' order. With `caching` a freed block keeps its content
+    as long as others are empty."""
+
+    def __init__(self, order: Iterable[int], blocks: int = BLOCKS, caching: bool = False, prefix: int = 0) -> None:
+        config = EngineConfig(page_size=BLOCK, max_num_seqs=4)
+        built = build_memory(config, spec((None,), 32), Size(blocks * BLOCK, 32, 2))
+        rest = [block for block in range(blocks) if block not in set(order)]
+        pages = [block + 1 for block in (*order, *rest)]
+        super().__init__(
+            PagedMemory(built.geometry, chunk=64, caching=caching, order=pages, prefix_tokens=prefix), longest=32
+        )
+
+    def add(self, text: str, n: int = 1) -> Sequence:
+        return self.begin(ids(text), SamplingParams(n=n, max_tokens=16, ignore_eos=True)).live[0]
+
     def blocks(self, seq: Sequence) -> list[int]:
         (table,) = self.memory.place(seq).tables
         return [page - 1 for page in table]
-
-    def plan(self) -> StepPlan:
-        plan = self.scheduler.schedule()
-        assert plan is not None
-        return plan
 
     def compute(self, plan: StepPlan, *words: str) -> None:
         """Compute the step; the words that it "generates" are the figures'."""
@@ -217,7 +223,7 @@ class Figure9:
 
 def test_figure_9_beam_search() -> None:
     server = Server(order=(), blocks=16, caching=True)
-    request = server.add_ids(ids("Four score and seven"), SamplingParams(method=Figure9, max_tokens=20))
+    request = server.begin(ids("Four score and seven"), SamplingParams(method=Figure9, max_tokens=20))
     while len(request.live[0].tokens) < 16:
         server.run()
     plan = server.plan()  # the last token before the dotted line
@@ -243,15 +249,15 @@ def test_figure_10_a_shared_prompt_is_mapped_and_its_last_block_copied_on_write(
     """A prefix of six tokens lies in blocks 0 and 1, which is half full; two tasks follow it."""
     server = Server(order=(), prefix=2 * BLOCK)
     prefix = ids("Four score and seven years ago")
-    server.add_ids(prefix, SamplingParams(max_tokens=1), prefix="translate")
+    server.begin(prefix, SamplingParams(max_tokens=1), prefix="translate")
     server.run()
     assert not server.scheduler.unfinished
     assert (server.refs(0), server.refs(1)) == (1, 1)
     assert server.available == BLOCKS - 2
     kept = server.cells(1)
 
-    first = server.add_ids(prefix + ids("it was the best"), SamplingParams(max_tokens=4)).live[0]
-    second = server.add_ids(prefix + ids("brought forth"), SamplingParams(max_tokens=4)).live[0]
+    first = server.begin(prefix + ids("it was the best"), SamplingParams(max_tokens=4)).live[0]
+    second = server.begin(prefix + ids("brought forth"), SamplingParams(max_tokens=4)).live[0]
     plan = server.run()
     # The prompt phase computes the user's part only.
     assert [(row.start, row.tokens) for row in plan.rows] == [
@@ -281,20 +287,13 @@ def test_figure_3_two_requests_waste_less_than_a_page_each() -> None:
     config = EngineConfig(page_size=page, max_num_seqs=4)
     memory = build_memory(config, spec((None,), 2048), Size(2560, 2048, 2))
     token = memory.geometry.groups[0].page_bytes // page
-    scheduler = Scheduler(memory, budget=64, max_seqs=4, max_len=2048)
-    runner = EchoRunner(vocab_size=1000)
-    runner.bind(memory.geometry)
-    seqs = []
+    server, seqs = Stepped(memory, 2048), []
     for prompt, longest in ((7, 2048), (3, 512)):
-        seq = Sequence(scheduler.new_id(), list(range(100 * prompt, 100 * prompt + prompt)))
         params = SamplingParams(max_tokens=longest - prompt, ignore_eos=True)
-        scheduler.add(Request(str(longest), seq, params, arrival=0.0, max_tokens=longest - prompt))
-        seqs.append(seq)
+        seqs += server.begin(list(range(100 * prompt, 100 * prompt + prompt)), params).live
     assert memory.fits([2048])
     for _ in range(40):
-        plan = scheduler.schedule()
-        assert plan is not None
-        scheduler.update(plan, runner.collect(runner.submit(plan)))
+        server.run()
         usage = memory.account().usage
         wasted = [-seq.computed % page for seq in seqs]
         assert (usage.reserved, usage.external) == (0, 0)
@@ -303,32 +302,23 @@ def test_figure_3_two_requests_waste_less_than_a_page_each() -> None:
         assert usage.used == sum(seq.computed for seq in seqs) * token
 
 
-class Chunks:
+class Chunks(Stepped):
     """Figure 3's chunk pre-allocation: 2048 slots for the request with a prompt of 7 tokens, 512 for that of 3, in a
     memory of 4096 slots. A memory page is one slot."""
 
     def __init__(self) -> None:
         config = EngineConfig(memory="orca-max", page_size=1, max_num_seqs=4)
         geometry = build_memory(config, spec((None,), 2048), Size(4096, 2048, 2)).geometry
-        self.memory = ReservedMemory(geometry, lambda prompt, output, longest: {7: 2048, 3: 512}[prompt], longest=2048)
-        self.scheduler = Scheduler(self.memory, budget=64, max_seqs=4, max_len=2048)
-        self.runner = EchoRunner(vocab_size=1000)
-        self.runner.bind(geometry)
+        reserves = {7: 2048, 3: 512}
+        super().__init__(ReservedMemory(geometry, lambda prompt, *_: reserves[prompt], longest=2048), 2048)
 
     def add(self, prompt: int, output: int) -> Sequence:
-        seq = Sequence(self.scheduler.new_id(), list(range(prompt)))
-        seq.final = prompt + output
-        params = SamplingParams(max_tokens=output, ignore_eos=True)
-        self.scheduler.add(Request(str(seq.id), seq, params, arrival=0.0, max_tokens=output))
-        return seq
+        return self.begin(list(range(prompt)), SamplingParams(max_tokens=output, ignore_eos=True)).live[0]
 
     def iteration(self) -> StepPlan:
         """The prompts' iteration; then the next one is planned, which the figure shows."""
-        plan = self.scheduler.schedule()
-        assert plan is not None
-        self.scheduler.update(plan, self.runner.collect(self.runner.submit(plan)))
-        plan = self.scheduler.schedule()
-        assert plan is not None
+        self.run()
+        plan = self.plan()
         self.memory.check()
         return plan
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quire.data.runner.virtual import FakeDriver
-from quire.reproduce.reqids import Moment, pages_of, walk
+from quire.reproduce.reqids import pages_of
 from quire.vattention import VAttention, init
 
 TOKENS = 32  # of a page; a reqId has places for three
@@ -84,15 +84,3 @@ def test_figure_7_in_real_pages() -> None:
     assert set(keys[r2, :TOKENS, 0, 0].tolist()) == {-1}
     del keys
     cache.close()
-
-
-def test_the_walk_that_is_drawn_is_this_one() -> None:
-    moments = walk()
-    assert [moment.pages for moment in moments] == [
-        ((), ()),
-        ((0,), ()),
-        ((0, 1), (2,)),
-        ((0, 1), (2,)),
-        ((0, 1), (2,)),
-    ]
-    assert moments[-1] == Moment("(e) R3 comes", ("R3", "R2"), ((0, 1), (2,)))

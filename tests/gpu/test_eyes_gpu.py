@@ -11,23 +11,22 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import gpu_serving as serving
 import numpy as np
 import pytest
 import torch
 import transformers
+from gpu_serving import nothing_is_compiled
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # helpers of the tests there
 
 from pictured_models import MODELS
 from test_seeing_logits import check, chunk_of, engine_of, prompts, run, sampled
 
-from quire.build import build
-from quire.config import EngineConfig
 from quire.control.engine import Engine
 from quire.data.models.configs import CONFIGS
 from quire.data.models.vision import VisionSettings
 from quire.vocabulary.media import Medium, Pixels
-from quire.vocabulary.params import SamplingParams
 
 pytestmark = pytest.mark.gpu
 
@@ -98,12 +97,7 @@ def started(name: str, folder: Path, **settings: Any) -> Engine:
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "preprocessor_config.json").write_text(json.dumps(said))
     both = {"kv_tokens": 24576, "max_num_batched_tokens": 2048, "max_num_seqs": 16, "max_model_len": 6144, **settings}
-    return build(
-        EngineConfig(
-            model=str(folder), dummy_weights=True, skip_tokenizer_init=True, dtype="bfloat16", device="cuda",
-            swap_gib=0.25, **both,
-        )
-    ).engine  # fmt: skip
+    return serving.engine_of(model=str(folder), swap_gib=0.25, **both)
 
 
 def shown(name: str, height: int, width: int, seed: int) -> tuple[list[int], tuple[Medium, ...], list[Pixels]]:
@@ -121,18 +115,21 @@ def shown(name: str, height: int, width: int, seed: int) -> tuple[list[int], tup
 
 def answers(engine: Engine, name: str) -> list[list[int]]:
     """Pictures and texts, in waves."""
-    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    params = serving.greedy(12)
     found: dict[str, list[int]] = {}
+
+    def step() -> None:
+        for output in engine.step():
+            found.setdefault(output.request, []).extend(output.tokens)
+
     for i in range(8):
         tokens, media, pixels = shown(name, 300 + 90 * i, 500, i % 5)
         engine.add(f"picture {i}", tokens, params, media=media, pixels=pixels)
-        engine.add(f"text {i}", [(31 * i + 7 * j) % 5000 + 10 for j in range(20 + 30 * i)], params)
+        engine.add(f"text {i}", serving.prompt(i, 20 + 30 * i, 5000), params)
         for _ in range(i % 3):
-            for output in engine.step():
-                found.setdefault(output.request, []).extend(output.tokens)
+            step()
     while engine.unfinished:
-        for output in engine.step():
-            found.setdefault(output.request, []).extend(output.tokens)
+        step()
     return [found[key] for key in sorted(found)]
 
 
@@ -162,19 +159,7 @@ def test_both_ways_by_torch_and_by_our_kernels(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["llava-onevision-7b", "internvl2-8b"])
 def test_no_kernel_is_compiled_for_the_first_picture(name: str, tmp_path: Path) -> None:
-    import triton
-
     engine = started(name, tmp_path)
-    compiled: list[str] = []
-
-    def seen(*, fn: Any, repr: str, **_: Any) -> None:
-        compiled.append(f"{fn.name} {repr}")
-
-    before = triton.knobs.runtime.jit_cache_hook
-    triton.knobs.runtime.jit_cache_hook = seen
-    try:
+    with nothing_is_compiled():
         answers(engine, name)
-    finally:
-        triton.knobs.runtime.jit_cache_hook = before
     engine.close()
-    assert not compiled, "\n".join(compiled)

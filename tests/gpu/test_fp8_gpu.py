@@ -9,16 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_serving import engine_of, greedy, prompt
 from test_deterministic import serve
 
-from quire.build import build
 from quire.config import EngineConfig
 from quire.data.models.configs import named_config
 from quire.data.models.quantization import MADE
 from quire.data.weights import fp8
 from quire.data.weights.dummy import fill_dummy
-from quire.errors import StartupError
-from quire.vocabulary.params import SamplingParams
 
 FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not FP8, reason="this GPU has no FP8")]
@@ -40,16 +38,13 @@ def log_probs(
 ) -> tuple[list[list[int]], torch.Tensor]:
     """What greedy requests said, and the log-probabilities of their prompts and of that; `tokens` in a step. With
     `follow` these are all prompts, and nothing is said."""
-    given: dict[str, Any] = {"dtype": "bfloat16", "kv_tokens": 16384, "max_num_batched_tokens": tokens}
-    given |= {"dummy_weights": True, "device": "cuda", "enable_prefix_caching": False, "skip_tokenizer_init": True}
-    engine = build(EngineConfig(**{**given, **settings})).engine
-    prompts = follow or [[(31 * i + 7 * j) % 30000 + 10 for j in range(length)] for i, length in enumerate(LENGTHS)]
-    said: list[list[int]] = [list(prompt) for prompt in prompts]
+    given = {"kv_tokens": 16384, "max_num_batched_tokens": tokens, "enable_prefix_caching": False}
+    engine = engine_of(**given, **settings)
+    prompts = follow or [prompt(i, length) for i, length in enumerate(LENGTHS)]
+    said: list[list[int]] = [list(one) for one in prompts]
     found: list[list[float]] = [[] for _ in prompts]
-    for i, prompt in enumerate(prompts):
-        params = SamplingParams(temperature=0.0, max_tokens=1 if follow else OUTPUT, ignore_eos=True, logprobs=0,
-                                prompt_logprobs=0)  # fmt: skip
-        engine.add(str(i), prompt, params)
+    for i, one in enumerate(prompts):
+        engine.add(str(i), one, greedy(1 if follow else OUTPUT, logprobs=0, prompt_logprobs=0))
     while engine.unfinished:
         for output in engine.step():
             which = int(output.request)
@@ -96,22 +91,21 @@ def test_log_probabilities(settings: dict[str, Any], monkeypatch: pytest.MonkeyP
 
 
 def test_with_deterministic_a_batch_does_not_show() -> None:
-    given = {"quantization": "fp8"}
-    assert serve(**given)[0] == serve(together=False, **given)[0]
+    assert serve(quantization="fp8").tokens == serve(alone=True, quantization="fp8").tokens
 
 
 def test_graphs_say_what_eager_steps_say() -> None:
     given = {"quantization": "fp8", "max_num_batched_tokens": 300}
-    assert serve(**given)[0] == serve(cuda_graphs=False, **given)[0]
+    assert serve(**given).tokens == serve(cuda_graphs=False, **given).tokens
 
 
 def test_a_mixtures_batch_does_not_show_with_deterministic(tmp_path: Path) -> None:
     """Nor do graphs."""
     (tmp_path / "config.json").write_text(json.dumps(JAMBA))
-    given = {"quantization": "fp8", "model": str(tmp_path), "model_config": None, "skip_tokenizer_init": True}
-    said = serve(**given)[0]
-    assert said == serve(together=False, **given)[0]
-    assert said == serve(cuda_graphs=False, **given)[0]
+    given = {"quantization": "fp8", "model": str(tmp_path), "model_config": None}
+    said = serve(**given).tokens
+    assert said == serve(alone=True, **given).tokens
+    assert said == serve(cuda_graphs=False, **given).tokens
 
 
 @pytest.mark.parametrize("name", ["llama-125m", "llama3.2-1b", "jamba"])
@@ -142,10 +136,3 @@ def build_plan(folder: Path) -> int:
     config = EngineConfig(model=str(folder), quantization="fp8", dummy_weights=True)
     source = read_source(config)
     return source.spec.weight_bytes(2) - saved_by_fp8(config, source, "bfloat16", "cuda")
-
-
-def test_an_unknown_method_is_refused(tmp_path: Path) -> None:
-    config = {**named_config("llama-125m"), "quantization_config": {"quant_method": "modelopt"}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(StartupError, match="'modelopt', which is not supported"):
-        build(EngineConfig(model=str(tmp_path), dummy_weights=True, skip_tokenizer_init=True))

@@ -7,11 +7,10 @@ import random
 from pathlib import Path
 from typing import Any
 
+import gpu_serving
 import pytest
 import torch
 
-from quire.build import build
-from quire.config import EngineConfig
 from quire.control.engine import Engine
 from quire.data.models.configs import named_config
 from quire.data.runner.inputs import Flat, batch_of
@@ -48,10 +47,10 @@ def engine_of(folder: Path, **settings: Any) -> Engine:
     if settings.pop("small", False):
         config = {**named_config(settings.pop("model_config")), **SMALL}
         (folder / "config.json").write_text(json.dumps(config))
-        settings |= {"model": str(folder), "skip_tokenizer_init": True}
-    defaults = {"dummy_weights": True, "device": "cuda", "kv_tokens": 65536, "swap_gib": 0.25, "max_num_seqs": 300,
-                "max_num_batched_tokens": 600, "enable_prefix_caching": False, "max_model_len": 1024}  # fmt: skip
-    return build(EngineConfig(**{**defaults, **settings})).engine
+        settings |= {"model": str(folder)}
+    defaults = {"kv_tokens": 65536, "swap_gib": 0.25, "max_num_seqs": 300, "max_num_batched_tokens": 600,
+                "enable_prefix_caching": False, "max_model_len": 1024}  # fmt: skip
+    return gpu_serving.engine_of(**{**defaults, **settings})
 
 
 class Compared:
@@ -117,18 +116,8 @@ def test_prompts_that_are_for_another_kernel_are_not_replayed(tmp_path: Path) ->
 
     if not hopper(torch.device("cuda")):
         pytest.skip("this GPU has one kernel for all prompts")
-    engine = engine_of(
-        tmp_path,
-        model_config="qwen3-8b",
-        small=True,
-        dtype="bfloat16",
-        kv_tokens=8192,
-        max_model_len=8192,
-        warm_up=False,
-    )
+    engine = engine_of(tmp_path, model_config="qwen3-8b", small=True, kv_tokens=8192, max_model_len=8192, warm_up=False)
     compared = Compared(engine, False)
-    engine.add("long", [(7 * i) % 5000 + 10 for i in range(7000)], SamplingParams(max_tokens=2, ignore_eos=True))
-    while engine.unfinished:
-        engine.step()
+    gpu_serving.answers(engine, [(gpu_serving.prompt(0, 7000, 5000), gpu_serving.greedy(2, temperature=1.0))])
     engine.close()
     assert not compared.sizes, "the last chunk is short, its context isn't"

@@ -1,5 +1,5 @@
-"""Layers of unlike kinds on a GPU: one model's tokens are the same however its memory is cut into pages, whoever is
-preempted, and whether its steps are graphs."""
+"""Layers of unlike kinds, and ones that keep a running state, on a GPU: one model's tokens are the same however its
+memory is cut into pages, whoever is preempted, whether its steps are graphs, and with what they share a step."""
 
 from __future__ import annotations
 
@@ -8,34 +8,42 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gpu_serving import Served, greedy, prompt, served
 
-from quire.build import build
-from quire.config import EngineConfig
 from quire.data.models.configs import named_config
-from quire.vocabulary.params import SamplingParams
 
 pytestmark = pytest.mark.gpu
 
 LENGTHS = (5, 130, 17, 64, 700, 1, 33, 250, 90, 16, 71, 128, 40, 1500, 9, 77)
-OUTPUT = 96
+REQUESTS = [
+    (prompt(i % 4, length, 4000), greedy(96, temperature=0.0 if i % 3 else 0.8, seed=i, n=3 if i == 7 else 1))
+    for i, length in enumerate(LENGTHS)
+]
 SMALL = {
     "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 1024,
     "vocab_size": 4096, "max_position_embeddings": 2304, "dtype": "bfloat16", "eos_token_id": 2,
 }  # fmt: skip
-SLIDING = ["sliding_attention", "full_attention"]
-SHAPES: dict[str, dict[str, Any]] = {
-    "gemma-2-9b": {"num_hidden_layers": 6, "head_dim": 256, "sliding_window": 100, "query_pre_attn_scalar": 256},
-    "gemma-3-4b": {"num_hidden_layers": 6, "head_dim": 256, "sliding_window": 100, "rope_scaling": None},
-    "ministral-8b": {"num_hidden_layers": 8, "head_dim": 128, "sliding_window": 100,
-                     "layer_types": ["full_attention", *["sliding_attention"] * 3] * 2},
-    "characterai-8b": {"num_hidden_layers": 6, "head_dim": 64, "sliding_window": 100,
-                       "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
-                       "kv_sharing": [None, 0, None, 2, None, None]},
-    "llama-125m": {"num_hidden_layers": 4, "head_dim": 64, "attention_chunk_size": 100,
-                   "layer_types": ["chunked_attention", "full_attention"] * 2},
-    "pyramidkv-8b": {"num_hidden_layers": 4, "head_dim": 128, "rope_scaling": None,
-                     "pyramid_kv": {"budgets": [144, 112, 80, 48], "queries": 32, "pool": 5}},
+STATES = {
+    "num_attention_heads": 4, "mamba_dt_rank": 32, "attn_layer_period": 4, "attn_layer_offset": 0, "num_experts": 8
 }  # fmt: skip
+SLIDING = {"head_dim": 256, "sliding_window": 100}
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma-2-9b": ("gemma-2-9b", {"num_hidden_layers": 6, **SLIDING, "query_pre_attn_scalar": 256}),
+    "gemma-3-4b": ("gemma-3-4b", {"num_hidden_layers": 6, **SLIDING, "rope_scaling": None}),
+    "ministral-8b": ("ministral-8b", {"num_hidden_layers": 8, "head_dim": 128, "sliding_window": 100,
+                                      "layer_types": ["full_attention", *["sliding_attention"] * 3] * 2}),
+    "characterai-8b": ("characterai-8b", {"num_hidden_layers": 6, "head_dim": 64, "sliding_window": 100,
+                                          "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+                                          "kv_sharing": [None, 0, None, 2, None, None]}),
+    "llama-125m": ("llama-125m", {"num_hidden_layers": 4, "head_dim": 64, "attention_chunk_size": 100,
+                                  "layer_types": ["chunked_attention", "full_attention"] * 2}),
+    "pyramidkv-8b": ("pyramidkv-8b", {"num_hidden_layers": 4, "head_dim": 128, "rope_scaling": None,
+                                      "pyramid_kv": {"budgets": [144, 112, 80, 48], "queries": 32, "pool": 5}}),
+    "state last": ("jamba-52b", {**STATES, "num_hidden_layers": 7}),
+    "attention last": ("jamba-52b", {**STATES, "num_hidden_layers": 5}),
+    "no attention": ("mamba-2.8b", {**STATES, "num_hidden_layers": 4, "time_step_rank": 32}),
+}  # fmt: skip
+STATEFUL = ("state last", "attention last", "no attention")
 CUTS: list[dict[str, Any]] = [
     {"cuda_graphs": False},
     {"page_sizes": "max"},
@@ -44,55 +52,48 @@ CUTS: list[dict[str, Any]] = [
     {"association": "paper", "preemption": "recompute", "kv_tokens": 1664},
     {"preemption": "swap", "kv_tokens": 1664},
 ]
+STATE_CUTS: list[dict[str, Any]] = [
+    {"cuda_graphs": False},
+    {"state_tokens": 512},
+    {"state_tokens": 16, "max_num_batched_tokens": 96},
+    {"page_sizes": "max"},
+    {"memory": "uniform"},
+    {"enable_prefix_caching": False},
+    {"preemption": "recompute", "every": 5, "depth": 1},
+    {"preemption": "swap", "every": 5, "depth": 1},
+]
 
 
-@pytest.fixture(scope="session")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    found = {}
-    for name, shape in SHAPES.items():
-        found[name] = tmp_path_factory.mktemp(name)
-        config = {key: value for key, value in {**named_config(name), **SMALL, **shape}.items() if value is not None}
-        (found[name] / "config.json").write_text(json.dumps(config))
-    return found
+@pytest.fixture(scope="module", params=SHAPES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """A shape's name, and its folder."""
+    folder, (name, shape) = tmp_path_factory.mktemp("model"), SHAPES[request.param]
+    config = {key: value for key, value in {**named_config(name), **SMALL, **shape}.items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(config))
+    return request.param, folder
 
 
-def serve(folder: Path, every: int = 0, **settings: Any) -> tuple[list[list[int]], int]:
-    """Each request's tokens, and the number of preemptions. With `every`, between steps, so many apart, the youngest
-    request is preempted; `depth` must be 1."""
-    config = EngineConfig(
-        **{"model": str(folder), "dummy_weights": True, "skip_tokenizer_init": True, "dtype": "bfloat16",
-           "device": "cuda", "deterministic": True, "kv_tokens": 32768, "max_model_len": 1600, "max_num_seqs": 64,
-           "max_num_batched_tokens": 128, **settings}
+def serve(model: tuple[str, Path], **settings: Any) -> Served:
+    name, folder = model
+    runs = {"state_tokens": 64} if name in STATEFUL else {}
+    return served(
+        REQUESTS,
+        **{"model": str(folder), "deterministic": True, "kv_tokens": 32768, "max_model_len": 1600, "max_num_seqs": 64,
+           "max_num_batched_tokens": 128, **runs, **settings},
     )  # fmt: skip
-    engine = build(config).engine
-    results: dict[tuple[str, int], list[int]] = {}
-    for i, length in enumerate(LENGTHS):
-        params = SamplingParams(
-            temperature=0.8 if i % 3 == 0 else 0.0, seed=i, max_tokens=OUTPUT, ignore_eos=True, n=3 if i == 7 else 1
-        )
-        engine.add(str(i), [(31 * (i % 4) + 7 * j) % 4000 + 10 for j in range(length)], params)
-    scheduler, steps = engine.scheduler, 0
-    while engine.unfinished:
-        steps += 1
-        if every and steps % every == 0 and scheduler.running:
-            assert not scheduler.flight, "a step computes"
-            scheduler._preempt(next(reversed(scheduler.running)))
-        for output in engine.step():
-            results.setdefault((output.request, output.branch), []).extend(output.tokens)
-    engine.scheduler.memory.check()
-    preemptions = engine.scheduler.preemptions
-    engine.close()
-    assert all(len(tokens) == OUTPUT for tokens in results.values())
-    return [results[key] for key in sorted(results)], preemptions
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_tokens_are_the_same_in_every_memory(name: str, folders: dict[str, Path]) -> None:
-    expected, _ = serve(folders[name])
+def test_tokens_are_the_same_in_every_memory(model: tuple[str, Path]) -> None:
+    """With states in float32, since what is rounded at the end of a step depends on where steps end."""
+    expected = serve(model).tokens
+    if model[0] in STATEFUL:
+        assert len({tuple(tokens) for tokens in expected}) > len(expected) // 2
     differ, preempted = [], 0
-    for settings in CUTS:
-        tokens, preemptions = serve(folders[name], **settings)
+    for settings in STATE_CUTS if model[0] in STATEFUL else CUTS:
+        tokens, preemptions, _ = serve(model, **settings)
         preempted += preemptions
+        if model[0] in STATEFUL:
+            assert (preemptions > 10) == ("preemption" in settings)
         if tokens != expected:
             same = sum(a == b for a, b in zip(tokens, expected))
             differ.append(f"{settings}: {len(expected) - same} of {len(expected)}")
@@ -100,11 +101,18 @@ def test_tokens_are_the_same_in_every_memory(name: str, folders: dict[str, Path]
     assert preempted > 0
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_other_kernels_agree(name: str, folders: dict[str, Path]) -> None:
-    """The usual kernels, which are chosen by the batch, and torch's: in fp32, but for rounding the same."""
+def test_states_in_bfloat16(model: tuple[str, Path]) -> None:
+    """Graphs and launches one by one have the same numbers, since their steps end in the same places."""
+    if model[0] not in STATEFUL:
+        pytest.skip("it keeps no states")
+    graphs, eager = (serve(model, state_dtype="bfloat16", cuda_graphs=graphs) for graphs in (True, False))
+    assert graphs.tokens == eager.tokens
+
+
+def test_other_kernels_agree(model: tuple[str, Path]) -> None:
+    """The usual kernels, which are chosen by the batch, and torch's attention: in fp32, but for rounding the same."""
     usual = {"deterministic": False, "dtype": "float32"}
-    ours, _ = serve(folders[name], **usual)
-    torchs, _ = serve(folders[name], **usual, attention="sdpa", cuda_graphs=False)
+    ours = serve(model, **usual).tokens
+    torchs = serve(model, **usual, attention="sdpa", cuda_graphs=False).tokens
     same = sum(a == b for a, b in zip(ours, torchs))
     assert same >= len(ours) - 3, f"{len(ours) - same} of {len(ours)} answers differ"

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_serving import engine_of
 from test_virtual_gpu import serve
 from torch import Tensor
 
 from quire.bench.kernels import Placed
 from quire.bench.mapped import on_mapped
-from quire.build import build
-from quire.config import VENDORS, EngineConfig
+from quire.config import VENDORS
 from quire.data.kernels import vendor
 from quire.errors import StartupError
 from quire.vocabulary.specs import LayerSpec, ModelSpec
@@ -87,24 +87,12 @@ def test_the_engine_answers_as_with_our_kernels(name: str, layout: str, monkeypa
     settings: dict[str, Any] = {
         "memory": "virtual", "virtual_layout": layout, "dtype": "float16", "max_num_batched_tokens": 1024
     }  # fmt: skip
-    expected, tokens = (serve(attention=attention, **settings)[0] for attention in ("triton", name))
+    expected, tokens = (serve(attention=attention, **settings).tokens for attention in ("triton", name))
     first = sum(a[0] == b[0] for a, b in zip(tokens, expected))
     assert first >= len(expected) - 2, f"{len(expected) - first} of {len(expected)} answers begin in another way"
     assert any(start > 64 and count > 64 for count, start in calls), "the longest prompt comes in chunks"
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"memory": "paged"}, r"--attention is flash.*the memory is paged"),
-        ({"memory": "virtual", "dtype": "float32"}, r"--attention is flash, .* heads of 64 numbers of 32 bits"),
-        ({"memory": "virtual", "deterministic": True}, r"--deterministic is given, and the attention is flash"),
-    ],
-)
-def test_what_is_refused_at_start(settings: dict[str, Any], message: str) -> None:
-    config = EngineConfig(
-        **{"model_config": "llama-125m", "dummy_weights": True, "dtype": "bfloat16", "device": "cuda",
-           "attention": "flash", "kv_tokens": 32768, "max_model_len": 2048, **settings}
-    )  # fmt: skip
-    with pytest.raises(StartupError, match=message):
-        build(config)
+def test_with_deterministic_they_are_refused() -> None:
+    with pytest.raises(StartupError, match="--deterministic is given, and the attention is flash"):
+        engine_of(model_config="llama-125m", memory="virtual", attention="flash", deterministic=True)

@@ -7,9 +7,8 @@ import pkgutil
 from typing import Any
 
 import pytest
+from gpu_serving import answers, engine_of, greedy, nothing_is_compiled, prompt
 
-from quire.build import build
-from quire.config import EngineConfig
 from quire.control.engine import Engine
 from quire.vocabulary.params import SamplingParams
 
@@ -32,12 +31,7 @@ SETTINGS = [
 
 
 def start(**settings: Any) -> Engine:
-    return build(
-        EngineConfig(
-            **{"dummy_weights": True, "dtype": "bfloat16", "device": "cuda", "kv_tokens": 32768, "swap_gib": 0.25,
-               "max_num_batched_tokens": 1024, **settings}
-        )
-    ).engine  # fmt: skip
+    return engine_of(**{"kv_tokens": 32768, "swap_gib": 0.25, "max_num_batched_tokens": 1024, **settings})
 
 
 def serve(engine: Engine) -> int:
@@ -53,19 +47,15 @@ def serve(engine: Engine) -> int:
     for wave in (1, 3, 9, 20, 45, 130):
         for i in range(wave):
             params = SamplingParams(max_tokens=3 + i % 11, ignore_eos=True, **kinds[(i + wave) % len(kinds)])
-            engine.add(f"{wave}-{i}", [(31 * i + 7 * j) % 5000 + 10 for j in range(lengths[(i * 5) % 8])], params)
+            engine.add(f"{wave}-{i}", prompt(i, lengths[(i * 5) % 8], 5000), params)
             served += 1
             if i % 7 == 0:
                 engine.step()
         while engine.unfinished:
             engine.step()
     if engine.limits.max_len > LONG + 100:
-        for i, scores in enumerate((None, 1)):
-            long = SamplingParams(max_tokens=3, ignore_eos=True, prompt_logprobs=scores)
-            engine.add(f"long-{i}", [(31 * i + 7 * j) % 5000 + 10 for j in range(LONG + 50)], long)
-            served += 1
-        while engine.unfinished:
-            engine.step()
+        scored = (greedy(3, temperature=1.0, prompt_logprobs=scores) for scores in (None, 1))
+        answers(engine, [(prompt(i, LONG + 50, 5000), params) for i, params in enumerate(scored)])
     return served
 
 
@@ -89,25 +79,13 @@ def nothing_loaded() -> None:
 @pytest.mark.usefixtures("nothing_loaded")
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_nothing_is_compiled_or_captured_in_service(settings: dict[str, Any]) -> None:
-    import triton  # not before the kernels' tests have chosen between the interpreter and a GPU
-
     engine = start(**settings)
     graphs = engine.runner.graphs
     mixed = engine.runner.mixed
     captured = 0 if graphs is None else len(graphs.ends)
     halves = None if mixed is None else (set(mixed.firsts), set(mixed.ends))
-    compiled: list[str] = []
-
-    def seen(*, fn: Any, repr: str, **_: Any) -> None:
-        compiled.append(f"{fn.name} {repr}")
-
-    before = triton.knobs.runtime.jit_cache_hook
-    triton.knobs.runtime.jit_cache_hook = seen
-    try:
+    with nothing_is_compiled():
         assert serve(engine) >= 208
-    finally:
-        triton.knobs.runtime.jit_cache_hook = before
-    assert not compiled, "\n".join(compiled)
     if mixed is not None:
         assert halves == (set(mixed.firsts), set(mixed.ends))
         assert halves[0] == set(mixed.halves(engine.scheduler.budget)[0])
@@ -120,9 +98,7 @@ def test_nothing_is_compiled_or_captured_in_service(settings: dict[str, Any]) ->
 def test_it_can_be_left_out() -> None:
     engine = start(model_config="llama-125m", warm_up=False)
     assert not engine.runner.graphs.ends
-    engine.add("a", [5, 6, 7], SamplingParams(max_tokens=4, ignore_eos=True))
-    while engine.unfinished:
-        engine.step()
+    answers(engine, [([5, 6, 7], greedy(4, temperature=1.0))])
     assert len(engine.runner.graphs.models) == 2, "the largest and that of one row"
     assert (len(engine.runner.mixed.firsts), len(engine.runner.mixed.seconds)) == (1, 1), "the prompt's"
     engine.close()

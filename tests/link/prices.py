@@ -9,9 +9,10 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -76,39 +77,24 @@ def engine_side() -> dict[str, float]:
     return {"turns_us": 1e6 * turns / rows, "frames_us": 1e6 * spent / rows, "bytes": size / rows}
 
 
-class Fed:
+def fed() -> Any:
     """A link whose engine says what it is told to."""
+    ready = described(echo_service.built().engine, [], ())
+    link = Mock(inside=False, engine=None, ready=ready, queues=Queues(), facts=ready.facts)
 
-    inside, engine = False, None
-
-    def __init__(self) -> None:
-        self.ready = described(echo_service.built().engine, [], ())
-        self.queues, self.facts = Queues(), self.ready.facts
-        self.receive: Callable[[FromEngine], None]
-
-    def start(self, receive: Callable[[FromEngine], None]) -> None:
-        self.receive = receive
-
-    def attach(self) -> None: ...
-
-    def send(self, message: object) -> bool:
+    def send(message: object) -> bool:
         if isinstance(message, Add):
-            self.receive(Answer(message.key))
+            link.receive(Answer(message.key))
         return True
 
-    def health(self) -> Health:
-        return Health(True, False, 0.0, "")
-
-    def again(self) -> Any:
-        raise AssertionError
-
-    def close(self, timeout: float) -> bool:
-        return True
+    link.start, link.send = partial(setattr, link, "receive"), send
+    link.health.return_value = Health(True, False, 0.0, "")
+    return link
 
 
 async def front_side() -> dict[str, float]:
     """Microseconds a token: reading frames, and all up to the stream's listener: text, stop strings, metrics."""
-    link, rng = Fed(), random.Random(0)
+    link, rng = fed(), random.Random(0)
     words = Tokenizer.load(Path(quire.__file__).parent / "assets" / "tiny")
     llm = AsyncLLM.over(link, Prompts(words, None, link.ready.limits, {}))
     Metrics("prices").watch(llm)

@@ -13,27 +13,6 @@ def pixels(name: int, size: int = 12) -> Pixels:
     return Pixels(bytes([name]) * 32, (1, 1, size // 3, 3), bytes(size))
 
 
-def test_a_picture_is_held_once() -> None:
-    held = HeldPixels()
-    first, again = pixels(1), pixels(1)
-    assert held.hold([first]) == (first,)
-    assert held.hold([again, pixels(2)])[0] is first
-    assert (len(held), held.bytes) == (2, 24)
-    held.drop([first.key])
-    assert (len(held), held.bytes) == (2, 24)
-    held.drop([first.key, pixels(2).key])
-    assert (len(held), held.bytes) == (0, 0)
-
-
-def test_two_users_in_one_request() -> None:
-    held = HeldPixels()
-    held.hold([pixels(1), pixels(1)])
-    held.drop([pixels(1).key])
-    assert len(held) == 1
-    held.drop([pixels(1).key])
-    assert len(held) == 0
-
-
 def test_all_of_the_room_can_be_used() -> None:
     held = HeldPixels(most=24)
     held.hold([pixels(1)])

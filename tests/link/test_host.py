@@ -6,15 +6,17 @@ import itertools
 import json
 import random
 from typing import Any
+from unittest.mock import Mock
 
 import echo_service
 import pytest
 from echo_service import Echo
+from hosts import Told
 
 from quire.control.scene import scene
 from quire.errors import EngineDead, InputError, Overloaded
-from quire.link.host import Host, Left
-from quire.link.messages import Abort, Add, Answer, Asked, Died, FromEngine, FromFront, Look, Stepped, Stop
+from quire.link.host import Left
+from quire.link.messages import Abort, Add, Asked, Died, FromFront, Look, Stepped, Stop
 from quire.vocabulary.media import Medium, Pixels
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.plan import StepPlan, StepResult
@@ -22,34 +24,8 @@ from quire.vocabulary.plan import StepPlan, StepResult
 LONG = SamplingParams(max_tokens=30, ignore_eos=True, seed=1, n=2)
 
 
-class Told:
-    """A host, and what it told."""
-
-    def __init__(self, fronts: int = 1, **settings: Any) -> None:
-        self.messages: list[tuple[int, FromEngine]] = []
-        self.engine = echo_service.built(Echo(), **settings).engine
-        self.host = Host(self.engine, lambda front, message: self.messages.append((front, message)))
-        self.host.fronts = list(range(fronts))
-
-    def turns(self, *messages: tuple[int, FromFront | Left], most: int = 200) -> None:
-        """One turn takes in all messages; then as many as there is work for."""
-        for front, message in messages:
-            self.host.send(front, message)
-        for _ in range(most):
-            if not self.host._sent and not self.engine.unfinished:
-                return  # it would rest
-            self.host._turn()
-
-    def done(self, front: int = 0) -> list[int]:
-        """The numbers of requests whose end was told."""
-        stepped = [message for at, message in self.messages if at == front and isinstance(message, Stepped)]
-        return [number for message in stepped for number, output in message.outputs if output.done]
-
-    def empty(self) -> bool:
-        """Nothing is left of any request."""
-        left = self.host._owned, self.host._numbered, self.engine.requests
-        self.engine.scheduler.memory.check()
-        return not any(left)
+def hosted(fronts: int = 1, **settings: Any) -> Told:
+    return Told(echo_service.built(Echo(), **settings), fronts)
 
 
 def _collected(told: Told) -> tuple[StepPlan, StepResult]:
@@ -59,18 +35,13 @@ def _collected(told: Told) -> tuple[StepPlan, StepResult]:
 
 def test_a_runner_that_ends_while_nothing_is_done_ends_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.link.host.CHECK_EVERY", 0.01)
-    looks = itertools.count()
-
-    class Ending(Echo):
-        def check(self) -> None:
-            if next(looks) == 2:
-                raise EngineDead("rank 1 was ended by signal 9 (SIGKILL) between steps")
-
-    messages: list[FromEngine] = []
-    host = Host(echo_service.built(Ending()).engine, lambda front, message: messages.append(message))
-    assert isinstance(host.run(), EngineDead)
-    assert isinstance(messages[-1], Died)
-    assert "rank 1 was ended" in str(messages[-1].error)
+    runner = Echo()
+    runner.check = Mock(side_effect=[None, None, EngineDead("rank 1 was ended by signal 9")])  # type: ignore[attr-defined]
+    told = Told(echo_service.built(runner))
+    assert isinstance(told.host.run(), EngineDead)
+    _, last = told.messages[-1]
+    assert isinstance(last, Died)
+    assert "rank 1 was ended" in str(last.error)
 
 
 @pytest.mark.parametrize("first", [1, 4, 9])
@@ -78,7 +49,7 @@ def test_stops_and_aborts_in_one_turn(first: int) -> None:
     """An abort's output comes with the next step, also when a stop of the same request follows it."""
     messages: list[FromFront] = [Stop(7, 0, "so"), Stop(7, 1, "so"), Abort((7,)), Stop(7, 0, "again")]
     for order in itertools.permutations(messages):
-        told = Told()
+        told = hosted()
         told.turns((0, Add(0, (Asked(7, "a", [1, 2]),), LONG)), most=first)
         told.turns(*((0, message) for message in order))
         assert told.empty(), order
@@ -88,7 +59,7 @@ def test_stops_and_aborts_in_one_turn(first: int) -> None:
 def test_random_messages_leave_nothing() -> None:
     rng = random.Random(5)
     for _ in range(40):
-        told, live = Told(), list[int]()
+        told, live = hosted(), list[int]()
         for number in range(30):
             messages: list[tuple[int, FromFront | Left]] = []
             for _ in range(rng.randrange(3)):
@@ -108,7 +79,7 @@ def test_random_messages_leave_nothing() -> None:
 @pytest.mark.parametrize("branch", [0, 1])
 def test_a_stop_waits_for_those_who_wait_for_its_branch(branch: int) -> None:
     """After a preemption one branch recomputes the prompt for all: ended before, it would leave the others waiting."""
-    told = Told(max_num_batched_tokens=16, preemption="recompute", enable_prefix_caching=False)
+    told = hosted(max_num_batched_tokens=16, preemption="recompute", enable_prefix_caching=False)
     params = SamplingParams(n=2, max_tokens=20, ignore_eos=True, seed=1)
     told.turns((0, Add(0, (Asked(1, "a", list(range(1, 101))),), params)), most=14)
     request = told.engine.requests["a"]
@@ -129,7 +100,7 @@ def test_stops_while_requests_are_preempted(caching: bool) -> None:
     preempted = 0
     for seed in range(30):
         rng = random.Random(seed)
-        told = Told(kv_tokens=120, preemption="recompute", enable_prefix_caching=caching)
+        told = hosted(kv_tokens=120, preemption="recompute", enable_prefix_caching=caching)
         params = SamplingParams(max_tokens=30, ignore_eos=True, n=3, seed=seed)
         asked = [Asked(at, f"r{at}", [1, at + 1] * rng.randrange(2, 7)) for at in range(5)]
         told.turns(*((0, Add(at, (one,), params)) for at, one in enumerate(asked)), most=3)
@@ -145,7 +116,7 @@ def test_stops_while_requests_are_preempted(caching: bool) -> None:
 
 def test_outputs_beyond_a_frames_rows_come_in_several(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.link.host.MOST_ROWS", 5)
-    told = Told()
+    told = hosted()
     told.turns((0, Add(0, tuple(Asked(at, f"r{at}", [1, 2]) for at in range(8)), LONG)), most=3)
     told.turns((0, Abort(None)))
     stepped = [message for _, message in told.messages if isinstance(message, Stepped)]
@@ -154,30 +125,24 @@ def test_outputs_beyond_a_frames_rows_come_in_several(monkeypatch: pytest.Monkey
     assert told.empty()
 
 
-def test_a_front_that_leaves_takes_its_requests_along() -> None:
-    told = Told(fronts=2)
+def test_a_front_that_leaves_ends_its_requests() -> None:
+    """In the next step: they would compute for nobody. Others' go on."""
+    told = hosted(fronts=2)
     told.turns((0, Add(0, (Asked(1, "mine", [1, 2]),), LONG)), (1, Add(0, (Asked(1, "theirs", [1, 2]),), LONG)), most=3)
     told.turns((1, Left()))
+    assert told.engine.stats.finished == {"abort": 2, "length": 2}  # of two branches each
     assert told.done(0) == [1]
     assert told.empty()
     assert told.host.fronts == [0]
 
 
-def test_a_front_that_leaves_ends_its_requests() -> None:
-    """In the next step: they would compute for nobody."""
-    told = Told(fronts=2)
-    told.turns((1, Add(0, (Asked(1, "a", [1, 2]),), LONG)), most=3)
-    told.turns((1, Left()))
-    assert told.engine.stats.finished == {"abort": 2}  # of two branches
-
-
 def test_ids_and_numbers_in_use_are_refused() -> None:
-    told = Told(fronts=2)
+    told = hosted(fronts=2)
     told.turns((0, Add(0, (Asked(1, "a", [1]),), LONG)), most=2)
     for front, asked in ((0, Asked(1, "b", [1])), (1, Asked(5, "a", [1]))):
         told.messages.clear()
         told.turns((front, Add(3, (asked,), LONG)), most=1)
-        [answer] = [message for _, message in told.messages if isinstance(message, Answer)]
+        [answer] = told.answers()
         assert isinstance(answer.error, InputError)
         assert "in use" in str(answer.error)
     told.turns()
@@ -206,22 +171,22 @@ def pixels(*keys: int) -> tuple[Pixels, ...]:
 
 
 def test_pictures_stay_as_long_as_their_requests() -> None:
-    told = Told()
+    told = hosted()
     shown = Shown(told)
     first = Add(0, (seeing(1, 1, 2),), LONG, "", pixels(1, 2))
-    told.turns((0, first), (0, Add(1, (seeing(2, 2, 2),), LONG, "", pixels(2))), most=2)
+    told.turns((0, first), (0, Add(1, (seeing(2, 2, 2), seeing(3, 2)), LONG, "", pixels(2))), most=2)
     assert told.host.pictures.bytes == 24
     assert shown.pixels[2] is shown.pixels[[one.key for one in shown.pixels[:2]].index(shown.pixels[2].key)]
     told.turns((0, Abort((1,))), most=3)
     assert told.host.pictures.bytes == 12
     told.turns()
-    assert told.done() == [1, 2]
+    assert sorted(told.done()) == [1, 2, 3]
     assert told.empty()
     assert (told.host.pictures.bytes, len(told.host.pictures)) == (0, 0)
 
 
 def test_refused_requests_leave_no_pictures() -> None:
-    told = Told(max_num_queued_reqs=1)
+    told = hosted(max_num_queued_reqs=1)
     Shown(told)
     bad = (
         Add(0, (seeing(1, 1, 2),), LONG, "", pixels(1)),  # the other one's are missing
@@ -230,23 +195,18 @@ def test_refused_requests_leave_no_pictures() -> None:
         Add(3, (seeing(6, 1),), LONG),  # there are none at all
     )
     told.turns(*[(0, message) for message in bad])
-    answers = [message for _, message in told.messages if isinstance(message, Answer)]
-    assert [str(answer.error)[:20] for answer in answers] == [
-        "the pixels of a pict",
-        "there are 2 prompts,",
-        "prompt token 1 is 10",
-        "the pixels of a pict",
-    ]
+    assert [str(answer.error)[:20] for answer in told.answers()] == [
+        "the pixels of a pict", "there are 2 prompts,", "prompt token 1 is 10", "the pixels of a pict",
+    ]  # fmt: skip
     assert told.host.pictures.bytes == len(told.host.pictures) == 0
     told.host.pictures.most = 20
     told.turns((0, Add(4, (seeing(5, 1, 2),), LONG, "", pixels(1, 2))))
-    [*_, last] = [message for _, message in told.messages if isinstance(message, Answer)]
-    assert isinstance(last.error, Overloaded)
+    assert isinstance(told.answers()[-1].error, Overloaded)
     assert told.empty()
 
 
 def test_a_number_in_use_keeps_its_own_pictures() -> None:
-    told = Told()
+    told = hosted()
     Shown(told)
     told.turns(
         (0, Add(0, (seeing(1, 1),), LONG, "", pixels(1))), (0, Add(1, (seeing(1, 2),), LONG, "", pixels(2))), most=2
@@ -257,13 +217,13 @@ def test_a_number_in_use_keeps_its_own_pictures() -> None:
 
 
 def test_steps_are_noted_while_somebody_looks_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = Told()
+    told = hosted()
     ask = Add(1, (Asked(1, "a", [1, 2, 3]),), LONG)
     told.turns((0, ask), most=3)
     assert told.engine.recent is None
     told.turns((0, Look(2)), most=4)
     told.turns((0, Look(3)), most=1)
-    texts = {message.key: message.value for _, message in told.messages if isinstance(message, Answer)}
+    texts = {answer.key: answer.value for answer in told.answers()}
     assert json.loads(str(texts[2]))["last"] == []
     noted = json.loads(str(texts[3]))["last"]
     assert len(noted) == 3
@@ -276,7 +236,7 @@ def test_steps_are_noted_while_somebody_looks_and_no_longer(monkeypatch: pytest.
 
 def test_what_a_look_took_is_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pages, the text of them, and sending the one before."""
-    told, now = Told(), itertools.count()
+    told, now = hosted(), itertools.count()
     slow = {"scene": 3.0, "dumps": 5.0, "tell": 7.0}
     clock = [0.0]
 
@@ -295,7 +255,7 @@ def test_what_a_look_took_is_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(told.host, "_tell", taking("tell", told.host._tell))
     for _ in range(3):
         told.host._look(0, Look(next(now)))
-    answers = [json.loads(str(message.value)) for _, message in told.messages if isinstance(message, Answer)]
+    answers = [json.loads(str(answer.value)) for answer in told.answers()]
     assert [answer["took"] for answer in answers] == [8.0, 15.0, 15.0]
     assert [answer["busy"] for answer in answers] == [0.0, 0.5, 0.5]
     assert all(answer["groups"] for answer in answers)

@@ -4,36 +4,20 @@ order, and nothing else. Makers wait here until they are let."""
 from __future__ import annotations
 
 import random
-import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from functools import partial
 
 import echo_service
 import pytest
+from hosts import Told
 from waiting import wait_until
 
 from quire.errors import EngineDead, InputError
 from quire.link import lane as lanes
-from quire.link.frames import PING, PONG, Frames, write_front
-from quire.link.host import Host, Left
+from quire.link.host import Left
 from quire.link.lane import Lane
-from quire.link.messages import (
-    Abort,
-    Add,
-    Answer,
-    Asked,
-    FromEngine,
-    FromFront,
-    Look,
-    Prefixes,
-    Register,
-    Release,
-    Stepped,
-    Stop,
-)
-from quire.link.program import Side
+from quire.link.messages import Abort, Add, Asked, FromFront, Look, Prefixes, Register, Release, Stop
 from quire.text.grammars import CompiledGrammar, Grammars
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.structured import Structured
@@ -64,15 +48,13 @@ class Maker:
         return MADE.get(asked)
 
 
-class Front:
+class Front(Told):
     """A front of a host whose turns are taken by hand, and the lane between them."""
 
     def __init__(self, forgetful: bool = False) -> None:
-        self.told: list[FromEngine] = []
+        super().__init__(echo_service.built())
         self.sent: list[FromFront | Left] = []  # what the host got
-        self.engine = echo_service.built().engine
         self.engine.grammars = self.maker = Maker(forgetful)
-        self.host = Host(self.engine, lambda front, message: self.told.append(message))
         send = self.host.send
 
         def record(front: int, message: FromFront | Left) -> bool:
@@ -80,37 +62,27 @@ class Front:
             return send(front, message)
 
         self.host.send = record  # type: ignore[method-assign]
-        self.lane = Lane(0, self.host, self.told.append)
+        self.lane = Lane(0, self.host, partial(self.tell, 0))
 
-    def turns(self, until: Callable[[], bool] | None = None) -> None:
-        """As many as there is work for; or until something is so, for which others work meanwhile."""
-        end = time.monotonic() + 20
-        while time.monotonic() < end:
-            if self.host._sent or self.engine.unfinished:
-                self.host._turn()
-            elif until is None or until():
-                if not self.host._sent:  # which others may have filled meanwhile
-                    return
-            else:
-                time.sleep(0.002)
-        raise AssertionError("it is never so")
+    def go(self, until: Callable[[], bool] = lambda: True) -> None:
+        """As many turns as there is work for, until something is so, for which others work meanwhile."""
+
+        def rests() -> bool:
+            self.turns()
+            return until() and not self.host._sent  # which others may have filled meanwhile
+
+        wait_until(rests, "it is so", 20)
 
     def quiet(self) -> bool:
         """Nothing waits on the lane."""
         with self.lane._changed:
             return not self.lane._waiting
 
-    def outputs(self, number: int) -> list[Any]:
-        steps = [message for message in self.told if isinstance(message, Stepped)]
-        return [output for step in steps for own, output in step.outputs if own == number]
+    def errors(self) -> dict[int, Exception | None]:
+        return {answer.key: answer.error for answer in self.answers()}
 
-    def answers(self) -> dict[int, Exception | None]:
-        return {message.key: message.error for message in self.told if isinstance(message, Answer)}
-
-    def check_empty(self) -> None:
-        self.engine.scheduler.memory.check()
-        assert (len(self.host._owned), len(self.host._numbered), len(self.engine.requests)) == (0, 0, 0)
-        assert not self.lane._numbers
+    def empty(self) -> bool:
+        return super().empty() and not self.lane._numbers
 
 
 @pytest.fixture
@@ -131,17 +103,17 @@ def test_others_go_on_and_those_of_a_held_grammar_too(front: Front) -> None:
     assert front.maker.begun.acquire(timeout=20)
     front.lane.take(add(2, None))
     front.lane.take(Look(9))
-    front.turns()
+    front.go()
     assert front.outputs(2)[-1].done
-    assert front.answers() == {2: None, 9: None}
+    assert front.errors() == {2: None, 9: None}
     front.maker.let.release()
-    front.turns(front.quiet)
+    front.go(front.quiet)
     assert front.outputs(1)[-1].finish_reason == "stop"
     front.lane.take(add(3))
     assert front.quiet(), "its grammar is held"
-    front.turns()
+    front.go()
     assert front.outputs(3)[-1].done
-    front.check_empty()
+    assert front.empty()
 
 
 def test_a_grammar_that_is_made_holds_up_none_that_is_there(front: Front) -> None:
@@ -151,9 +123,9 @@ def test_a_grammar_that_is_made_holds_up_none_that_is_there(front: Front) -> Non
     assert [message.requests[0].number for message in front.sent if isinstance(message, Add)] == [2]
     assert there.params.structured is not None
     front.maker.let.release()
-    front.turns(front.quiet)
-    assert front.answers() == {1: None, 2: None}
-    front.check_empty()
+    front.go(front.quiet)
+    assert front.errors() == {1: None, 2: None}
+    assert front.empty()
 
 
 @pytest.mark.parametrize(
@@ -167,12 +139,12 @@ def test_an_abort_waits_for_its_request(front: Front, message: Abort, now: Abort
     front.lane.take(message)
     front.lane.take(Stop(1, 0, "so"))
     assert front.sent == [other, *([now] if now is not None else [])]
-    front.turns()
+    front.go()
     front.maker.let.release()
-    front.turns(front.quiet)
+    front.go(front.quiet)
     assert front.outputs(4)[-1].finish_reason == ("abort" if message.numbers is None else "length")
     assert front.outputs(1)[-1].finish_reason == "abort"
-    front.check_empty()
+    assert front.empty()
 
 
 def test_prefixes_keep_their_order(front: Front) -> None:
@@ -182,9 +154,9 @@ def test_prefixes_keep_their_order(front: Front) -> None:
         front.lane.take(message)
     assert front.sent == []
     front.maker.let.release()
-    front.turns(front.quiet)
+    front.go(front.quiet)
     assert [type(message) for message in front.sent] == [Add, *map(type, late)]
-    assert list(front.answers()) == [1, 2, 3, 4, 5]
+    assert list(front.errors()) == [1, 2, 3, 4, 5]
     front.lane.take(Prefixes(6))
     assert front.sent[-1] == Prefixes(6), "nothing waits"
 
@@ -196,11 +168,10 @@ def test_a_front_that_left_asks_for_nothing_any_more(front: Front, made_late: bo
     assert front.maker.begun.acquire(timeout=20)
     if not made_late:
         front.maker.let.release(2)
-        front.turns(front.quiet)
+        front.go(front.quiet)
     front.lane.close()
     front.host.send(0, Left())
     front.maker.let.release(2)
-    assert front.lane._thread is not None
     front.lane._thread.join(20)
     assert not front.lane._thread.is_alive()
     assert isinstance(front.sent[-1], Left)
@@ -214,14 +185,14 @@ def test_a_grammar_that_fails_fails_its_own_request(front: Front, failure: BaseE
     front.lane.take(add(1))
     front.lane.take(Abort((1,)))
     front.maker.let.release()
-    front.turns(front.quiet)
-    assert type(front.answers()[1]) is kind
+    front.go(front.quiet)
+    assert type(front.errors()[1]) is kind
     front.maker.failure = None
     front.lane.take(add(2))
     front.maker.let.release()
-    front.turns(front.quiet)
-    assert front.answers()[2] is None
-    front.check_empty()
+    front.go(front.quiet)
+    assert front.errors()[2] is None
+    assert front.empty()
 
 
 def test_without_a_maker_there_are_no_forms(front: Front) -> None:
@@ -245,12 +216,12 @@ def test_the_reader_waits_where_very_many_wait(front: Front, monkeypatch: pytest
         assert len(front.lane._waiting) == 3
         assert reader.is_alive() == (left > 3)
         front.maker.let.release()
-        front.turns(lambda number=8 - left: number in front.answers())  # type: ignore[misc]
+        front.go(lambda number=8 - left: number in front.errors())  # type: ignore[misc]
     reader.join(20)
     front.maker.let.release(3)
-    front.turns(front.quiet)
-    assert list(front.answers()) == list(range(8))
-    front.check_empty()
+    front.go(front.quiet)
+    assert list(front.errors()) == list(range(8))
+    assert front.empty()
 
 
 def test_random_messages_leave_nothing() -> None:
@@ -274,31 +245,10 @@ def test_random_messages_leave_nothing() -> None:
             if rng.random() < 0.5:
                 front.maker.let.release()
         front.maker.let.release(100)
-        front.turns(front.quiet)
-        front.check_empty()
-        assert sorted(front.answers()) == live
-        assert not any(front.answers().values())
+        front.go(front.quiet)
+        assert front.empty()
+        assert sorted(front.errors()) == live
+        assert not any(front.errors().values())
         for number in {*live} - stopped:  # of those that a stop ended nothing more is told
             assert front.outputs(number)[-1].done
         front.lane.close()
-
-
-def test_pings_are_answered_while_a_grammar_is_made() -> None:
-    front = Front()
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        side = Side(0, theirs)
-        reader = threading.Thread(target=side.serve, args=(front.host,))
-        reader.start()
-        writing, reading = Frames(), Frames()
-        ours.sendall(writing.write(*write_front(add(1))))
-        assert front.maker.begun.acquire(timeout=20)
-        ours.sendall(writing.write(PING, b""))
-        ours.settimeout(20)
-        [pong] = reading.feed(ours.recv(1 << 16))
-        assert pong.kind == PONG
-        assert front.sent == []
-        ours.shutdown(socket.SHUT_WR)
-        reader.join(20)
-    assert [type(message) for message in front.sent] == [Left]
-    front.maker.let.release()

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hosts import Told
 
 from quire.build import Built, build
 from quire.config import EngineConfig
 from quire.errors import InputError
 from quire.link.frames import Frame, read_front, write_front
-from quire.link.host import Host
-from quire.link.messages import Add, Answer, Asked, FromEngine, Stepped
+from quire.link.messages import Add, Asked
 from quire.text.messages import Given
 from quire.vocabulary.columns import WireError
 from quire.vocabulary.media import Medium, Pixels
@@ -36,18 +36,15 @@ def seeing() -> Iterator[Built]:
     made.engine.close()
 
 
-class Fronts:
-    """A host of that engine, and what its fronts send and are told."""
+class Fronts(Told):
+    """A host of that engine, and what its fronts send."""
 
     def __init__(self, built: Built) -> None:
-        self.built, self.engine = built, built.engine
-        self.told: list[FromEngine] = []
-        self.host = Host(built.engine, lambda front, message: self.told.append(message))
-        self.sent = 0
+        super().__init__(built)
+        self.built, self.sent = built, 0
 
     def asked(self, seed: int = 0, size: tuple[int, int] = (60, 80)) -> tuple[Asked, tuple[Pixels, ...]]:
         """A request with a picture, as an honest front has it."""
-        assert self.built.sight is not None
         array = np.random.default_rng(seed).integers(0, 256, (*size, 3), dtype=np.uint8)
         pixels = self.built.sight.see([Given("here", array)], "")
         ids = [9, self.built.sight.eyes.token, 10, 11]
@@ -58,19 +55,15 @@ class Fronts:
     def ask(self, asked: Asked, pixels: tuple[Pixels, ...], turns: int = 0) -> Exception | None:
         """What is answered to a request; after so many turns."""
         kind, body = write_front(Add(self.sent, (asked,), PARAMS, "", pixels))
-        self.host.send(0, read_front(Frame(kind, memoryview(body))))
-        for _ in range(1 + turns):
-            self.host._turn()
-        return next(one.error for one in reversed(self.told) if isinstance(one, Answer))
+        self.turns((0, read_front(Frame(kind, memoryview(body)))), most=1 + turns)
+        return self.answers()[-1].error
 
     def tokens(self, number: int) -> list[int]:
         """What a request got, once nothing is left to do."""
-        while self.engine.unfinished:
-            self.host._turn()
-        self.engine.scheduler.memory.check()
-        assert (len(self.engine.requests), len(self.engine.pictures.kept), self.host.pictures.bytes) == (0, 0, 0)
-        steps = [one for one in self.told if isinstance(one, Stepped)]
-        return [token for one in steps for own, output in one.outputs if own == number for token in output.tokens]
+        self.turns()
+        assert self.empty()
+        assert (len(self.engine.pictures.kept), self.host.pictures.bytes) == (0, 0)
+        return [token for output in self.outputs(number) for token in output.tokens]
 
 
 def lied(rng: random.Random, medium: Medium, pixels: Pixels) -> tuple[Medium, Pixels]:

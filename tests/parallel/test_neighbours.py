@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -18,7 +17,6 @@ from quire.data.models.configs import named_config
 from quire.errors import StartupError
 from quire.parallel import remote, starting
 from quire.parallel.devices import room_of
-from quire.parallel.frames import Hello
 from quire.parallel.neighbours import neighbours
 from quire.vocabulary.layout import Layout
 
@@ -88,26 +86,11 @@ def test_a_gpu_that_is_too_full_is_named_with_who_uses_it() -> None:
 @pytest.mark.usefixtures("smi")
 def test_a_gpu_that_has_filled_up_is_named_as_ranks_are_started_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before they load anything; what of memory the plan leaves may be others' by then."""
-    ended: list[bool] = []
-
-    class Full:
-        layout, seconds, meeting = Layout(2), 60.0, SimpleNamespace(descriptors=())
-
-        def __init__(self, free: int) -> None:
-            self.free = free
-
-        def meet(self, hellos: list[Hello]) -> list[dict[str, Any]]:
-            return gpus(self.free)
-
-        def hello(self, hellos: list[Hello]) -> None:
-            raise StartupError("they would load")
-
-        def abandon(self) -> None:
-            ended.append(True)
-
     config, plan = EngineConfig(tp=2, device="cuda", max_num_batched_tokens=2048), planned(78)
     for free, told in ((8, TOO_FULL.format(r"8\.00 GiB")), (76, "they would load")):
-        monkeypatch.setattr(remote, "RemoteRunner", lambda *_, free=free: Full(free))
+        ranks = Mock(layout=Layout(2), seconds=60.0, **{"meeting.descriptors": (), "meet.return_value": gpus(free)})
+        ranks.hello.side_effect = StartupError("they would load")
+        monkeypatch.setattr(remote, "RemoteRunner", Mock(return_value=ranks))
         with pytest.raises(StartupError, match=told):
             starting.anew(config, "", (), plan.max_len, Mock(), partial(check_again, config, plan))
-    assert ended == [True, True]
+        ranks.abandon.assert_called_once()

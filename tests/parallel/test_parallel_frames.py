@@ -21,6 +21,7 @@ from quire.vocabulary.media import Pixels
 HELLO = Hello(EngineConfig(model="x", device="cpu", dtype="float32"), Part(1, 4), (0, 2), 128, 60.0, (7, 8, 9))
 GEOMETRY = one_size(((0, 1), None), ((2,), 9), pages=20, page_bytes=256, slots=5, width=8, tokens=4, host=3)
 PIXELS = Pixels(b"k" * 32, (1, 2, 2, 3), bytes(12), (1, 2))
+FAILURE = Failed("RuntimeError: gone", "Use another", True)
 BODIES = {
     "hello": (frames.read_hello, frames.write_hello(HELLO), HELLO),
     "bind": (frames.read_bind, frames.write_bind(GEOMETRY), GEOMETRY),
@@ -29,6 +30,7 @@ BODIES = {
     "sleep": (frames.read_sleep, b"\2", 2),
     "wake": (frames.read_wake, b'{"tags":["weights"]}', ["weights"]),
     "warm": (frames.read_warm, frames.WARMED.pack(2048, 99), (2048, 99)),
+    "failed": (lambda body: frames.read_failed(Frame(FAILED, body)), frames.write_failed(FAILURE), FAILURE),
     "answer": (frames.read_answer, frames.DREW.pack(3, 2**64 - 1, 7) + b"rest", (3, 2**64 - 1, 7, b"rest")),
 }
 
@@ -45,11 +47,6 @@ def test_bodies_are_read_as_they_were_said(name: str) -> None:
 def test_parts_that_there_can_not_be_are_refused(part: tuple[int, int, int, int]) -> None:
     with pytest.raises(WireError, match="is no rank and number of ranks, stage and number of stages"):
         frames.read_hello(memoryview(frames.write_hello(HELLO._replace(part=Part(*part)))))
-
-
-def test_failures_are_read_as_they_were_said() -> None:
-    failed = Failed("RuntimeError: gone", "Use another", True)
-    assert frames.read_failed(Frame(FAILED, memoryview(frames.write_failed(failed)))) == failed
 
 
 def mutate(name: str, count: int) -> None:

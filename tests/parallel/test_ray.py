@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -47,7 +48,6 @@ def cluster() -> Iterator[str]:
         program = [sys.executable, str(TESTS / "ray_cluster.py"), folder]
         with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
                               env={**os.environ, "PYTHONPATH": path}) as process:  # fmt: skip
-            assert process.stdout is not None, "a pipe"
             said, _, _ = select.select([process.stdout], [], [], 90)
             assert said, "the cluster doesn't start"
             yield process.stdout.readline().strip()
@@ -202,9 +202,8 @@ def test_a_model_s_ranks_are_placed_anew(cluster: str, monkeypatch: pytest.Monke
 
 
 def test_gpus_are_those_that_ray_chose_and_room_is_bounded(cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = placed(cluster, gpus=1.0)
-    monkeypatch.setattr("quire.parallel.ray.PATIENCE", 1.0)  # in which actors must start, too, where there is room
-    try:
+    with closing(placed(cluster, gpus=1.0)) as runner:
+        monkeypatch.setattr("quire.parallel.ray.PATIENCE", 1.0)  # in which actors must start, too, where there is room
         for side in runner.sides:
             variables = Path(f"/proc/{side.child.process.pid}/environ").read_bytes().split(b"\0")
             assert {one for one in variables if one.startswith(b"CUDA_VISIBLE")} <= {
@@ -213,8 +212,6 @@ def test_gpus_are_those_that_ray_chose_and_room_is_bounded(cluster: str, monkeyp
         with pytest.raises(StartupError, match=r"found no room for 1 rank of 1 GPU on this node within 1 s: others use "
                                                r"it \(0 GPUs are free\); there are 2 CPUs and 2 GPUs on"):  # fmt: skip
             placed(cluster, ranks=1, gpus=1.0)
-    finally:
-        runner.close()
     with pytest.raises(StartupError, match=r"no room for 3 ranks of 1 CPU each on this node: there are .*4 CPUs and 0 "
                                            r"GPUs.*more than one node aren't there yet. Use --tp for one"):  # fmt: skip
         placed(cluster, ranks=3)

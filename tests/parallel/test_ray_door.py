@@ -20,15 +20,12 @@ from unittest.mock import Mock
 import pytest
 from waiting import IDLE
 
-from quire.build import build_engine
-from quire.config import EngineConfig
 from quire.errors import StartupError
 from quire.parallel import ray_address
 from quire.parallel.ray import LAUNCHER, Process, RayStart
 from quire.parallel.ray_address import address_of, listeners
 from quire.parallel.ray_door import Door
 from quire.parallel.ray_driver import Order, opened
-from quire.source import read_source
 
 SHOWS = """
 import json, os, sys
@@ -51,7 +48,6 @@ def launched(door: Door, **other: Any) -> Iterator[subprocess.Popen[bytes]]:
     """As Ray's actor does it; killed at last."""
     child = subprocess.Popen([sys.executable, *LAUNCHER], env={}, stdin=subprocess.PIPE, stderr=subprocess.PIPE)
     said = {"name": door.name, "token": door.token, "rank": 1, "parent": os.getpid(), **other}
-    assert child.stdin is not None, "a pipe"
     child.stdin.write(json.dumps(said).encode() + b"\n")
     child.stdin.flush()
     try:
@@ -107,13 +103,12 @@ def test_strangers_are_sent_away(door: Door, said: bytes) -> None:
 
 
 def test_another_user_is_sent_away_though_it_has_the_token(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "getuid", lambda: 12345)
-        with socket.socket(socket.AF_UNIX) as one:
-            one.connect(f"\0{door.name}")
-            one.sendall(json.dumps({"token": door.token, "rank": 0}).encode() + b"\n")
-            door.admit()
-            assert not door.waiting
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    with socket.socket(socket.AF_UNIX) as one:
+        one.connect(f"\0{door.name}")
+        one.sendall(json.dumps({"token": door.token, "rank": 0}).encode() + b"\n")
+        door.admit()
+        assert not door.waiting
 
 
 @pytest.mark.parametrize(
@@ -128,7 +123,6 @@ def test_a_rank_that_can_not_begin_says_why(door: Door, other: dict[str, Any], t
     with launched(door, **other) as child:
         if "token" in other:
             door.admit()
-        assert child.stderr is not None, "a pipe"
         assert told in child.stderr.read().decode()
         assert child.wait(30) == 1
 
@@ -176,18 +170,16 @@ def test_addresses(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert address_of("local") == ""
     monkeypatch.setattr(ray_address, "listeners", lambda port: {os.getuid() + 1})
     assert address_of(where) == where
-    with pytest.raises(StartupError, match=f"RAY_ADDRESS is {where}, which isn't known to be this user's own.*unset"):
-        address_of("")
-    monkeypatch.setattr(ray_address, "listeners", lambda port: set())
-    with pytest.raises(StartupError, match="isn't known"):
-        address_of("")
 
 
 def test_an_address_where_strangers_listen_too(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
-    monkeypatch.setattr(ray_address, "listeners", lambda port: {os.getuid(), os.getuid() + 1})
-    with pytest.raises(StartupError, match="isn't known to be this user's own"):
-        address_of("")
+    """Or alone, or nobody is known to."""
+    where = f"127.0.0.1:{port}"
+    monkeypatch.setenv("RAY_ADDRESS", where)
+    for users in ({os.getuid(), os.getuid() + 1}, {os.getuid() + 1}, set()):
+        monkeypatch.setattr(ray_address, "listeners", lambda port, users=users: users)
+        with pytest.raises(StartupError, match=f"RAY_ADDRESS is {where}, which isn't known to be this user's .*unset"):
+            address_of("")
 
 
 @pytest.mark.parametrize("said", ["auto", "ray://127.0.0.1:10001", "127.0.0.1", ":1", "a:b", "a:99999"])
@@ -237,9 +229,3 @@ def test_a_ray_that_is_old_or_listens_to_all_is_refused(monkeypatch: pytest.Monk
     with pytest.raises(StartupError, match=r"Ray 2\.54\.0 listens on 10\.0\.0\.1, not on the loopback interface alone"):
         opened(order._replace(address=""))
     assert "RAY_ADDRESS" not in os.environ
-
-
-def test_an_address_without_ray_is_refused() -> None:
-    config = EngineConfig(ray_address="127.0.0.1:6379", device="cpu")
-    with pytest.raises(StartupError, match="--ray-address is given, and --executor is auto"):
-        build_engine(config, read_source(config), ())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from contextlib import closing
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -64,11 +65,9 @@ def run(name: str, seed: int) -> None:
         preemption=rng.choice(("swap", "recompute")), stages=layout.pp,
     )  # fmt: skip
     trace.sleeps = [] if seed % 2 else None
-    try:
+    with closing(runner):
         trace.run(6)
         assert len({echo.applied for echo in runner.echoes}) == 1
-    finally:
-        runner.close()
 
 
 @pytest.mark.parametrize("name", SOME)
@@ -113,39 +112,33 @@ def test_a_rank_that_applied_something_else_is_named() -> None:
     runner.close()
 
 
-def test_a_rank_that_would_capture_another_size_is_named() -> None:
-    """Before any does: in a graph of more rows it would wait for what the others never send."""
+class Capturing(EchoRunner):
+    """One that would capture graphs of so many rows; None: it captures none."""
 
-    class Capturing(EchoRunner):
-        def __init__(self, *sizes: int) -> None:
-            super().__init__(1, vocab_size=VOCAB)
-            self.graphs = SimpleNamespace(sizes=list(sizes))
+    def __init__(self, sizes: list[int] | None) -> None:
+        super().__init__(1, vocab_size=VOCAB)
+        if sizes is not None:
+            self.graphs = SimpleNamespace(sizes=sizes)
 
-        def warm_up(self, tokens: int, max_len: int) -> None:
-            raise AssertionError("no rank may begin")
+    def warm_up(self, tokens: int, max_len: int) -> None:
+        raise AssertionError("no rank may begin")
 
-    runner = threaded(3, lambda rank: Capturing(*(1, 2, 8) if rank == 2 else (1, 2, 4, 8)))
-    said = r"rank 2 captures graphs of decode steps of \[1, 2, 8\] rows, rank 0 of \[1, 2, 4, 8\]"
+
+def refuse(said: str, *sizes: list[int] | None) -> None:
+    """Before any captures: in a graph of more rows it would wait for what the others never send."""
+    runner = threaded(len(sizes), lambda rank: Capturing(sizes[rank]))
     with pytest.raises(StartupError, match=said):
         runner.warm_up(64, 48)
     runner.close()
 
 
+def test_a_rank_that_would_capture_another_size_is_named() -> None:
+    said = r"rank 2 captures graphs of decode steps of \[1, 2, 8\] rows, rank 0 of \[1, 2, 4, 8\]"
+    refuse(said, [1, 2, 4, 8], [1, 2, 4, 8], [1, 2, 8])
+
+
 def test_a_rank_that_captures_none_where_others_do_is_named() -> None:
-    class Capturing(EchoRunner):
-        def warm_up(self, tokens: int, max_len: int) -> None:
-            raise AssertionError("no rank may begin")
-
-    def build(rank: int) -> EchoRunner:
-        made: Any = Capturing(1, vocab_size=VOCAB)
-        if rank != 1:
-            made.graphs = SimpleNamespace(sizes=[1, 2])
-        return made
-
-    runner = threaded(3, build)
-    with pytest.raises(StartupError, match=r"rank 1 captures graphs of decode steps of None rows, rank 0 of \[1, 2\]"):
-        runner.warm_up(64, 48)
-    runner.close()
+    refuse(r"rank 1 captures graphs of decode steps of None rows, rank 0 of \[1, 2\]", [1, 2], None, [1, 2])
 
 
 def test_questions_are_answered_by_every_rank() -> None:

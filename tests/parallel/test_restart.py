@@ -41,7 +41,6 @@ def opened(runner: Any, start: Start | None = None, most: int = 3, clock: Callab
     engine = Engine(scheduler, runner, Limits(VOCAB, MAX_LEN, 100), clock=lambda: 0.0)
 
     def anew() -> tuple[RemoteRunner, KVMemory]:
-        assert start is not None
         made, memory = start(), memory_of()
         made.bind(memory.geometry)
         return made, memory
@@ -99,10 +98,7 @@ def test_streams_go_on_with_the_same_tokens(depth: int, place: str, step: int) -
     engine.close()
 
 
-@pytest.mark.parametrize(
-    ("how", "cause"),
-    [("kill", "was ended by signal 9"), ("stop", "was stopped")],
-)
+@pytest.mark.parametrize(("how", "cause"), [("kill", "was ended by signal 9"), ("stop", "was stopped")])
 def test_whatever_a_process_fails_of(
     how: str, cause: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,14 +122,22 @@ def failing(step: int, place: str = "collect") -> RemoteRunner:
     return threaded(2, lambda rank: FaultyEcho(1, VOCAB, **(fault if rank == 1 else {})))
 
 
-def test_too_many_end_the_engine_and_the_first_cause_is_named() -> None:
-    steps = iter([4, 2, 3])
-    engine = opened(failing(4), lambda: failing(next(steps, 2)), most=2)
+@pytest.mark.parametrize(
+    ("starts", "most", "told"),
+    [
+        ([(4,), (2,), (3,)], 2, f"{GONE} in step 2; ranks were started anew 2 times within 600 s, first as {GONE}"),
+        ([(0, "start")] * 3, 3, f"{GONE} at start; ranks were started anew 3 times within 600 s, first as {GONE}"),
+        (None, 0, GONE),
+    ],
+    ids=["too many fail", "none starts", "none is allowed"],
+)
+def test_too_many_end_the_engine_and_the_first_cause_is_named(starts: Any, most: int, told: str) -> None:
+    ranks = iter(starts or [])
+    engine = opened(failing(4), None if starts is None else lambda: failing(*next(ranks)), most)
     ask(engine)
-    told = f"^{GONE} in step 2; ranks were started anew 2 times within 600 s, first as {GONE} in step 4$"
-    with pytest.raises(EngineDead, match=told):
+    with pytest.raises(EngineDead, match=f"^{told} in step 4$"):
         drain(engine)
-    assert engine.stats.restarts == 2
+    assert engine.stats.restarts == most
     engine.close()
 
 
@@ -157,23 +161,6 @@ def test_a_start_that_fails_counts_and_is_tried_again() -> None:
     ask(engine)
     assert heard(engine) == undisturbed()
     assert engine.stats.restarts == 3
-    engine.close()
-
-
-def test_where_no_start_succeeds_the_engine_ends() -> None:
-    engine = opened(failing(4), lambda: failing(0, "start"))
-    ask(engine)
-    told = f"^{GONE} at start; ranks were started anew 3 times within 600 s, first as {GONE} in step 4$"
-    with pytest.raises(EngineDead, match=told):
-        drain(engine)
-    engine.close()
-
-
-def test_without_it_the_first_failure_ends_the_engine() -> None:
-    engine = opened(failing(2))
-    ask(engine)
-    with pytest.raises(EngineDead, match=f"^{GONE} in step 2$"):
-        drain(engine)
     engine.close()
 
 

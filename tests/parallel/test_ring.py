@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import select
-import threading
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,10 +20,7 @@ def close(ring: Ring, readers: list[RingReader]) -> None:
     ring.close()
 
 
-@given(
-    count=st.integers(1, 4),
-    moves=st.lists(st.one_of(st.integers(0, 2200), st.integers(-4, -1)), max_size=60),
-)
+@given(count=st.integers(1, 4), moves=st.lists(st.one_of(st.integers(0, 2200), st.integers(-4, -1)), max_size=60))
 def test_each_reader_reads_all_of_it(count: int, moves: list[int]) -> None:
     """A move from 0 on writes so many bytes; below, a reader reads what there is."""
     ring = Ring(count, PAGE)
@@ -49,34 +43,6 @@ def test_each_reader_reads_all_of_it(count: int, moves: list[int]) -> None:
         assert read == [written] * count
     finally:
         close(ring, readers)
-
-
-def test_a_reader_on_a_thread_sleeps_and_misses_nothing() -> None:
-    ring = Ring(2, 4 * PAGE)
-    readers, sums = readers_of(ring), [0, 0]
-
-    def read(at: int) -> None:
-        got = 0
-        while got < 3000:
-            if not readers[at]:
-                poll = select.poll()
-                poll.register(readers[at].event, select.POLLIN)
-                poll.poll()
-                continue
-            data = readers[at].read()
-            assert data == b"%d" % got * 40
-            got += 1
-            sums[at] += len(data)
-
-    threads = [threading.Thread(target=read, args=(at,)) for at in range(2)]
-    for thread in threads:
-        thread.start()
-    for i in range(3000):
-        ring.write(b"%d" % i * 40, 60)
-    for thread in threads:
-        thread.join(60)
-    assert sums[0] == sums[1] > 0
-    close(ring, readers)
 
 
 def test_the_writer_waits_for_the_slowest_and_not_for_ever() -> None:

@@ -6,7 +6,7 @@ import errno
 import os
 import threading
 from collections.abc import Sequence
-from types import SimpleNamespace
+from contextlib import closing
 from typing import Any
 from unittest.mock import Mock
 
@@ -22,7 +22,7 @@ from quire.errors import EngineDead, StartupError
 from quire.link.child import Child
 from quire.link.frames import Frame
 from quire.parallel import remote, sides, starting
-from quire.parallel.frames import ANSWER, Hello
+from quire.parallel.frames import ANSWER
 from quire.parallel.meeting import Meeting
 from quire.parallel.remote import RemoteRunner
 from quire.parallel.ring import Ring
@@ -30,24 +30,13 @@ from quire.text.prompts import engine_config
 from quire.vocabulary.layout import Layout, Part
 
 
-class Told:
-    """Stands for ranks: what they are told."""
-
-    seconds, meeting, layout = 60.0, SimpleNamespace(descriptors=(9, 8)), Layout(3)
-
-    def hello(self, hellos: list[Hello]) -> None:
-        self.hellos = hellos
-
-    def wait(self) -> None:
-        """They are there."""
-
-
 def test_each_rank_has_its_part_and_its_share_of_threads() -> None:
-    ranks: Any = Told()
+    ranks = Mock(seconds=60.0, layout=Layout(3), **{"meeting.descriptors": (9, 8)})
     starting.build(ranks, EngineConfig(model="x", tp=3, threads=8, revision="r"), "/folder", (5,), 99, True)
-    assert [hello.part for hello in ranks.hellos] == [Part(0, 3), Part(1, 3), Part(2, 3)]
-    assert [hello.progress for hello in ranks.hellos] == [True, False, False]
-    for hello in ranks.hellos:
+    [hellos] = ranks.hello.call_args.args
+    assert [hello.part for hello in hellos] == [Part(0, 3), Part(1, 3), Part(2, 3)]
+    assert [hello.progress for hello in hellos] == [True, False, False]
+    for hello in hellos:
         assert (hello.config.model, hello.config.revision, hello.config.threads) == ("/folder", None, 2)
         assert (hello.eos_ids, hello.max_len, hello.seconds, hello.meeting) == ((5,), 99, 60.0, (9, 8))
 
@@ -149,13 +138,10 @@ def test_what_was_let_go_of_is_not_closed_again() -> None:
 
 
 def test_who_looks_into_a_runner_that_is_elsewhere_is_told_so() -> None:
-    runner = threaded(2, lambda rank: FaultyEcho())
-    try:
+    with closing(threaded(2, lambda rank: FaultyEcho())) as runner:
         with pytest.raises(StartupError, match=r"into the runner \(store\)"):
             runner.store  # noqa: B018
         assert not hasattr(runner, "anything")
-    finally:
-        runner.close()
 
 
 def test_layouts_by_vllms_names() -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.errors import StartupError
 from quire.reproduce import ENTRIES, attention_blocks, main
 from quire.reproduce.attention_blocks import Kernel, Served, _verdicts
 from quire.reproduce.result import DIFFERS, HOLDS
@@ -43,8 +42,6 @@ def test_verdicts_follow_the_paper() -> None:
 
 def test_the_kernels_part_needs_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(StartupError, match="Run it beside a GPU"):
-        main(["fig18a"])
     monkeypatch.setattr("quire.reproduce.ENTRIES", {name: ENTRIES[name] for name in ("fig18a", "x1")})
     assert main(["--all"]) == 0  # what it can't measure doesn't stop the others
     said = capsys.readouterr()

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
 
 import pytest
 from matplotlib.figure import Figure
+from test_serving import made
 
 from quire.reproduce import beams_serving, preemption_serving
 from quire.reproduce.beams_serving import SHOWN, Decoded, figure_14
 from quire.reproduce.preemption_serving import MEDIUM, PIECE, SIZES, WAYS, figure_19b
 from quire.reproduce.preemption_serving import Point as Run
 from quire.reproduce.result import DIFFERS, HOLDS, MEASURED
-from quire.reproduce.serving import LIMIT, Curve, Load, Point, curve
+from quire.reproduce.serving import LIMIT, Curve, Load, curve, in_parallel
 
 SMALL = Load("a100-13b", "alpaca", kv_gib=4.0)
 
 
-def in_turn(function: Callable[..., Any], jobs: Sequence[tuple[Any, ...]]) -> list[Any]:
-    return [function(*job) for job in jobs]
-
-
-def made(system: str, highest: float) -> Curve:
-    points = (Point(highest / 2, LIMIT / 2, 1.0, 0.05, 0), Point(highest, LIMIT, 2.0, 0.05, 0))
-    return Curve(system, highest, points)
+in_turn = partial(in_parallel, most=1)
 
 
 def curves(paged: float, oracle: float, pow2: float = 0.5, most: float = 0.1) -> dict[str, Curve]:

@@ -14,9 +14,7 @@ import torch
 from quire.bench import contexts, replay
 from quire.bench.kernels import placed
 from quire.data.models.configs import named_config
-from quire.errors import StartupError
 from quire.reproduce import (
-    ENTRIES,
     chunk_kernels,
     decode_rates,
     dummy_engines,
@@ -245,10 +243,3 @@ def test_verdicts_of_tables() -> None:
 
     assert judged(25.0, 9.0, 0.4, 0.0) == [HOLDS] * 4
     assert judged(9.0, 11.0, 1.4, 0.0) == [DIFFERS] * 3 + [HOLDS]
-
-
-@pytest.mark.parametrize("name", ["fig6", "fig9a", "fig10"])
-def test_they_need_a_gpu(name: str) -> None:
-    assert ENTRIES[f"vattention-{name}"].gpu
-    with pytest.raises(StartupError, match="Run it beside a GPU"):
-        ENTRIES[f"vattention-{name}"].run()

@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from test_reproduce import reproduced
 
-from quire.reproduce import kernel_switch, main
-from quire.reproduce.kernel_switch import WAYS, change, compared, figure_12
+from quire.reproduce import kernel_switch
+from quire.reproduce.kernel_switch import WAYS, compared, figure_12
 from quire.reproduce.result import CITED, DIFFERS, HOLDS, MEASURED
 
 
 def test_entry_holds(tmp_path: Path) -> None:
-    assert main(["vattention-fig12", "--out", str(tmp_path)]) == 0
-    content = json.loads((tmp_path / "vattention-fig12.json").read_text())
-    assert {result["verdict"] for result in content["results"]} == {HOLDS, MEASURED, CITED}
-    ours = {result["what"]: result["ours"] for result in content["results"]}
+    results = reproduced("vattention-fig12", tmp_path)["results"]
+    assert {result["verdict"] for result in results} == {HOLDS, MEASURED, CITED}
+    ours = {result["what"]: result["ours"] for result in results}
     assert ours["lines changed from sdpa to sdpa_flash (limit: 10)"] == 4
     assert ours["lines changed from sdpa to varlen_attn (limit: 10)"] == 7
-    assert (tmp_path / "vattention-fig12.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_lines_are_counted_as_they_go_and_come() -> None:
-    there = change("sdpa", "sdpa_flash").lines
-    assert [line[0] for line in there].count("-") == 1
-    assert [line[0] for line in there].count("+") == 3, "an import, the context, and the call further in"
-    assert change("sdpa", "sdpa").lines == []
 
 
 def test_more_lines_differ(monkeypatch: pytest.MonkeyPatch) -> None:

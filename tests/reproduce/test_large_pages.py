@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 
 from quire.control.memory.large import LargePages
-from quire.reproduce import large_pages, main
+from quire.reproduce import large_pages
 from quire.reproduce.large_pages import ended, figure_6, figure_8, walk
-from quire.reproduce.result import DIFFERS, HOLDS, MEASURED
-
-
-@pytest.mark.parametrize("name", ["jenga-fig6", "jenga-fig8"])
-def test_entries_hold(name: str, tmp_path: Path) -> None:
-    assert main([name, "--out", str(tmp_path)]) == 0
-    content = json.loads((tmp_path / f"{name}.json").read_text())
-    assert {result["verdict"] for result in content["results"]} <= {HOLDS, MEASURED}
-    assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+from quire.reproduce.result import DIFFERS, HOLDS
 
 
 def test_whose_pages_lie_together() -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
 
 import pytest
 
@@ -12,16 +11,13 @@ from quire.errors import StartupError
 from quire.reproduce import page_sizes
 from quire.reproduce.page_sizes import Point, Trace, _verdicts, sweep
 from quire.reproduce.result import DIFFERS, HOLDS, MEASURED
-
-
-def in_turn(function: Callable[..., Any], jobs: Sequence[tuple[Any, ...]]) -> list[Any]:
-    return [function(*job) for job in jobs]
+from quire.reproduce.serving import in_parallel
 
 
 @pytest.mark.soak
 def test_larger_pages_waste_more_and_serve_less(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_sizes, "TRACES", {"alpaca": Trace(60.0, 4.0, (16,))})
-    monkeypatch.setattr(page_sizes, "in_parallel", in_turn)
+    monkeypatch.setattr(page_sizes, "in_parallel", partial(in_parallel, most=1))
     monkeypatch.setattr("quire.reproduce.serving.CROWD", 1)
     small, large = sweep((16, 256))
     assert 0 < small.internal < 0.25 < 0.5 < large.internal < 1

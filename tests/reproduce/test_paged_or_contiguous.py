@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from quire.errors import StartupError
-from quire.reproduce import ENTRIES, main
 from quire.reproduce import attention_alone as alone
+from quire.reproduce import main
 from quire.reproduce import paged_or_contiguous as kernels
 from quire.reproduce.result import DIFFERS, HOLDS
 
@@ -124,21 +124,6 @@ def test_verdicts_of_attention_alone() -> None:
     assert judged(3.0, 1.0, 1.0) == [HOLDS] * 3
     assert judged(1.0, 1.0, 1.02) == [HOLDS, HOLDS, DIFFERS], "the paper's gain is gone"
     assert judged(1.0, 1.1, 1.1) == [DIFFERS] * 3
-
-
-@pytest.mark.parametrize("name", ["fig3", "fig4", "fig5", "fig8", "fig9b", "table6"])
-def test_they_need_a_gpu(name: str) -> None:
-    assert ENTRIES[f"vattention-{name}"].gpu
-    with pytest.raises(StartupError, match="Run it beside a GPU"):
-        ENTRIES[f"vattention-{name}"].run()
-
-
-def test_pictures_can_be_made_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert main(["x1", "--out", str(tmp_path), "--no-pictures"]) == 0
-    assert [path.name for path in tmp_path.iterdir()] == ["x1.json"]
-    with pytest.raises(StartupError, match="matplotlib is not installed"):
-        main(["--draw", str(tmp_path)])
 
 
 def test_what_cannot_be_drawn_is_named(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from quire.errors import StartupError
 from quire.reproduce import ENTRIES, Entry, main
-from quire.reproduce.report import report, shown
+from quire.reproduce.report import report
 from quire.reproduce.result import DIFFERS, HOLDS, Result, measured
 
 MACHINE = {"cpu": "a CPU", "logical_cores": 2, "gpu": None, "threads": 1, "torch": "2.13", "revision": "abc"}
@@ -66,15 +66,6 @@ def test_what_was_not_run_is_said(folder: Path) -> None:
     assert "`fig9a`" not in missing  # a panel is part of the whole
     put(folder, "fig9", "fig9", [])
     assert "## Not yet run" not in report(KNOWN, folder, path)
-
-
-@pytest.mark.parametrize(
-    ("value", "cell"),
-    [(None, "-"), (True, "yes"), (False, "no"), (15728, "15,728"), (30.419, "30.42"), (0.1 + 0.2, "0.3"),
-     (12345.6, "12,346"), ("a", "a"), ([[7, 4], [1, 3]], "(7, 4), (1, 3)"), ([1, 2.5], "1, 2.5"), (0.0, "0")],
-)  # fmt: skip
-def test_cells(value: object, cell: str) -> None:
-    assert shown(value) == cell
 
 
 def test_the_command(folder: Path, tmp_path: Path) -> None:

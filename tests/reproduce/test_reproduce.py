@@ -17,26 +17,19 @@ from quire.config import EngineConfig
 from quire.errors import StartupError
 from quire.reproduce import ENTRIES, main
 from quire.reproduce.block_tables import FIGURE_7, FREE_7, replay
-from quire.reproduce.result import DIFFERS, HOLDS, MEASURED, at_most, equal, near
+from quire.reproduce.result import CITED, DIFFERS, HOLDS, MEASURED, at_most, equal, near
 
 RESULT = {"row", "what", "paper", "ours", "unit", "verdict", "real_or_simulated"}
-# They have tests of their own.
-LONG = {"table-scope", "step-overhead", "fig11", "fig15", "fig18a", "fig18b", "fig19a", "c1", "c5", "r1", "x4"}
-LONG |= {
-    "fig1",
-    "fig2",
-    "fig13",
-    "fig14",  # test_beams_serving
-    "fig19b",
-    "fig16",
-    "fig17",
-    *(name for name in ENTRIES if name.startswith("fig12")),
-}  # test_serving
-LONG |= {"vattention-table3", "vattention-table7", "vattention-fig11", "vattention-x2"}  # they have tests of their own
-LONG |= {"vattention-table1", "vattention-table2", "vattention-table8"}  # test_contiguous_sizes, test_paging_issues
-LONG |= {"vattention-fig12", "vattention-table4"}  # test_kernel_switch, test_reqids
-LONG |= {"vattention-views"}  # test_mapped_views
-LONG |= {name for name in ENTRIES if name.startswith("jenga-")}  # test_unlike_layers and its neighbours
+MIXED = {  # of whose numbers some are claimed by nobody
+    "vattention-table4", "jenga-fig3", "jenga-fig6", "jenga-fig7", "jenga-fig8", "jenga-fig9",
+    "jenga-fig10", "jenga-fig11", "jenga-x2",
+}  # fmt: skip
+APART = {  # they have tests of their own
+    "fig1", "fig2", "fig11", "fig13", "fig14", "fig15", "fig16", "fig17", "fig18b", "fig19a", "fig19b", "table-scope",
+    "step-overhead", "x4", "r1", "c1", "c5", "vattention-table1", "vattention-table2", "vattention-table3",
+    "vattention-table7", "vattention-table8", "vattention-fig11", "vattention-fig12", "vattention-x2",
+    "vattention-views", *(name for name in ENTRIES if name.startswith(("fig12", "jenga-"))),
+} - MIXED  # fmt: skip
 
 
 def reproduced(name: str, folder: Path) -> dict[str, Any]:
@@ -47,15 +40,23 @@ def reproduced(name: str, folder: Path) -> dict[str, Any]:
     assert content["results"]
     for result in content["results"]:
         assert set(result) == RESULT
-        assert result["verdict"] in (HOLDS, DIFFERS, MEASURED)
+        assert result["verdict"] in (HOLDS, DIFFERS, MEASURED, CITED)
     assert status == any(result["verdict"] == DIFFERS for result in content["results"])
     assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     return content
 
 
-@pytest.mark.parametrize("name", [name for name, entry in ENTRIES.items() if name not in LONG and not entry.gpu])
+@pytest.mark.parametrize("name", [name for name, entry in ENTRIES.items() if name not in APART and not entry.gpu])
 def test_entry_holds(name: str, tmp_path: Path) -> None:
-    assert {result["verdict"] for result in reproduced(name, tmp_path)["results"]} == {HOLDS}
+    verdicts = {result["verdict"] for result in reproduced(name, tmp_path)["results"]}
+    assert verdicts <= {HOLDS, MEASURED} if name in MIXED else verdicts == {HOLDS}
+
+
+@pytest.mark.parametrize("name", [name for name, entry in ENTRIES.items() if entry.gpu])
+def test_they_need_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(StartupError, match=f"{name} measures a GPU, and torch finds none.*Run it beside a GPU"):
+        ENTRIES[name].run()
 
 
 def test_lengths_are_judged_as_drawn_and_as_served(tmp_path: Path) -> None:
@@ -143,7 +144,10 @@ def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(StartupError, match=r"pip install 'quire\[plot\]'"):
         main(["x1", "fig6", "--out", str(tmp_path / "out")])
     assert not (tmp_path / "out").exists(), "nothing ran"
-    assert main(["x1"]) == 0
+    assert main(["x1", "--out", str(tmp_path), "--no-pictures"]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["x1.json"]
+    with pytest.raises(StartupError, match="matplotlib is not installed"):
+        main(["--draw", str(tmp_path)])
 
 
 def test_simulated_is_of_all() -> None:
@@ -152,11 +156,13 @@ def test_simulated_is_of_all() -> None:
 
 
 def test_imports_are_light() -> None:
-    """Measuring works where neither the server's libraries nor matplotlib are installed."""
+    """Measuring works where neither the server's libraries nor matplotlib are installed, as on the GPU machine."""
     code = (
-        "import sys, quire.bench, quire.reproduce as r; from importlib import import_module\n"
+        "import sys, quire.cli, quire.bench, quire.reproduce as r; from importlib import import_module\n"
         "[import_module('quire.reproduce.' + e.function.partition(':')[0]) for e in r.ENTRIES.values()]\n"
-        "print([m for m in ('pydantic', 'fastapi', 'uvicorn', 'starlette', 'matplotlib') if m in sys.modules])"
+        "r.main(['--list'])\n"
+        "absent = 'pydantic', 'fastapi', 'uvicorn', 'starlette', 'msgspec', 'matplotlib', 'tokenizers'\n"
+        "print([name for name in absent if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert done.stdout.splitlines()[-1] == "[]"

@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from quire.reproduce import main
 from quire.reproduce.reqids import figure_7, table_4
-from quire.reproduce.result import DIFFERS, HOLDS, MEASURED
+from quire.reproduce.result import DIFFERS
 from quire.vattention import VAttention
-
-
-@pytest.mark.parametrize("name", ["vattention-fig7", "vattention-table4"])
-def test_entries_hold(name: str, tmp_path: Path) -> None:
-    assert main([name, "--out", str(tmp_path)]) == 0
-    content = json.loads((tmp_path / f"{name}.json").read_text())
-    assert {result["verdict"] for result in content["results"]} <= {HOLDS, MEASURED}
-    assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_library_that_reclaims_at_once_differs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
-from quire.config import MEMORIES
 from quire.errors import StartupError
 from quire.reproduce import basic_sampling, batches, chat, main, shared_prefix, waste
 from quire.reproduce.result import DIFFERS, HOLDS, MEASURED, Reproduction
@@ -20,7 +19,6 @@ from quire.reproduce.serving import (
     SEEDS,
     SHARED,
     SHOWN,
-    SYSTEMS,
     Curve,
     Load,
     Point,
@@ -293,10 +291,6 @@ def test_verdicts_of_figure_17(pow2: float, verdict: str, monkeypatch: pytest.Mo
     assert set(verdicts(done).values()) == ({HOLDS} if verdict == HOLDS else {HOLDS, DIFFERS})
     assert done.results[-1].verdict == verdict
     assert done.draw().axes
-
-
-def test_every_system_has_a_memory() -> None:
-    assert set(SYSTEMS) <= set(MEMORIES)
 
 
 def test_simulated_entries(monkeypatch: pytest.MonkeyPatch) -> None:

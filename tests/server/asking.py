@@ -1,18 +1,70 @@
-"""What tests of requests' fields have in common: asking the echo server, and what it must draw."""
+"""What tests of the server have in common: clients and connections, asking the echo server, and what it must draw."""
 
 from __future__ import annotations
 
 import json
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from urllib.parse import urlsplit
 
+import echo_service
 import httpx
-from echo_service import MAX_LEN, VOCAB
+from echo_service import MAX_LEN, VOCAB, EchoBuilt, Placement, Running, Saying
+from openai import OpenAI
 
+from quire.async_llm import AsyncLLM
 from quire.sim.echo import expected
+from quire.text.chat import ChatTemplate
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.seeds import branch_seed
 
-TALK = [{"role": "user", "content": "once upon a time"}]
+TALK: Any = [{"role": "user", "content": "once upon a time"}]
+MARKERS = "<think>", "</think>"
+HERMES = (
+    "{% if tools %}{{ tools | tojson }}<tool_call>{% endif %}{% for m in messages %}{{ m.role }}:"
+    "{% if m.reasoning_content %}[{{ m.reasoning_content }}]{% endif %}{{ m.content }}"
+    "{% for c in m.tool_calls %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %};{% endfor %}"
+)
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "%s"}}\n</tool_call>'
+SAID = "Let me see.\n" + CALL % "Paris" + CALL % "Oslo" + "Wait."
+KEY, ADMIN = "sk-quire-test-key", "sk-quire-admin-key"
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def openai_of(running: Running, key: str = "unused") -> OpenAI:
+    return OpenAI(base_url=f"{running.url}/v1", api_key=key, max_retries=0, timeout=20)
+
+
+def connect(running: Running) -> socket.socket:
+    """A connection on which nothing has been said."""
+    url = urlsplit(running.url)
+    return socket.create_connection((url.hostname, url.port), timeout=30)
+
+
+@contextmanager
+def linked(model: EchoBuilt, placement: Placement = "process") -> Iterator[AsyncLLM]:
+    """An AsyncLLM over an echo, until it is closed at the end."""
+    llm = echo_service.linked(model, placement=placement)
+    try:
+        yield llm
+    finally:
+        llm.close()
+
+
+@contextmanager
+def saying(template: str, markers: tuple[str, ...] = (), **options: Any) -> Iterator[tuple[Running, Saying]]:
+    """A server whose model says what it is told to, with this chat template; each of `markers` is a token."""
+    words = echo_service.tokenizer(markers)
+    runner = Saying(words)
+    model = echo_service.built(runner, kv_tokens=4096, max_len=1024)
+    model = model._replace(chat=ChatTemplate(template, {}), tokenizer=words)
+    with echo_service.serving(model, **options) as running:
+        yield running, runner
 
 
 def tokens_of(prompt: list[int], seed: int, branch: int, count: int) -> list[int]:
@@ -32,6 +84,14 @@ def refusal(http: httpx.Client, path: str, body: dict[str, Any]) -> dict[str, An
     answer = http.post(path, json=body)
     assert answer.status_code == 400, answer.text
     return answer.json()["error"]
+
+
+def cached(http: httpx.Client, prompt: list[int], **more: Any) -> int:
+    """How much of a prompt was found in the cache. The tokens of the answer must be right as well."""
+    body = {"prompt": prompt, "max_tokens": 3, "seed": 1, "ignore_eos": True, "return_token_ids": True, **more}
+    answer = http.post("/v1/completions", json=body).json()
+    assert answer["choices"][0]["token_ids"] == tokens_of(prompt, 1, 0, 3)
+    return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
 def ids_of(http: httpx.Client, **given: Any) -> list[int]:

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import httpx
 import pytest
+from asking import openai_of
 from echo_service import Placement, Running, Servers
 from openai import OpenAI
 
@@ -30,8 +32,14 @@ def echo(servers: Servers) -> Running:
 
 
 @pytest.fixture(scope="session")
+def http(echo: Running) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=echo.url, timeout=60) as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
 def client(echo: Running) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"{echo.url}/v1", api_key="unused", max_retries=0, timeout=20) as found:
+    with openai_of(echo) as found:
         yield found
 
 
@@ -43,8 +51,14 @@ def placed(servers: Servers, placement: Placement) -> Running:
 
 @pytest.fixture
 def placed_client(placed: Running) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"{placed.url}/v1", api_key="unused", max_retries=0, timeout=20) as found:
+    with openai_of(placed) as found:
         yield found
+
+
+@pytest.fixture(scope="module")
+def loose_brake(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A brake of a module's servers, which isn't there yet."""
+    return tmp_path_factory.mktemp("loose") / "brake"
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """The memory of servers under mixed load, over time. As a script it writes what it saw:
 `python tests/server/memory_soak.py 1800 docs/measurements/cpu_memory_soak.json`. With the word "apart" behind it
-there is one server, whose engine has a process of its own, for 16 clients; the memory of each process is told.
+there is one server, for 16 clients. The memory of a server's front and of its engine's process are told apart.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,14 +39,12 @@ class Server(NamedTuple):
     url: str
     errors: Path
 
-    def mib(self) -> float:
-        """Resident memory."""
-        return float(psutil.Process(self.child.pid).memory_info().rss / 2**20)
-
-    def engine_mib(self) -> float:
-        """That of its engine's process; 0 without one."""
-        children = psutil.Process(self.child.pid).children()
-        return sum(one.memory_info().rss / 2**20 for one in children if "quire.link.program" in one.cmdline())
+    def mib(self) -> tuple[float, float]:
+        """Resident memory of the front, and of its engine's process; 0 without one."""
+        front = psutil.Process(self.child.pid)
+        engines = [one for one in front.children() if "quire.link.program" in one.cmdline()]
+        held = sum(one.memory_info().rss for one in engines)
+        return round(front.memory_info().rss / 2**20, 1), round(held / 2**20, 1)
 
     def metric(self, name: str) -> float:
         """The sum of a metric's samples."""
@@ -55,11 +53,11 @@ class Server(NamedTuple):
 
 
 @contextmanager
-def serving(preemption: str, folder: Path, *flags: str) -> Iterator[Server]:
+def serving(preemption: str, folder: Path) -> Iterator[Server]:
     """A server, until the end; it exits with 0 and says nothing of errors."""
     prefixes, said, errors = (folder / f"{preemption}.{kind}" for kind in ("json", "out", "err"))
     prefixes.write_text(json.dumps({"p": {"token_ids": PREFIXES[-1]}}))
-    command = [sys.executable, "-m", "quire", "serve", "--port", "0", *FLAGS, *flags, "--preemption", preemption]
+    command = [sys.executable, "-m", "quire", "serve", "--port", "0", *FLAGS, "--preemption", preemption]
     with said.open("wb") as out, errors.open("wb") as err:
         child = subprocess.Popen([*command, "--prefixes", str(prefixes)], stdout=out, stderr=err)
     try:
@@ -81,21 +79,23 @@ def serving(preemption: str, folder: Path, *flags: str) -> Iterator[Server]:
         child.wait()
 
 
-async def watch(servers: list[Server], seconds: float) -> list[list[float]]:
-    """Resident memory [servers][times] of the servers."""
-    seen: list[list[float]] = [[] for _ in servers]
+async def watch(servers: list[Server], seconds: float) -> list[list[tuple[float, float]]]:
+    """Resident memory [servers][times] of the servers' fronts and engines."""
+    seen: list[list[tuple[float, float]]] = [[] for _ in servers]
     ends = time.monotonic() + seconds
     while time.monotonic() < ends:
         for server, mib in zip(servers, seen):
-            mib.append(round(server.mib(), 1))
+            mib.append(server.mib())
         await asyncio.sleep(EVERY)
     return seen
 
 
-async def loaded(servers: list[Server], seconds: float) -> tuple[list[Load], list[list[float]]]:
+async def loaded(
+    servers: list[Server], seconds: float, clients: int
+) -> tuple[list[Load], list[list[tuple[float, float]]]]:
     """Load on all servers at once, and what `watch` saw."""
     loads = [Load(server.url, seed) for seed, server in enumerate(servers)]
-    shares = [CLIENTS // len(servers) + (i < CLIENTS % len(servers)) for i in range(len(servers))]
+    shares = [clients // len(servers) + (i < clients % len(servers)) for i in range(len(servers))]
     watching = asyncio.create_task(watch(servers, seconds))
     await asyncio.gather(*(load.run(share, seconds) for load, share in zip(loads, shares)))
     return loads, await watching
@@ -107,33 +107,39 @@ def growth(mib: list[float]) -> float:
     return float(np.polyfit(np.arange(len(last)) * EVERY / 60, last, 1)[0])
 
 
-def result(preemption: str, server: Server, idle: float, load: Load, mib: list[float]) -> dict[str, Any]:
+def held(idle: float, mib: list[float]) -> dict[str, Any]:
+    """What is told of the memory of one process."""
+    return {"idle_mib": idle, "peak_mib": max(mib), "growth_mib_a_minute": round(growth(mib), 3), "mib": mib}
+
+
+def result(
+    preemption: str, server: Server, idle: tuple[float, float], load: Load, mib: list[tuple[float, float]]
+) -> dict[str, Any]:
     """What is told of one server."""
     health = np.percentile(np.array(load.health) * 1000, (50, 99, 100))
+    front, engine = (list(series) for series in zip(*mib))
     return {
         "preemption": preemption,
-        "idle_mib": round(idle, 1),
-        "peak_mib": max(mib),
-        "growth_mib_a_minute": round(growth(mib), 3),
+        **held(idle[0], front),
         "answers": dict(sorted(load.answers.items())),
         "preemptions": server.metric("num_preemptions_total"),
         "prompt_tokens": server.metric("prompt_tokens_total"),
         "generation_tokens": server.metric("generation_tokens_total"),
         "health_ms": dict(zip(("p50", "p99", "max"), health.round(1).tolist())),
-        "mib": mib,
+        "engine": held(idle[1], engine),
     }
 
 
-def soak(seconds: float) -> dict[str, Any]:
-    """Serve a random mixture for `seconds` by one server for each kind of preemption, all at once."""
+def soak(seconds: float, kinds: Sequence[str] = PREEMPTIONS, clients: int = CLIENTS) -> dict[str, Any]:
+    """Serve a random mixture for `seconds` by one server for each of these kinds of preemption, all at once."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        servers = [stack.enter_context(serving(kind, Path(folder))) for kind in PREEMPTIONS]
+        servers = [stack.enter_context(serving(kind, Path(folder))) for kind in kinds]
         idle = [server.mib() for server in servers]
-        loads, seen = asyncio.run(loaded(servers, seconds))
+        loads, seen = asyncio.run(loaded(servers, seconds, clients))
         for server in servers:
             assert settled(server), "requests or pages are left"
-        results = list(map(result, PREEMPTIONS, servers, idle, loads, seen))
-    return {"seconds": seconds, "every_s": EVERY, "clients": CLIENTS, "flags": FLAGS, "machine": machine(),
+        results = list(map(result, kinds, servers, idle, loads, seen))
+    return {"seconds": seconds, "every_s": EVERY, "clients": clients, "flags": FLAGS, "machine": machine(),
             "servers": results}  # fmt: skip
 
 
@@ -148,39 +154,7 @@ def settled(server: Server) -> bool:
     return False
 
 
-async def watch_both(server: Server, seconds: float) -> list[tuple[float, float]]:
-    """Resident memory of front and engine over time."""
-    seen, ends = [], time.monotonic() + seconds
-    while time.monotonic() < ends:
-        seen.append((round(server.mib(), 1), round(server.engine_mib(), 1)))
-        await asyncio.sleep(EVERY)
-    return seen
-
-
-def soak_apart(seconds: float, clients: int = 16) -> dict[str, Any]:
-    """As `soak`, of one server whose engine has a process of its own."""
-
-    async def work(server: Server) -> tuple[Load, list[tuple[float, float]]]:
-        load = Load(server.url)
-        watching = asyncio.create_task(watch_both(server, seconds))
-        await load.run(clients, seconds)
-        return load, await watching
-
-    with tempfile.TemporaryDirectory() as folder, serving("auto", Path(folder), "--engine-process", "on") as server:
-        idle, idle_engine = server.mib(), server.engine_mib()
-        load, seen = asyncio.run(work(server))
-        assert settled(server), "requests or pages are left"
-        front, engine = (list(series) for series in zip(*seen))
-        told = {
-            **result("auto", server, idle, load, front),
-            "engine": {"idle_mib": round(idle_engine, 1), "peak_mib": max(engine),
-                       "growth_mib_a_minute": round(growth(engine), 3), "mib": engine},
-        }  # fmt: skip
-    return {"seconds": seconds, "every_s": EVERY, "clients": clients, "flags": [*FLAGS, "--engine-process", "on"],
-            "machine": machine(), "servers": [told]}  # fmt: skip
-
-
 if __name__ == "__main__":
-    told = (soak_apart if "apart" in sys.argv[3:] else soak)(float(sys.argv[1]))
+    told = soak(float(sys.argv[1]), *((("auto",), 16) if "apart" in sys.argv[3:] else ()))
     told["command"] = "python tests/server/memory_soak.py " + " ".join(sys.argv[1:])
     Path(sys.argv[2]).write_text(json.dumps(told, indent=1) + "\n")

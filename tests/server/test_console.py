@@ -8,9 +8,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import asking
 import echo_service
 import httpx
 import pytest
+from asking import bearer
 from echo_service import Echo, Running, Servers
 from waiting import wait_until
 
@@ -20,14 +22,14 @@ from quire.server.console import EVERY, FILES, MOST_WATCHERS, OPEN, SHARE
 
 pytestmark = pytest.mark.xdist_group(name="console")
 
-KEY, ADMIN = ({"Authorization": f"Bearer sk-quire-{name}"} for name in ("test-key", "admin-key"))
+KEY, ADMIN = bearer(asking.KEY), bearer(asking.ADMIN)
 FOLDER = Path(quire.__file__).parent / "assets" / "console"
 Scene = dict[str, Any]
 
 
 @pytest.fixture
 def running(servers: Servers) -> Running:
-    return servers(keys=["sk-quire-test-key"], admin_keys=["sk-quire-admin-key"])
+    return servers(keys=[asking.KEY], admin_keys=[asking.ADMIN])
 
 
 def scenes(url: str, count: int, key: dict[str, str] = KEY) -> list[Scene]:
@@ -70,17 +72,15 @@ def test_bytes_are_those_of_the_metrics(running: Running) -> None:
     for i in range(3):
         body = {"prompt": list(range(40 + i)), "max_tokens": 3 + i, "n": 1 + i}
         assert httpx.post(f"{running.url}/v1/completions", json=body, headers=KEY).status_code == 200
-        deadline = time.monotonic() + 30
-        while True:
+
+        def same() -> Any:
             text = httpx.get(f"{running.url}/metrics", headers=KEY).text
-            counted = {
-                name: float(value) for name, value in re.findall(r'quire_kv_bytes\{category="(\w+)".*?\} (\S+)', text)
-            }
+            found = re.findall(r'quire_kv_bytes\{category="(\w+)".*?\} (\S+)', text)
+            counted = {name: float(value) for name, value in found}
             [scene] = scenes(running.url, 1)
-            told = scene["bytes"]
-            if {name: told[name] for name in counted} == counted:
-                break
-            assert time.monotonic() < deadline, (told, counted)
+            return {name: scene["bytes"][name] for name in counted} == counted and (scene, counted)
+
+        scene, counted = wait_until(same, "the console and the metrics say the same")
         assert counted["cached"] == sum(one["cached"] * one["page_bytes"] for one in scene["groups"])
         assert scene["generated"] >= 3
 

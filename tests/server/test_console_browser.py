@@ -35,6 +35,7 @@ pytestmark = [
 ]
 FRAMES_FILE = os.environ.get("QUIRE_CONSOLE_FRAMES")
 MOMENTS, CROWD, FRAMES, SECONDS = 20, 200, 30, 4
+SMALL = ("--kv-tokens", "4096", "--swap-gib", "0.01")
 FLAGS = (
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync",
@@ -52,18 +53,7 @@ sys.exit(main())"""
 @contextmanager
 def serving(*options: str, program: tuple[str, str] = ("-m", "quire")) -> Iterator[str]:
     """A server of the bundled model, or of what `options` name, whose memory is small: its address."""
-    command = [
-        sys.executable,
-        *program,
-        "serve",
-        *options,
-        "--port",
-        "0",
-        "--kv-tokens",
-        "4096",
-        "--swap-gib",
-        "0.01",
-    ]
+    command = [sys.executable, *program, "serve", *options, "--port", "0", *SMALL]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         line = next(line for line in server.stdout if " at http://" in line)
@@ -235,18 +225,6 @@ def test_a_new_conversation_leaves_the_answer_under_way(page: Any) -> None:
     page.wait_for_selector("#more:text('none')")  # the engine gave it up
 
 
-def test_samples_are_a_tree(page: Any) -> None:
-    page.click("summary")
-    page.fill("#n", "4")
-    page.fill("#temperature", "1.5")
-    page.check("#logprobs")
-    say(page, "Tell me a story about a fox.")
-    page.wait_for_selector("#send:not([disabled])")
-    assert page.locator("#log .tree li").count() > 2
-    assert page.locator("#log span[title$='%']").count() > 4
-    picture(page, "console_chat.png")
-
-
 def leaves(page: Any) -> list[str]:
     """The texts of the last turn's branches, from the root to each end, in order of the choices."""
     found: list[list[str]] = page.evaluate(
@@ -261,9 +239,9 @@ def leaves(page: Any) -> list[str]:
     return [text for _, text in sorted(found, key=lambda leaf: int(leaf[0][1:]))]
 
 
-@pytest.mark.parametrize("coloured", [True, False])
-def test_beams_are_a_tree(page: Any, coloured: bool) -> None:
-    """What beams have in common is said once, and each of them is there from the root to a leaf."""
+@pytest.mark.parametrize(("how", "coloured"), [("beams", True), ("beams", False), ("samples", True)])
+def test_beams_are_a_tree(page: Any, how: str, coloured: bool) -> None:
+    """What beams or samples have in common is said once, and each of them is there from the root to a leaf."""
     texts: dict[int, str] = {}
 
     def keep(route: Any) -> None:
@@ -276,20 +254,23 @@ def test_beams_are_a_tree(page: Any, coloured: bool) -> None:
     page.click("summary")
     page.fill("#n", "4")
     page.fill("#max_tokens", "40")
-    page.select_option("#how", "beams")
+    page.fill("#temperature", "1.5")
+    page.select_option("#how", how)
     if coloured:
         page.check("#logprobs")
     page.route("**/v1/chat/completions", keep)
     say(page, "Tell me a story about a fox.")
     page.wait_for_selector("#send:not([disabled])")
-    page.wait_for_function("() => document.querySelectorAll('#log .tree .tree').length > 0")
+    items = ".tree .tree" if how == "beams" else ".tree li"  # samples may have nothing in common
+    page.wait_for_function(f"() => document.querySelectorAll('#log {items}').length > 0")
     assert len(texts) == 4
     assert leaves(page) == [texts[at] for at in range(4)]
-    root = page.locator("#log .tree > li > .text").first.inner_text()
-    assert len(root) > 20
-    assert all(text.startswith(root) for text in texts.values())
+    if how == "beams":
+        root = page.locator("#log .tree > li > .text").first.inner_text()
+        assert len(root) > 20
+        assert all(text.startswith(root) for text in texts.values())
     assert (page.locator("#log span[title$='%']").count() > 4) is coloured
-    picture(page, f"console_beams_{'coloured' if coloured else 'plain'}.png")
+    picture(page, f"console_{how}_{'coloured' if coloured else 'plain'}.png")
 
 
 @pytest.mark.parametrize(

@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import echo_service
 import httpx
 import pytest
 from asking import TALK, ids_of, refusal, tokens_of
-from echo_service import MAX_LEN, Running, Servers, tokenizer
+from echo_service import MAX_LEN, Servers, tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from quire.text.chat import ChatTemplate
 from quire.text.tokenizer import Tokenizer
-
-
-@pytest.fixture
-def http(echo: Running) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=echo.url, timeout=20) as client:
-        yield client
-
 
 # Truncation
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 from typing import Any
-from urllib.parse import urlsplit
 
 import echo_service
 import h11
 import httpx
 import pytest
+from asking import TALK, connect
 from echo_service import Running
 from fastapi import Request
 from starlette.responses import Response
@@ -120,22 +119,6 @@ def test_what_is_written_is_a_part_of_the_body() -> None:
     asyncio.run(work())
 
 
-def test_http_1_0_has_no_chunks() -> None:
-    async def work() -> None:
-        app = App()
-        protocol, wire = connected(app)
-        protocol.data_received(b"GET / HTTP/1.0\r\nHost: x\r\n\r\n")
-        await turns()
-        app.direct[0].write(b"two")
-        app.go.set()
-        await turns()
-        assert wire.data.partition(b"\r\n\r\n")[2] == b"one two end"
-        assert wire.closing
-        protocol.connection_lost(None)
-
-    asyncio.run(work())
-
-
 def test_nothing_is_written_to_who_does_not_read_or_has_left() -> None:
     async def work() -> None:
         app = App()
@@ -223,8 +206,7 @@ def test_a_client_that_does_not_read_holds_little(caplog: pytest.LogCaptureFixtu
 
     with echo_service.serving(bounds={"write": 0.5, "sweep": 0.1}) as running:
         running.app.add_route("/endless", endless)
-        url = urlsplit(running.url)
-        with socket.create_connection((url.hostname, url.port), timeout=10) as client:
+        with connect(running) as client:
             client.sendall(GET.replace(b" / ", b" /endless "))
             wait_until(lambda: "of a response were not read within 0.5 s" in caplog.text, "the connection was closed")
     assert Endless.turns == 3000
@@ -233,30 +215,27 @@ def test_a_client_that_does_not_read_holds_little(caplog: pytest.LogCaptureFixtu
 
 @pytest.mark.parametrize("version", ["1.1", "1.0"])
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
-def test_a_stream_over_a_socket(echo: Running, path: str, version: str) -> None:
+def test_a_stream_over_a_socket(echo: Running, http: httpx.Client, path: str, version: str) -> None:
     """As its bytes are on the wire; then the same connection answers once more, where it lives on."""
     asked = {"max_tokens": 20, "n": 2, "ignore_eos": True, "stream": True, "seed": 3}
-    asked |= {"messages": [{"role": "user", "content": "a"}]} if "chat" in path else {"prompt": "a"}
+    asked |= {"messages": TALK} if "chat" in path else {"prompt": "a"}
     data = json.dumps(asked).encode()
     head = f"POST /v1/{path} HTTP/{version}\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
-    url, raw = urlsplit(echo.url), b""
-    with socket.create_connection((url.hostname, url.port), timeout=10) as client:
+    raw = b""
+    with connect(echo) as client:
         client.sendall(
             head.encode() + b"\r\n\r\n" + data + (GET.replace(b" / ", b" /ping ") if version == "1.1" else b"")
         )
         while not (b"Content-Length: 0" in raw or b"content-length: 0" in raw) and (piece := client.recv(1 << 16)):
             raw += piece
+    assert b"content-type: text/event-stream" in raw.lower()
     chunks = body(raw) if version == "1.1" else raw.partition(b"\r\n\r\n")[2]
     lines = chunks.decode().split("\n\n")
     assert lines[-2:] == ["data: [DONE]", ""]
     choices = [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines[:-2]]
     whole = {**asked, "stream": False}
-    for choice in ask(echo, f"/v1/{path}", whole)["choices"]:
+    for choice in http.post(f"/v1/{path}", json=whole).json()["choices"]:
         mine = [found for found in choices if found["index"] == choice["index"]]
         said = [found["text"] if "text" in found else found["delta"]["content"] for found in mine]
         assert "".join(said) == (choice["text"] if "text" in choice else choice["message"]["content"])
         assert [found["finish_reason"] for found in mine if found["finish_reason"]] == [choice["finish_reason"]]
-
-
-def ask(echo: Running, path: str, asked: dict[str, Any]) -> Any:
-    return httpx.post(f"{echo.url}{path}", json=asked).json()

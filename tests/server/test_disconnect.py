@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import socket
-from urllib.parse import urlsplit
 
 import pytest
+from asking import connect
 from echo_service import Placement, Running, Servers
 from waiting import wait_until
 
@@ -20,11 +20,10 @@ def slow(servers: Servers, placement: Placement) -> Running:
     return servers(model, placement=placement)
 
 
-def connect(running: Running, body: dict[str, object]) -> socket.socket:
+def asked(running: Running, body: dict[str, object]) -> socket.socket:
     """Send a completion request and don't read."""
     data = json.dumps(body).encode()
-    url = urlsplit(running.url)
-    client = socket.create_connection((url.hostname, url.port), timeout=30)
+    client = connect(running)
     head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     head += f"Content-Length: {len(data)}\r\n\r\n"
     client.sendall(head.encode() + data)
@@ -48,14 +47,13 @@ def test_pages_come_back(slow: Running, phase: str, stream: bool, kind: dict[str
     leavers = 1
     clients = []
     if phase == "queued":
-        clients.append(
-            connect(slow, {"prompt": [9] * 4, "max_tokens": 200, "n": 4, "ignore_eos": True, "stream": stream})
-        )
+        first = {"prompt": [9] * 4, "max_tokens": 200, "n": 4, "ignore_eos": True, "stream": stream}
+        clients.append(asked(slow, first))
         wait_until(lambda: slow.llm.running == 1, "the first request runs")
         leavers = 2
     prompt = [3 + len(kind) + kind["n"]] * (200 if phase == "prefill" else 4)  # 200 tokens: 25 steps
     body = {"prompt": prompt, "max_tokens": 40, **kind, "ignore_eos": True, "stream": stream}
-    clients.append(connect(slow, body))
+    clients.append(asked(slow, body))
     if phase == "queued":
         wait_until(lambda: slow.llm.queued == 1, "the second request waits")
     elif phase == "prefill":
@@ -67,17 +65,3 @@ def test_pages_come_back(slow: Running, phase: str, stream: bool, kind: dict[str
     assert slow.idle(), "requests or pages are left"
     assert slow.metric("quire_aborted_requests_total") == aborted + leavers
     assert phase != "prefill" or drawn(slow) == before, "the client left too late"
-
-
-def test_slow_reader_gets_one_merged_delta(slow: Running) -> None:
-    """A client that doesn't read doesn't stop the others, and loses nothing."""
-    assert slow.idle()
-    before = drawn(slow)
-    client = connect(slow, {"prompt": [5], "max_tokens": 60, "ignore_eos": True, "stream": True})
-    wait_until(lambda: drawn(slow) > before and not slow.llm.active, "the request has ended")
-    client.sendall(b"")
-    raw = b""
-    while b"[DONE]" not in raw:
-        raw += client.recv(65536)
-    client.close()
-    assert raw.count(b"[DONE]") == 1

@@ -12,8 +12,8 @@ import echo_service
 import httpx
 import numpy as np
 import pytest
+from asking import openai_of
 from echo_service import Running
-from openai import OpenAI
 
 from quire import LLM
 from quire.config import EngineConfig
@@ -58,7 +58,7 @@ def post(http: httpx.Client, path: str, **body: Any) -> dict[str, Any]:
 def test_openai_client(running: Running, offline: tuple[np.ndarray, list[list[int]]]) -> None:
     """Which asks for base64 unless told otherwise."""
     wanted, ids = offline
-    with OpenAI(base_url=f"{running.url}/v1", api_key="unused", max_retries=0) as client:
+    with openai_of(running) as client:
         for given in (TEXTS, ids):
             found = client.embeddings.create(model="echo", input=given, user="someone")
             assert np.allclose([one.embedding for one in found.data], wanted, atol=1e-5)
@@ -106,19 +106,14 @@ def test_score_and_rerank(http: httpx.Client, offline: tuple[np.ndarray, list[li
         ("/v1/embeddings", {"input": ""}, "input", "at least one character"),
         ("/v1/embeddings", {"input": []}, "input", "1 to 1024 entries"),
         ("/v1/embeddings", {"input": ["a"] * 1025}, "input", "1 to 1024 entries"),
-        ("/v1/embeddings", {"input": ["a", ""]}, "input", "at least one character"),
         ("/v1/embeddings", {"input": {"a": 1}}, "input", "must be a string"),
-        ("/v1/embeddings", {"input": [1.5]}, "input", "must be a string"),
         ("/v1/embeddings", {"input": [5, 10**6]}, "input", "token ids are integers"),
-        ("/v1/embeddings", {"input": [7] * 5000}, "input", "tokens"),
         ("/v1/embeddings", {"input": "a", "dimensions": 0}, "dimensions", f"between 1 and {HIDDEN}, got 0"),
         ("/v1/embeddings", {"input": "a", "dimensions": HIDDEN + 1}, "dimensions", f"got {HIDDEN + 1}"),
         ("/v1/embeddings", {"input": "a", "encoding_format": "int8"}, "encoding_format", "base64"),
         ("/v1/embeddings", {"input": "a", "cache_salt": ""}, "cache_salt", "not be empty"),
         ("/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_1", "2 texts for 3"),
-        ("/score", {"text_1": "a", "text_2": []}, "text_1", "1 texts for 0"),
         ("/score", {"text_1": "a", "text_2": ["a"] * 1024}, "text_2", "1025 texts"),
-        ("/score", {"text_1": "a", "text_2": ""}, "text_2", "at least one character"),
         ("/score", {"text_1": "", "text_2": "a"}, "text_1", "text_1 is empty"),
         ("/score", {"text_1": "a", "text_2": ["a", ""]}, "text_2", "text_2[1] is empty"),
         ("/rerank", {"query": "", "documents": ["a"]}, "query", "query is empty"),
@@ -127,13 +122,11 @@ def test_score_and_rerank(http: httpx.Client, offline: tuple[np.ndarray, list[li
         ("/v1/embeddings", {"input": [[7], [7], [7] * 5000]}, "input", "input[2]: the prompt has 5000 tokens"),
         ("/v1/embeddings", {"input": ["a", "\ud800"]}, "input", "input[1]: text holds a lone surrogate"),
         ("/v1/completions", {"prompt": ["a", "a b " * 5000]}, "prompt", "prompt[1]: the prompt has"),
-        ("/v1/completions", {"prompt": "\ud800"}, "prompt", "text holds a lone surrogate"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "\ud800"}]}, "messages", "surrogate"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a b " * 5000}]}, "messages", "has 1000"),
         ("/tokenize", {"messages": [{"role": "user", "content": "a b " * 5000}]}, "messages", "has 10004 tokens"),
         ("/rerank", {"query": "a", "documents": []}, "documents", "at least one"),
         ("/rerank", {"query": "a", "documents": ["a"], "top_n": 0}, "top_n", "at least 1"),
-        ("/rerank", {"query": ["a"], "documents": ["a"]}, "query", "string"),
     ],
 )
 def test_bad_input(http: httpx.Client, path: str, body: dict[str, Any], param: str, why: str) -> None:
@@ -203,9 +196,9 @@ def test_in_a_batch(tmp_path: Path, http: httpx.Client) -> None:
         for one in map(json.loads, (tmp_path / "out").read_text().splitlines())
     }
     wanted = {url: post(http, url, **body) for url, body in bodies.items()}
-    vectors = [answers["/v1/embeddings"]["data"][0]["embedding"] for answers in (found, wanted)]
-    assert np.allclose(*vectors, atol=1e-5)
-    scores = [answers["/score"]["data"][0]["score"] for answers in (found, wanted)]
-    assert np.allclose(*scores, atol=1e-5)
-    orders = [[one["index"] for one in answers["/rerank"]["results"]] for answers in (found, wanted)]
-    assert orders[0] == orders[1]
+    for numbers in (
+        lambda answers: answers["/v1/embeddings"]["data"][0]["embedding"],
+        lambda answers: answers["/score"]["data"][0]["score"],
+        lambda answers: [one["index"] for one in answers["/rerank"]["results"]],
+    ):
+        assert np.allclose(numbers(found), numbers(wanted), atol=1e-5)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import re
 import signal
 import subprocess
@@ -13,7 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import echo_service
 import httpx
@@ -21,6 +19,7 @@ import pytest
 from echo_service import Echo, Running
 from fastapi import Request
 from starlette.responses import Response
+from test_process import TESTS, Process, ask, in_background, process
 from waiting import wait_until
 
 from quire.async_llm import AsyncLLM
@@ -28,27 +27,22 @@ from quire.errors import EngineDead
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.plan import StepResult
 
-TESTS = Path(__file__).parent.parent
-PROGRAM = """
-import asyncio, sys, threading, time, types, logging
-sys.path.insert(0, sys.argv.pop(1))
-import echo_service
-import quire.server.ending
+MORE = """
+import quire.cli.serve, quire.server.app, quire.server.ending
 from quire.async_llm import AsyncLLM
-from quire.config import EngineConfig
-from quire.server.run import ServeOptions, serve
 
-# Shorter limits: for the last responses, between two looks at the engine, and for the engine to end.
+# Shorter limits: for the last responses, between two looks at the engine, for the engine to end, and for a step.
 quire.server.ending.LAST_RESPONSES, quire.server.ending.LOOK_EVERY = 1, 0.1
 AsyncLLM.close.__defaults__ = (1.0,)
+run = quire.cli.serve.run
+quire.cli.serve.run = lambda config, options, say: run(config, options._replace(stall_after=0.5), say)
 
-class Faulty(echo_service.Echo):
+class Echo(Echo):
     def collect(self, ticket):
         if self.collected == 3:
             {fault}
         return super().collect(ticket)
 
-import quire.server.app
 async def leave():
     raise SystemExit(0)
 async def at_once(self):
@@ -58,12 +52,6 @@ async def in_a_task(self):
 async def in_a_thread(self):
     await asyncio.to_thread(sys.exit, 0)
 quire.server.app.Service.version = {version}
-logging.basicConfig(stream=sys.stderr, level="INFO")
-stand_in = types.ModuleType("quire.build")
-stand_in.build = lambda config, progress=False: echo_service.built(Faulty())
-sys.modules["quire.build"] = stand_in
-options = ServeOptions(port=0, shutdown_timeout=0.5, stall_after=0.5, engine_process="off")
-sys.exit(serve(EngineConfig(), options, lambda line: print(line, flush=True)))
 """
 
 
@@ -71,29 +59,9 @@ class Panic(BaseException):
     """As pyo3's PanicException: not an Exception."""
 
 
-@contextlib.contextmanager
-def process(fault: str, version: str = "at_once") -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A server whose fourth step does `fault`, and whose /version raises SystemExit somewhere; and its URL."""
-    child = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM.format(fault=fault, version=version), str(TESTS)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "QUIRE_API_KEY": ""},
-    )
-    assert child.stdout is not None
-    try:
-        line = next((line for line in child.stdout if "quire serves" in line), "")
-        found = re.search(r"http://127\.0\.0\.1:\d+", line)
-        assert found, child.communicate()
-        yield child, found[0]
-    finally:
-        child.kill()
-        child.communicate()
-
-
-def ask(url: str) -> httpx.Response:
-    return httpx.post(f"{url}/v1/completions", json={"prompt": "a", "max_tokens": 50, "ignore_eos": True}, timeout=60)
+def faulty(fault: str, version: str = "at_once") -> contextlib.AbstractContextManager[Process]:
+    """A server whose fourth step does `fault`, and whose /version raises SystemExit somewhere."""
+    return process("--shutdown-timeout", "0.5", pause=0, more=MORE.format(fault=fault, version=version))
 
 
 def well(url: str) -> bool:
@@ -105,16 +73,14 @@ def well(url: str) -> bool:
 
 def test_a_step_that_hangs() -> None:
     """Stacks in the log once, health 503, and after SIGTERM the process ends with 1, though the thread doesn't."""
-    with process("time.sleep(1000)") as (child, url):
-        answers: list[httpx.Response] = []
-        asking = threading.Thread(target=lambda: answers.append(ask(url)))
-        asking.start()
-        wait_until(lambda: httpx.get(f"{url}/health").status_code == 503, "the stall is noticed")
+    with faulty("time.sleep(1000)") as server:
+        asking, answers = in_background(server.url, 50)
+        wait_until(lambda: httpx.get(f"{server.url}/health").status_code == 503, "the stall is noticed")
         time.sleep(1)  # in which a stall that is reported more than once would be
-        child.send_signal(signal.SIGTERM)
-        _, error = child.communicate(timeout=45)
+        server.child.send_signal(signal.SIGTERM)
+        status, error = server.end(45)
         asking.join()
-    assert child.returncode == 1, error
+    assert status == 1, error
     assert error.count("the engine stalled: step 4 has lasted") == 1
     stalled, _, left = error.partition("shutting down")
     assert re.search(r"quire-engine:\n(  .*\n)+.* in step\n(  .*\n)*.* in collect\n", stalled), stalled
@@ -134,13 +100,13 @@ def test_a_step_that_hangs() -> None:
     ids=["SystemExit", "KeyboardInterrupt", "a silent one", "a panic"],
 )
 def test_whoever_ends_the_engine_is_named(fault: str, name: str) -> None:
-    with process(fault) as (child, url):
-        answer = ask(url)
+    with faulty(fault) as server:
+        answer = ask(server.url, 50)
         assert answer.status_code == 503
         assert "engine stopped" in answer.json()["error"]["message"]
-        assert not well(url)
-        _, error = child.communicate(timeout=60)
-    assert child.returncode == 1, error
+        assert not well(server.url)
+        status, error = server.end()
+    assert status == 1, error
     assert f"the engine stopped: {name}" in error
 
 
@@ -234,8 +200,6 @@ def test_an_answer_that_has_begun_is_cut(routed: Running, caplog: pytest.LogCapt
         ("PUT", "/ping", 405, {"allow": "GET, HEAD, POST"}),
         ("PATCH", "/v1/prefixes", 405, {"allow": "GET, POST"}),
         ("BREW", "/v1/completions", 405, {"allow": "POST"}),
-        ("POST", "/v1/completions", 400, {}),
-        ("GET", "/v1/prefixes", 403, {}),
     ],
 )
 def test_what_libraries_answer(echo: Running, method: str, path: str, code: int, headers: dict[str, str]) -> None:
@@ -246,32 +210,13 @@ def test_what_libraries_answer(echo: Running, method: str, path: str, code: int,
     assert headers.items() <= dict(answer.headers).items()
 
 
-def test_a_request_that_exits_ends_the_server(caplog: pytest.LogCaptureFixture) -> None:
-    """As what serves does it: the one that asked gets its answer, the log says who, and the status is 1."""
-    from quire.server.errors import LastResort
-
-    async def app(scope: object, receive: object, send: object) -> None:
-        raise SystemExit(0)
-
-    sent: list[dict[str, object]] = []
-
-    async def send(message: dict[str, object]) -> None:
-        sent.append(message)
-
-    ended: list[bool] = []
-    asyncio.run(LastResort(app, lambda: ended.append(True))({"type": "http"}, None, send))  # type: ignore[arg-type]
-    assert ended == [True]
-    assert sent[0]["status"] == 500
-    assert "SystemExit in a request ends the server" in caplog.text
-
-
 @pytest.mark.parametrize("where", ["at_once", "in_a_task", "in_a_thread"])
 def test_a_route_that_exits_ends_the_process_with_1(where: str) -> None:
-    with process("pass", where) as (child, url):
+    with faulty("pass", where) as server:
         with contextlib.suppress(httpx.TransportError):  # in a task it ends the event loop at once
-            assert httpx.get(f"{url}/version").status_code in (500, 503)
-        _, error = child.communicate(timeout=60)
-    assert child.returncode == 1, error
+            assert httpx.get(f"{server.url}/version").status_code in (500, 503)
+        status, error = server.end()
+    assert status == 1, error
     assert re.search("SystemExit( in a request ends| ended) the server", error), error
 
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
-import socket
+from collections.abc import Callable
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import httpx
 import pytest
+from asking import KEY, bearer, connect, openai_of
 from echo_service import Running, Servers
-from openai import AuthenticationError, OpenAI
+from openai import AuthenticationError
 from starlette.types import Message, Receive, Scope, Send
 
 from quire.errors import StartupError
@@ -23,7 +24,7 @@ from quire.server.keys import read_keys
 
 pytestmark = pytest.mark.xdist_group(name="guards")
 
-KEY = "sk-quire-test-key"
+HEADERS = {**bearer(KEY), "Content-Type": "application/json"}
 ADMIN = ("/reset_prefix_cache", "/sleep", "/wake_up", "/is_sleeping")  # beside those of prefixes
 
 
@@ -44,7 +45,7 @@ def test_every_route_needs_the_key(locked: Running) -> None:
                 continue
             status = httpx.request(method, locked.url + path).status_code
             assert status == (200 if path == "/health" else 401), (method, path)
-            with httpx.stream(method, locked.url + path, headers={"Authorization": f"Bearer {KEY}"}) as allowed:
+            with httpx.stream(method, locked.url + path, headers=bearer(KEY)) as allowed:
                 wanted = (403,) if "prefixes" in path or path in ADMIN else (200, 400)
                 if path == "/v1/responses/none":
                     wanted = (404,)
@@ -65,8 +66,7 @@ def test_why_it_is_ill_is_told_to_who_has_a_key(locked: Running, monkeypatch: py
 
 @pytest.mark.parametrize("path", ["/health/", "//health", "/v1/../health", "/HEALTH", "/nothing", "/health?x=/metrics"])
 def test_paths_like_health(locked: Running, path: str) -> None:
-    url = urlsplit(locked.url)
-    with socket.create_connection((url.hostname, url.port), timeout=5) as client:
+    with connect(locked) as client:
         client.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
         status = client.recv(1000).split()[1]
     assert status == (b"200" if path.startswith("/health?") else b"401")
@@ -82,12 +82,9 @@ def test_wrong_keys(locked: Running, header: str) -> None:
 def test_openai_client_with_a_key(locked: Running, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "quire")
     for key in (KEY, "another"):
-        with OpenAI(base_url=f"{locked.url}/v1", api_key=key, max_retries=0) as client:
+        with openai_of(locked, key) as client:
             assert client.completions.create(model="echo", prompt="a", max_tokens=1).usage.completion_tokens == 1
-    with (
-        OpenAI(base_url=f"{locked.url}/v1", api_key="wrong", max_retries=0) as client,
-        pytest.raises(AuthenticationError),
-    ):
+    with openai_of(locked, "wrong") as client, pytest.raises(AuthenticationError):
         client.models.list()
     assert KEY not in caplog.text
 
@@ -113,14 +110,14 @@ def test_a_root_path_is_stripped_or_not_and_opens_nothing_else(servers: Servers,
     assert httpx.get(f"{url}/health").status_code == 200
     for path in ("/v1/models", "/metrics", "/v1/models/echo", "/api/health", "/health/api", "/apihealth"):
         assert httpx.get(url + path).status_code == 401 or (prefix, path) == ("", "/api/health"), path
-    assert httpx.get(f"{url}/v1/models", headers=headers()).json()["data"][0]["id"] == "echo"
-    assert httpx.get(f"{url}/v1/models/parrot", headers=headers()).json()["id"] == "parrot"
+    assert httpx.get(f"{url}/v1/models", headers=HEADERS).json()["data"][0]["id"] == "echo"
+    assert httpx.get(f"{url}/v1/models/parrot", headers=HEADERS).json()["id"] == "parrot"
     body = {"prompt": "a", "max_tokens": 1}
-    answer = httpx.post(f"{url}/v1/completions", json=body, headers=headers())
+    answer = httpx.post(f"{url}/v1/completions", json=body, headers=HEADERS)
     assert answer.json()["usage"]["completion_tokens"] == 1
-    document = httpx.get(f"{url}/openapi.json", headers=headers()).json()
+    document = httpx.get(f"{url}/openapi.json", headers=HEADERS).json()
     assert document["servers"] == [{"url": "/api"}]
-    assert httpx.get(f"{url}/apiv1/models", headers=headers()).status_code == 404
+    assert httpx.get(f"{url}/apiv1/models", headers=HEADERS).status_code == 404
 
 
 def test_a_key_in_the_query_opens_nothing_and_is_not_logged(locked: Running, caplog: pytest.LogCaptureFixture) -> None:
@@ -129,22 +126,12 @@ def test_a_key_in_the_query_opens_nothing_and_is_not_logged(locked: Running, cap
         for query in (f"api_key={KEY}", f"key={KEY}", f"Authorization=Bearer%20{KEY}", f"access_token={KEY}"):
             for path in ("/v1/models", "/metrics", "/nothing"):
                 assert client.get(f"{path}?{query}").status_code == 401
-        answer = client.get(f"/nothing?key={KEY}", headers=headers())
+        answer = client.get(f"/nothing?key={KEY}", headers=HEADERS)
     assert answer.status_code == 404
     assert KEY not in answer.text
     others = ("httpx", "httpcore", "uvicorn.access")  # what the client sends; the access log, which is off
     logged = [record.getMessage() for record in caplog.records if not record.name.startswith(others)]
     assert not [line for line in logged if KEY in line]
-
-
-def headers() -> dict[str, str]:
-    return {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
-
-
-def test_declared_body_too_large(locked: Running) -> None:
-    answer = httpx.post(f"{locked.url}/v1/completions", content=b"x" * 10_001, headers=headers())
-    assert answer.status_code == 413
-    assert answer.json()["error"]["type"] == "PayloadTooLargeError"
 
 
 def dense(commas: int, opened: int) -> bytes:
@@ -155,42 +142,38 @@ def dense(commas: int, opened: int) -> bytes:
     return body + b"1" * (body[-1:] in b",[") + b",1" * left + b"]}"
 
 
+def escaped(escapes: int) -> bytes:
+    """JSON with so many escapes: a string is parsed in pieces, from one to the next."""
+    return b'{"prompt":"%s"}' % (b"\\n" * escapes)
+
+
 @pytest.mark.parametrize("chunked", [False, True])
-@pytest.mark.parametrize(("commas", "opened"), [(MAX_COMMAS, 3), (1000, MAX_OPENED)])
-def test_bodies_of_too_many_values(echo: Running, commas: int, opened: int, chunked: bool) -> None:
+@pytest.mark.parametrize(
+    ("body", "marks", "limit", "name"),
+    [
+        (lambda count: dense(count, 3), b",", MAX_COMMAS, "commas"),
+        (lambda count: dense(1000, count), b":[{", MAX_OPENED, "colons and opening brackets"),
+        (escaped, b"\\", MAX_BACKSLASHES, "backslashes"),
+    ],
+    ids=["commas", "opened", "escapes"],
+)
+def test_bodies_of_too_many_values(
+    http: httpx.Client, body: Callable[[int], bytes], marks: bytes, limit: int, name: str, chunked: bool
+) -> None:
     """What is parsed is bounded by what it holds, whatever its bytes are; what is sent is read to its end."""
 
     def post(body: bytes) -> httpx.Response:
-        content = (body[at : at + 100_000] for at in range(0, len(body), 100_000)) if chunked else body
-        return httpx.post(f"{echo.url}/v1/completions", content=content, headers=headers(), timeout=20)
-
-    most = dense(commas, opened)
-    json.loads(most)
-    assert (most.count(b","), sum(map(most.count, (b":", b"[", b"{")))) == (commas, opened)
-    assert post(most).json()["error"]["param"] == "prompt"
-    more = dense(commas + 1, 3) if opened == 3 else dense(commas, opened + 1)
-    for body in (more, more + b" " * 4_000_000):
-        answer = post(body)
-        assert answer.status_code == 413
-        limit, name = (commas, "commas") if opened == 3 else (opened, "colons and opening brackets")
-        assert answer.json()["error"]["message"] == f"the request body may have at most {limit} {name}, got {limit + 1}"
-
-
-@pytest.mark.parametrize("chunked", [False, True])
-def test_bodies_of_too_many_escapes(echo: Running, chunked: bool) -> None:
-    """A string is parsed in pieces, from one escape to the next."""
-
-    def post(escapes: int) -> httpx.Response:
-        body = b'{"prompt":"%s"}' % (b"\\n" * escapes)
         content = (body[at : at + 99_999] for at in range(0, len(body), 99_999)) if chunked else body
-        return httpx.post(f"{echo.url}/v1/completions", content=content, headers=headers(), timeout=20)
+        return http.post("/v1/completions", content=content, headers=HEADERS)
 
-    assert post(MAX_BACKSLASHES).json()["error"]["param"] == "prompt"
-    for escapes in (MAX_BACKSLASHES + 1, 4_000_000):
-        answer = post(escapes)
+    most, more = body(limit), body(limit + 1)
+    json.loads(most)
+    assert sum(most.count(mark) for mark in marks) == limit
+    assert post(most).json()["error"]["param"] == "prompt"
+    for sent in (more, more + b" " * 4_000_000):
+        answer = post(sent)
         assert answer.status_code == 413
-        told = f"the request body may have at most {MAX_BACKSLASHES} backslashes, got {escapes}"
-        assert answer.json()["error"]["message"] == told
+        assert answer.json()["error"]["message"] == f"the request body may have at most {limit} {name}, got {limit + 1}"
 
 
 def test_longer_models_read_more_values(locked: Running) -> None:
@@ -198,31 +181,16 @@ def test_longer_models_read_more_values(locked: Running) -> None:
 
 
 def test_endless_chunked_body_is_cut(locked: Running) -> None:
-    url = urlsplit(locked.url)
-    with socket.create_connection((url.hostname, url.port), timeout=5) as client:
-        lines = [f"{name}: {value}" for name, value in headers().items()]
-        client.sendall(
-            "\r\n".join(
-                ["POST /v1/completions HTTP/1.1", "Host: x", "Transfer-Encoding: chunked", *lines, "", ""]
-            ).encode()
-        )
+    lines = ["POST /v1/completions HTTP/1.1", "Host: x", "Transfer-Encoding: chunked"]
+    lines += [f"{name}: {value}" for name, value in HEADERS.items()]
+    with connect(locked) as client:
+        client.sendall("\r\n".join([*lines, "", ""]).encode())
         sent = 0
-        try:
+        with contextlib.suppress(OSError):
             while sent < 50_000_000:
                 client.sendall(b"1000\r\n" + b"x" * 4096 + b"\r\n")
                 sent += 4096
-        except OSError:
-            pass
         assert sent < 50_000_000, "the server read on and on"
-
-
-def test_huge_headers(locked: Running) -> None:
-    try:
-        status = httpx.get(f"{locked.url}/health", headers={"X-Long": "x" * 1_000_000}).status_code
-    except httpx.TransportError:
-        status = 400  # closed while the client was still sending
-    assert status in (400, 431)
-    assert httpx.get(f"{locked.url}/health").status_code == 200
 
 
 async def status(bound: BoundBody, *parts: bytes) -> int:

@@ -8,10 +8,8 @@ from contextlib import suppress
 
 import echo_service
 import httpx
+from asking import tokens_of
 from echo_service import VOCAB, Echo, Placement, Running
-
-from quire.sim.echo import expected
-from quire.vocabulary.params import SamplingParams
 
 
 async def client(running: Running, number: int, answers: list[int]) -> None:
@@ -36,8 +34,7 @@ async def client(running: Running, number: int, answers: list[int]) -> None:
             elif kind == "whole":
                 answer = await http.post("/v1/completions", json={**body, "logprobs": 0})
                 answers.append(answer.status_code)
-                wanted = expected(prompt, SamplingParams(max_tokens=body["max_tokens"], ignore_eos=True), number,
-                                  vocab_size=VOCAB)  # fmt: skip
+                wanted = tokens_of(prompt, number, 0, body["max_tokens"])
                 choice = answer.json()["choices"][0]
                 words = [echo_service.tokenizer().convert_id(token) for token in wanted]
                 assert [word for word, id in zip(choice["logprobs"]["tokens"], wanted) if id < 400] == [

@@ -7,27 +7,19 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import echo_service
 import httpx
 import pytest
-from echo_service import Saying
+from asking import HERMES, MARKERS, SAID, saying
+from echo_service import Running, Saying
 
 from quire.server.message_render import Blocks
 from quire.server.message_schemas import AnsweredMessage, MessageError
 from quire.server.translated import arguments
-from quire.text.chat import ChatTemplate
 
 pytestmark = pytest.mark.xdist_group(name="messages")
 
-TEMPLATE = (
-    "{% if tools %}{{ tools | tojson }}<tool_call>{% endif %}{% for m in messages %}{{ m.role }}:"
-    "{% if m.reasoning_content %}[{{ m.reasoning_content }}]{% endif %}{{ m.content }}"
-    "{% for c in m.tool_calls %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %};{% endfor %}"
-)
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOL = {"name": "weather", "description": "of a city", "input_schema": SCHEMA}
-CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "%s"}}\n</tool_call>'
-SAID = "Let me see.\n" + CALL % "Paris" + CALL % "Oslo" + "Wait."
 USER = {"role": "user", "content": "Tell."}
 ASKED: dict[str, Any] = {"model": "echo", "max_tokens": 300, "messages": [USER]}
 PICTURE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
@@ -38,8 +30,8 @@ RESULT = {"type": "tool_result", "tool_use_id": "a", "content": "rain"}
 class Server:
     """A server whose model says what it is told to, and a client with a key."""
 
-    def __init__(self, url: str, runner: Saying, http: httpx.Client) -> None:
-        self.url, self.say, self.http = url, runner.say, http
+    def __init__(self, running: Running, runner: Saying, http: httpx.Client) -> None:
+        self.url, self.say, self.http = running.url, runner.say, http
 
     def ask(self, status: int = 200, **more: Any) -> Any:
         """The answer to ASKED and `more`, where None is left out."""
@@ -68,13 +60,11 @@ class Server:
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Server]:
-    runner = Saying()
-    model = echo_service.built(runner, kv_tokens=4096, max_len=1024)._replace(chat=ChatTemplate(TEMPLATE, {}))
     with (
-        echo_service.serving(model, keys=["one", "two"], max_body=40_000, store_responses=1) as running,
+        saying(HERMES, keys=["one", "two"], max_body=40_000, store_responses=1) as (running, runner),
         httpx.Client(base_url=running.url, headers={"x-api-key": "one", "anthropic-version": "2023-06-01"}) as http,
     ):
-        yield Server(running.url, runner, http)
+        yield Server(running, runner, http)
 
 
 def joined(events: list[dict[str, Any]]) -> dict[str, Any]:
@@ -177,12 +167,9 @@ def test_tools(served: Server) -> None:
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        ('{"a": 1', {"a": 1}),
         ('{"a": [1, 2', {"a": [1, 2]}),
         ("[1]", {}),
-        ("", {}),
         ('{"a": NaN}', {}),
-        ("{" * 999, {}),
         ('{"a": 1e999}', {}),
         ('{"a": ' * 300 + "1", {}),
     ],
@@ -251,11 +238,9 @@ def test_a_form(served: Server) -> None:
 REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": None}, "max_tokens"),
     ({"max_tokens": 0}, "max_tokens must be"),
-    ({"max_tokens": "5"}, "max_tokens"),
     ({"messages": None}, "messages"),
     ({"messages": []}, "messages must have 1 to 1024 entries, got 0"),
     ({"messages": ["a"]}, "messages must be a list of objects"),
-    ({"messages": [USER] * 1025}, "got 1025"),
     ({"messages": [{"role": "robot", "content": "a"}]}, "messages[0].role"),
     ({"messages": [{"role": "user"}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
@@ -292,7 +277,6 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "x"}}, "no such tool"),
     ({"tools": [TOOL], "tool_choice": {"type": "auto", "disable_parallel_tool_use": 1}}, "tool_choice.disable"),
     ({"stop_sequences": [""]}, "stop_sequences"),
-    ({"stop_sequences": ["a"] * 1000}, "stop_sequences"),
     ({"temperature": -1}, "temperature"),
     ({"top_k": "a"}, "top_k"),
     ({"thinking": {"type": "between_tools"}}, "thinking.type"),
@@ -305,7 +289,6 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"n": 2}, "n is not supported in /v1/messages"),
     ({"stop": ["a"]}, "stop is not supported in /v1/messages: it is stop_sequences here"),
     ({"thread": {"type": "create"}}, "thread is not supported: send all messages"),
-    ({"mcp_servers": [{"url": "http://x"}]}, "mcp_servers"),
 ]  # fmt: skip
 
 
@@ -384,16 +367,12 @@ def test_a_budget_of_a_model_without_thoughts(served: Server) -> None:
 
 
 def test_thoughts_pictures_and_failures(monkeypatch: pytest.MonkeyPatch) -> None:
-    markers = "<think>", "</think>"
-    runner = Saying(echo_service.tokenizer(markers))
-    model = echo_service.built(runner, kv_tokens=4096, max_len=1024)
     template = (
         "<think></think>{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
         "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
     )
-    model = model._replace(chat=ChatTemplate(template, {}), tokenizer=echo_service.tokenizer(markers))
-    with echo_service.serving(model) as running, httpx.Client(base_url=running.url) as http:
-        server = Server(running.url, runner, http)
+    with saying(template, MARKERS) as (running, runner), httpx.Client(base_url=running.url) as http:
+        server = Server(running, runner, http)
         server.say("<think>\nonce upon\n</think>\n\nquire")
         whole = server.ask()
         assert [(block["type"], block.get("thinking")) for block in whole["content"]] == [

@@ -10,8 +10,8 @@ import echo_service
 import httpx
 import openai
 import pytest
+from asking import openai_of
 from echo_service import BRAKED, Echo, Placement, Running
-from openai import OpenAI
 from waiting import wait_until
 
 from quire.control.memory import KVMemory
@@ -79,7 +79,7 @@ def test_engine_death_fails_everybody(placement: Placement) -> None:
         died, got = threading.Event(), list[object]()
         running.llm.on_death = died.set
         body = {"prompt": "a", "max_tokens": 200, "ignore_eos": True}
-        with OpenAI(base_url=f"{running.url}/v1", api_key="x", max_retries=0, timeout=30) as client:
+        with openai_of(running) as client:
             stream = client.completions.create(
                 model="echo", prompt="a", max_tokens=200, stream=True, extra_body={"ignore_eos": True}
             )

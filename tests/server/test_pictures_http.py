@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
+import asking
 import echo_service
 import httpx
 import pytest
 import seeing
-from openai import BadRequestError, OpenAI
 from picture_files import drawn, mutated, png_of, uri, written
 from PIL import Image
 from PIL.JpegImagePlugin import JpegImageFile
@@ -23,7 +23,7 @@ from seeing import END, PICTURE, Noted
 from quire.async_llm import AsyncLLM
 from quire.control.edge import Limits
 from quire.errors import InputError
-from quire.server.guards import MAX_BODY, BoundBody
+from quire.server.guards import MAX_BODY
 from quire.vocabulary.media import Medium
 
 pytestmark = pytest.mark.xdist_group(name="pictures_http")
@@ -122,13 +122,14 @@ def test_requests_are_logged_with_their_pictures(caplog: pytest.LogCaptureFixtur
 
 
 def test_streams_and_branches(served: Served) -> None:
-    answer = served.http.post(WHOLE, json=talk(part(), n=2, stream=True, stream_options={"include_usage": True}))
-    assert answer.text.rstrip().endswith("data: [DONE]")
-    plain = served.http.post(WHOLE, json=talk(part(), n=2)).json()["usage"]
-    assert (
-        json.loads(answer.text.split("\n\n")[-3].removeprefix("data: "))["usage"]["total_tokens"]
-        == (plain["total_tokens"])
-    )
+    asked = talk(part(), n=2)
+    whole = served.http.post(WHOLE, json=asked).json()
+    chunks = asking.events(served.http, WHOLE, {**asked, "stream": True, "stream_options": {"include_usage": True}})
+    assert chunks.pop()["usage"]["total_tokens"] == whole["usage"]["total_tokens"]
+    texts = ["", ""]
+    for [choice] in (chunk["choices"] for chunk in chunks):
+        texts[choice["index"]] += choice["delta"]["content"]
+    assert texts == [choice["message"]["content"] for choice in whole["choices"]]
 
 
 def test_pictures_can_be_tokenised(served: Served) -> None:
@@ -140,11 +141,8 @@ JPEG = uri(written(drawn(8, 8), "JPEG"))
 MOVING = uri(written(Image.new("L", (4, 4)), "GIF", save_all=True, append_images=[Image.new("L", (4, 4), 255)]), "gif")
 BAD: dict[str, tuple[Any, str]] = {
     "http": (part("http://127.0.0.1:1/x.png"), "nothing is ever fetched"),
-    "https": (part("https://example.com/x.png"), "nothing is ever fetched"),
     "a file": (part("file:///etc/passwd"), "nothing is ever fetched"),
-    "a path": (part("/etc/passwd"), "nothing is ever fetched"),
     "no base64": (part("data:image/png;base64,!!!!"), "is no base64"),
-    "nothing": (part("data:image/png;base64,"), "it is empty"),
     "cut short": (part(uri(written(drawn(8, 8))[:60])), "can't be read"),
     "a lie": (part(JPEG), "it says that it is a PNG, and it is a JPEG"),
     "moving": (part(MOVING), "it moves"),
@@ -283,18 +281,15 @@ def test_a_failure_that_is_not_the_picture_s_ends_its_own_request(
         assert canary(served.http) == before
 
 
-def test_a_model_that_reads_only_text(echo: echo_service.Running) -> None:
-    with httpx.Client(base_url=echo.url, timeout=20) as http:
-        for path, body in (
-            (WHOLE, talk(part())),
-            (ONE, {"prompt": "a", "multi_modal_data": {"image": URL}}),
-            ("/tokenize", {"messages": talk(part())["messages"]}),
-        ):
-            answer = http.post(path, json=body)
-            assert answer.status_code == 400
-            assert "reads only text" in answer.json()["error"]["message"]
-        big = json.dumps(talk(part(uri(bytes(MAX_BODY)))))
-        assert http.post(WHOLE, content=big, headers={"Content-Type": "application/json"}).status_code == 413
+def test_a_model_that_reads_only_text(http: httpx.Client) -> None:
+    for path, body in (
+        (WHOLE, talk(part())),
+        (ONE, {"prompt": "a", "multi_modal_data": {"image": URL}}),
+        ("/tokenize", {"messages": talk(part())["messages"]}),
+    ):
+        assert "reads only text" in asking.refusal(http, path, body)["message"]
+    answer = http.post(WHOLE, json=talk(part(uri(bytes(MAX_BODY)))))
+    assert (answer.status_code, answer.json()["error"]["type"]) == (413, "PayloadTooLargeError")
 
 
 def test_bodies_may_hold_pictures(served: Served) -> None:
@@ -309,29 +304,6 @@ def test_bodies_may_hold_pictures(served: Served) -> None:
         assert says in answer.json()["error"]["message"]
     answer = served.http.post(WHOLE, content=b" " * (2 * most), headers={"Content-Type": "application/json"})
     assert answer.status_code == 413
-
-
-def test_the_bound_of_a_body_follows_from_the_pictures() -> None:
-    limits = seeing.sight().limits
-    plain, seen = BoundBody(None), BoundBody(None, pictures=limits.body)  # type: ignore[arg-type]
-    assert plain.max_body == MAX_BODY
-    whole = len(json.dumps(talk(part(uri(bytes(limits.bytes))))))
-    assert MAX_BODY < whole < seen.max_body < MAX_BODY + 1.4 * limits.bytes
-
-
-def test_openai_s_client(served: Served) -> None:
-    with OpenAI(base_url=f"{served.running.url}/v1", api_key="unused", max_retries=0, timeout=20) as client:
-        asked: Any = talk(part())["messages"]
-        answer = client.chat.completions.create(model="echo", messages=asked, max_tokens=4, seed=1)
-        assert answer.usage is not None
-        assert answer.usage.prompt_tokens > 5
-        whole = answer.choices[0].message.content
-        stream = client.chat.completions.create(model="echo", messages=asked, max_tokens=4, seed=1, stream=True)
-        assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == whole
-        asked[0]["content"][1] = part("https://example.com/cat.png")
-        with pytest.raises(BadRequestError, match="nothing is ever fetched") as caught:
-            client.chat.completions.create(model="echo", messages=asked)
-        assert caught.value.param == "messages[0].content[1].image_url"
 
 
 def test_anthropic_s_pictures(served: Served) -> None:
@@ -386,13 +358,6 @@ def test_pictures_of_responses(served: Served) -> None:
     assert error.json()["error"]["message"].startswith("input[3].output[1].image_url must be"), error.text
     error = asked(*more[:2], {**result, "output": [picture, {**text, "text": "<image>"}]})
     assert error.json()["error"]["message"].startswith("input[3].output[1].text has"), error.text
-
-
-def test_no_pictures_at_all() -> None:
-    model, _ = seeing.built(limits={"count": 0})
-    with echo_service.serving(model) as running:
-        answer = httpx.post(running.url + WHOLE, json=talk(part()))
-    assert "is one of 1 pictures; the limit is 0 (--max-images)" in answer.json()["error"]["message"]
 
 
 def test_python_s_callers() -> None:

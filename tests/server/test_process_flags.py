@@ -10,10 +10,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from test_process import Process, process
+from test_process import pasted, process
 
 from quire.errors import StartupError
-from quire.server.run import curl_line
 from quire.server.tls import check_certificate
 
 OPENSSL = shutil.which("openssl")
@@ -31,14 +30,6 @@ def certificate(folder: Path, name: str = "server", *options: str) -> tuple[str,
         check=True, capture_output=True,
     )  # fmt: skip
     return str(key), str(cert)
-
-
-def pasted(server: Process) -> str:
-    """What the printed curl line answers."""
-    done = subprocess.run(
-        ["bash", "-c", f"{server.lines[-1].strip()} -s -m 60"], capture_output=True, text=True, timeout=100
-    )
-    return done.stdout
 
 
 @needs_openssl
@@ -85,18 +76,12 @@ def test_certificates_that_cannot_be_used(tmp_path: Path) -> None:
         assert "secret" not in str(error.value)
 
 
-@pytest.mark.parametrize("root", ["/api", "/deep/er/"])
-def test_the_curl_line_of_a_root_path_works(root: str) -> None:
-    with process("--root-path", root, pause=0) as server:
-        assert f"{server.url}{root.rstrip('/')}/v1/chat/completions" in server.lines[-1]
+def test_the_curl_line_of_a_root_path_works() -> None:
+    with process("--root-path", "/deep/er/", pause=0) as server:
+        assert f"{server.url}/deep/er/v1/chat/completions" in server.lines[-1]
         assert '"role":"assistant"' in pasted(server)
-        for prefix in ("", root.rstrip("/")):
+        for prefix in ("", "/deep/er"):
             assert httpx.get(f"{server.url}{prefix}/v1/models").status_code == 200
-
-
-def test_the_curl_line_trusts_a_certificate_only_over_tls() -> None:
-    assert curl_line("http://127.0.0.1:8000", chat=True, key=True).startswith("curl http://")
-    assert curl_line("https://127.0.0.1:8000", chat=True, key=True).startswith("curl --insecure https://")
 
 
 def test_settings_from_a_file_reach_the_server(tmp_path: Path) -> None:

@@ -7,13 +7,14 @@ import re
 
 import httpx
 import pytest
+from asking import bearer
 from echo_service import Running, Servers
 
 from quire.config import EngineConfig
 
 pytestmark = pytest.mark.xdist_group(name="proxy")
 
-KEY = {"Authorization": "Bearer sk-test"}
+KEY = bearer("sk-test")
 PAGE = "https://app.example"
 PREFLIGHT = {
     "Origin": PAGE, "Access-Control-Request-Method": "POST",
@@ -45,16 +46,12 @@ def test_a_sane_request_id_comes_back(echo: Running, id: str) -> None:
         assert answer.headers.get_list("x-request-id") == [id], answer
 
 
-@pytest.mark.parametrize("id", [b"", b"x" * 129, b"a b", b"a\tb", "é".encode(), b"\x7f"])
-def test_any_other_is_replaced(echo: Running, id: bytes) -> None:
-    made = [httpx.get(f"{echo.url}/health", headers={b"X-Request-Id": id}).headers["x-request-id"] for _ in range(2)]
+@pytest.mark.parametrize("ids", [[b""], [b"x" * 129], [b"a b"], [b"a\tb"], ["é".encode()], [b"\x7f"], [b"a", b"b"]])
+def test_any_other_is_replaced(http: httpx.Client, ids: list[bytes]) -> None:
+    headers = [(b"X-Request-Id", id) for id in ids]
+    made = [http.get("/health", headers=headers).headers["x-request-id"] for _ in range(2)]
     assert all(re.fullmatch("[0-9a-f]{32}", one) for one in made)
     assert made[0] != made[1]
-
-
-def test_two_request_ids_are_none(echo: Running) -> None:
-    answer = httpx.get(f"{echo.url}/health", headers=[("X-Request-Id", "a"), ("X-Request-Id", "b")])
-    assert len(answer.headers["x-request-id"]) == 32
 
 
 def test_refusals_and_defects_have_ids_too(
@@ -119,9 +116,6 @@ def test_without_the_flag_there_is_no_cors(servers: Servers, echo: Running) -> N
     assert not any("access-control" in name for name in answer.headers)
     locked = servers(keys=["sk-quire-test-key"])
     assert httpx.options(f"{locked.url}/v1/completions", headers=PREFLIGHT).status_code == 401
-
-
-def test_every_origin(servers: Servers) -> None:
     answer = httpx.get(f"{servers(allowed_origins=['*']).url}/v1/models", headers={"Origin": PAGE})
     assert answer.headers["access-control-allow-origin"] == "*"
 

@@ -9,11 +9,9 @@ from typing import Any
 import echo_service
 import httpx
 import pytest
-from asking import refusal
-from echo_service import Running, Saying
+from asking import MARKERS, openai_of, refusal, saying
+from echo_service import Running
 from openai import BadRequestError, OpenAI
-
-from quire.text.chat import ChatTemplate
 
 pytestmark = pytest.mark.xdist_group(name="reasoning_http")
 
@@ -23,7 +21,6 @@ TEMPLATE = (
     "{% if add_generation_prompt %}a:{% if enable_thinking is defined and enable_thinking is false %}"
     "<think></think>{% elif opened is defined %}<think>\n{% endif %}{% endif %}"
 )
-MARKERS = "<think>", "</think>"
 TALK: Any = [{"role": "user", "content": "so?"}]
 SAID = "<think>\nonce upon\n a time\n</think>\n\nquire"
 THOUGHT, ANSWER = "once upon\n a time", "quire"
@@ -35,13 +32,7 @@ Served = tuple[OpenAI, Callable[[str], None], Running]
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
     """A server whose model says what it is told to, and whose markers are tokens."""
-    runner = Saying(echo_service.tokenizer(MARKERS))
-    model = echo_service.built(runner, kv_tokens=4096, max_len=1024)
-    model = model._replace(chat=ChatTemplate(TEMPLATE, {}), tokenizer=echo_service.tokenizer(MARKERS))
-    with (
-        echo_service.serving(model) as running,
-        OpenAI(base_url=f"{running.url}/v1", api_key="x", max_retries=0, timeout=20) as client,
-    ):
+    with saying(TEMPLATE, MARKERS) as (running, runner), openai_of(running) as client:
         yield client, runner.say, running
 
 
@@ -70,6 +61,10 @@ def test_thoughts_are_apart_whole_and_streamed(served: Served) -> None:
     [choice] = whole.choices
     assert (choice.message.reasoning_content, choice.message.reasoning) == (THOUGHT, THOUGHT)
     assert (choice.message.content, choice.finish_reason) == (ANSWER, "stop")
+    several = ask(client, n=3)
+    assert [(one.message.reasoning_content, one.message.content) for one in several.choices] == [(THOUGHT, ANSWER)] * 3
+    thoughts = [found.usage.completion_tokens_details.reasoning_tokens for found in (several, whole)]
+    assert thoughts[0] == 3 * thoughts[1]
     thought, answer, _, last = streamed(client)
     assert (thought, answer) == (THOUGHT, ANSWER)
     within = len(echo_service.tokenizer(MARKERS).encode("\nonce upon\n a time\n", add_special_tokens=False))
@@ -88,14 +83,6 @@ def test_what_was_cut_within_thoughts_can_be_sent_back(served: Served) -> None:
     for nothing in ({"role": "assistant", "content": None}, {"role": "user", "content": None, "reasoning": "once"}):
         with pytest.raises(BadRequestError, match="content must be a string"):
             ask(client, messages=[*TALK, nothing, *TALK])
-
-
-def test_each_sample_has_its_own(served: Served) -> None:
-    client, say, _ = served
-    say(SAID)
-    found = ask(client, n=3)
-    assert [(one.message.reasoning_content, one.message.content) for one in found.choices] == [(THOUGHT, ANSWER)] * 3
-    assert found.usage.completion_tokens_details.reasoning_tokens % 3 == 0
 
 
 @pytest.mark.parametrize(
@@ -190,14 +177,12 @@ def test_a_prompt_that_was_cut_still_says_what_follows(served: Served) -> None:
 
 
 def test_markers_of_several_tokens() -> None:
-    runner = Saying()
-    model = echo_service.built(runner, kv_tokens=4096, max_len=1024)._replace(chat=ChatTemplate(TEMPLATE, {}))
     form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": PAGES, "strict": True}}
     opened: Any = {"chat_template_kwargs": {"opened": True}}
     within = len(echo_service.tokenizer().encode("once upon a time", add_special_tokens=False))
     with (
-        echo_service.serving(model) as running,
-        OpenAI(base_url=f"{running.url}/v1", api_key="x", max_retries=0, timeout=20) as client,
+        saying(TEMPLATE) as (running, runner),
+        openai_of(running) as client,
         httpx.Client(base_url=running.url) as http,
     ):
         for more, begin in (({}, "<think>"), (opened, "")):
@@ -243,8 +228,6 @@ def test_what_is_wrong_is_named(served: Served) -> None:
         assert message in json.dumps(told), told
 
 
-def test_a_budget_needs_a_model_that_thinks(echo: Running) -> None:
-    body = {"messages": TALK, "thinking_token_budget": 4}
-    told = httpx.post(f"{echo.url}/v1/chat/completions", json=body)
-    assert told.status_code == 400
-    assert "see --reasoning-parser" in told.json()["error"]["message"]
+def test_a_budget_needs_a_model_that_thinks(http: httpx.Client) -> None:
+    told = refusal(http, "/v1/chat/completions", {"messages": TALK, "thinking_token_budget": 4})
+    assert "see --reasoning-parser" in told["message"]

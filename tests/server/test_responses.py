@@ -7,12 +7,11 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import echo_service
 import httpx
 import pytest
-from asking import refusal
+from asking import HERMES, MARKERS, SAID, bearer, openai_of, refusal, saying
 from echo_service import Running, Saying
-from openai import APIStatusError, OpenAI
+from openai import APIStatusError
 from pydantic import BaseModel
 
 from quire.errors import InputError, StartupError
@@ -22,30 +21,13 @@ from quire.server.response_render import Items
 from quire.server.response_schemas import Responded
 from quire.server.response_store import Store
 from quire.server.run import ServeOptions, _check
-from quire.text.chat import ChatTemplate
 
 pytestmark = pytest.mark.xdist_group(name="responses")
 
-HERMES = (
-    "{% if tools %}{{ tools | tojson }}<tool_call>{% endif %}{% for m in messages %}{{ m.role }}:"
-    "{% if m.reasoning_content %}[{{ m.reasoning_content }}]{% endif %}{{ m.content }}"
-    "{% for c in m.tool_calls %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %};{% endfor %}"
-)
-PARAMETERS = {
-    "type": "object",
-    "properties": {"city": {"type": "string"}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
-TOOL: Any = {
-    "type": "function",
-    "name": "weather",
-    "description": "of a city",
-    "parameters": PARAMETERS,
-    "strict": True,
-}
-CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "%s"}}\n</tool_call>'
-SAID = "Let me see.\n" + CALL % "Paris" + CALL % "Oslo" + "Wait."
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"],
+              "additionalProperties": False}  # fmt: skip
+FUNCTION = {"name": "weather", "description": "of a city", "parameters": PARAMETERS, "strict": True}
+TOOL: Any = {"type": "function", **FUNCTION}
 CALLED = {"type": "function_call", "call_id": "a", "name": "weather", "arguments": "{}"}
 RETURNED = {"type": "function_call_output", "call_id": "a", "output": "rain"}
 
@@ -60,17 +42,13 @@ class Server:
 
     def __init__(self, running: Running, runner: Saying) -> None:
         self.running, self.say = running, runner.say
-        self.client, self.other = (
-            OpenAI(base_url=f"{running.url}/v1", api_key=key, max_retries=0, timeout=20) for key in ("one", "two")
-        )
-        self.http = httpx.Client(base_url=running.url, headers={"Authorization": "Bearer one"})
+        self.client, self.other = openai_of(running, "one"), openai_of(running, "two")
+        self.http = httpx.Client(base_url=running.url, headers=bearer("one"))
 
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Server]:
-    runner = Saying()
-    model = echo_service.built(runner, kv_tokens=4096, max_len=1024)._replace(chat=ChatTemplate(HERMES, {}))
-    with echo_service.serving(model, keys=["one", "two"], store_responses=4) as running:
+    with saying(HERMES, keys=["one", "two"], store_responses=4) as (running, runner):
         server = Server(running, runner)
         with server.client, server.other, server.http:
             yield server
@@ -82,13 +60,7 @@ def kinds(response: Any) -> list[str]:
 
 def test_a_text_whole_and_streamed(served: Server) -> None:
     served.say("once upon a time")
-    asked: Any = {
-        "model": "echo",
-        "input": "Tell.",
-        "instructions": "Be kind.",
-        "metadata": {"a": "b"},
-        "extra_body": {"seed": 3},
-    }
+    asked: Any = {"model": "echo", "input": "Tell.", "instructions": "Be kind.", "metadata": {"a": "b"}}
     found = served.client.responses.create(**asked, temperature=0.5, max_output_tokens=40)
     assert (found.status, found.output_text, kinds(found)) == ("completed", "once upon a time", ["message"])
     assert (found.instructions, found.metadata, found.temperature) == ("Be kind.", {"a": "b"}, 0.5)
@@ -195,11 +167,7 @@ def test_items_are_the_messages_of_a_chat(served: Server) -> None:
     items: list[Any] = [
         {"role": "user", "content": "Weather?"},
         {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
-        {
-            "type": "message",
-            "role": "assistant",
-            "content": [{"type": "output_text", "text": "See.", "annotations": []}],
-        },
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "See."}]},
         {"type": "function_call", "call_id": "a", "name": "weather", "arguments": '{"city": "Oslo"}'},
         {"type": "function_call", "call_id": "b", "name": "weather", "arguments": '{"city": "Paris"}'},
         {"type": "reasoning", "id": "rs_2", "summary": [], "content": [{"type": "reasoning_text", "text": "Ah."}]},
@@ -218,8 +186,7 @@ def test_items_are_the_messages_of_a_chat(served: Server) -> None:
         {"role": "tool", "tool_call_id": "b", "content": "rain"},
         {"role": "tool", "tool_call_id": "a", "content": "sun"},
     ]
-    function = {key: value for key, value in TOOL.items() if key != "type"}
-    tools: Any = [{"type": "function", "function": function}]
+    tools = [{"type": "function", "function": FUNCTION}]
     told = served.http.post("/tokenize", json={"messages": messages, "tools": tools}).json()
     found = served.client.responses.create(model="echo", instructions="Be kind.", input=items, tools=[TOOL])
     assert found.usage.input_tokens == told["count"]
@@ -252,13 +219,10 @@ def test_a_conversation_goes_on(served: Server) -> None:
     first = served.client.responses.create(model="echo", input="Tell.", instructions="Be kind.")
     second = served.client.responses.create(model="echo", input="More.", previous_response_id=first.id)
     assert second.previous_response_id == first.id
+    talk = ("user", "Tell."), ("assistant", "once"), ("user", "More.")
     third = served.client.responses.create(
         model="echo",
-        input=[
-            {"role": "user", "content": "Tell."},
-            {"role": "assistant", "content": "once"},
-            {"role": "user", "content": "More."},
-        ],
+        input=[{"role": role, "content": said} for role, said in talk],
         store=False,
     )
     assert second.usage.input_tokens == third.usage.input_tokens  # without the first one's instructions
@@ -377,15 +341,8 @@ def test_what_is_ignored_is_named(served: Server) -> None:
 
 
 def test_thoughts_are_items_and_failures_events(monkeypatch: pytest.MonkeyPatch) -> None:
-    markers = "<think>", "</think>"
-    runner = Saying(echo_service.tokenizer(markers))
-    model = echo_service.built(runner, kv_tokens=4096, max_len=1024)
     template = "<think></think>{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
-    model = model._replace(chat=ChatTemplate(template, {}), tokenizer=echo_service.tokenizer(markers))
-    with (
-        echo_service.serving(model) as running,
-        OpenAI(base_url=f"{running.url}/v1", api_key="x", max_retries=0, timeout=20) as client,
-    ):
+    with saying(template, MARKERS) as (running, runner), openai_of(running) as client:
         runner.say("<think>\nonce upon\n</think>\n\nquire")
         whole = client.responses.create(model="echo", input="So?")
         with client.responses.stream(model="echo", input="So?") as stream:
@@ -407,9 +364,8 @@ def test_thoughts_are_items_and_failures_events(monkeypatch: pytest.MonkeyPatch)
         assert (failed.response.error.code, failed.response.error.message) == ("server_error", "internal error")
 
 
-def test_without_a_store(echo: Running) -> None:
-    with httpx.Client(base_url=echo.url) as http:
-        body = {"input": "once", "max_output_tokens": 2, "store": True}
-        assert http.post("/v1/responses", json=body).json()["store"] is False
-        answer = http.get("/v1/responses/resp_0")
-        assert (answer.status_code, "--store-responses" in answer.text) == (404, True)
+def test_without_a_store(http: httpx.Client) -> None:
+    body = {"input": "once", "max_output_tokens": 2, "store": True}
+    assert http.post("/v1/responses", json=body).json()["store"] is False
+    answer = http.get("/v1/responses/resp_0")
+    assert (answer.status_code, "--store-responses" in answer.text) == (404, True)

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from test_guards import accept, status
 
 from quire.server.control import MOST, Control, hear, tell
 from quire.server.counted import NUMBERS, SOURCES, Counted, read_counted
@@ -106,26 +107,11 @@ def test_a_front_has_its_share_in_which_one_answer_fits() -> None:
     with pytest.raises(Exception, match=f"more than {MAX_HELD // 4}$"):
         held.add(Size(0, 1))
     Held(64).add(Size(0, MAX_LOGPROBS))
-    told: list[int] = []
-
-    async def send(message: Any) -> None:
-        if message["type"] == "http.response.start":
-            told.append(message["status"])
-
-    async def ask(share: int, holds: int) -> None:
-        bound = BoundBody(nothing, share=share)
-        bound.held = holds
-
-        async def receive() -> Any:
-            return {"type": "http.request", "body": b"x" * MAX_BODY}
-
-        await bound({"type": "http", "headers": []}, receive, send)
-
-    async def nothing(scope: Any, receive: Any, send: Any) -> None:
-        told.append(200)
-
+    told = []
     for share, holds in ((1, MAX_BODIES // 4), (4, MAX_BODIES // 4), (64, 0)):
-        asyncio.run(ask(share, holds))
+        bound = BoundBody(accept, share=share)
+        bound.held = holds
+        told.append(asyncio.run(status(bound, b"x" * MAX_BODY)))
     assert told == [200, 503, 200]
 
 

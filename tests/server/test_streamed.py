@@ -25,19 +25,8 @@ from quire.text.streams import Stream, dead
 from quire.vocabulary.plan import Top
 
 TEXTS = (
-    " a",
-    "",
-    '"',
-    "\\",
-    "\n\r\t",
-    "é",
-    "漢字",
-    "\U0001f600",
-    "\x00\x7f\u2028",
-    "data: [DONE]\n\n",
-    "</s>",
-    " b" * 40,
-)
+    " a", "", '"', "\\", "\n\r\t", "é", "漢字", "\U0001f600", "\x00\x7f\u2028", "data: [DONE]\n\n", "</s>", " b" * 40,
+)  # fmt: skip
 TALK = [{"role": "user", "content": "a"}]
 Step = list[tuple[int, Output]] | Exception
 Act = Callable[["Client"], None]

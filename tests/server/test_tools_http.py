@@ -10,8 +10,8 @@ import echo_service
 import httpx
 import jsonschema
 import pytest
-from asking import refusal
-from echo_service import Running, Saying
+from asking import openai_of, refusal, saying
+from echo_service import Running
 from openai import OpenAI
 
 from quire.text.chat import ChatTemplate
@@ -32,14 +32,11 @@ TOOLS: Any = [
     {"type": "function", "function": {"name": "time"}},
 ]
 TALK: Any = [{"role": "user", "content": "Weather?"}]
-CALLED: Any = {
-    "role": "assistant",
-    "content": None,
-    "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}],
-}
+MADE = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}
+CALLED: Any = {"role": "assistant", "content": None, "tool_calls": [MADE]}
 HISTORY: Any = [*TALK, CALLED, {"role": "tool", "tool_call_id": "c1", "content": "rain"}]
 SAID = 'Let me see.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Paris", "days": 2}}\n</tool_call>'
-HERMES = (
+BRIEF = (
     "{% if tools %}{{ tools | tojson }}<tool_call>{% endif %}{% for m in messages %}{{ m.role }}:{{ m.content }}"
     "{% for c in m.tool_calls %}{{ c.function.arguments.city }}{% endfor %};{% endfor %}"
 )
@@ -48,12 +45,7 @@ HERMES = (
 @pytest.fixture(scope="module")
 def said() -> Iterator[tuple[OpenAI, Callable[[str], None], Running]]:
     """A server whose model says what it is told to."""
-    runner = Saying()
-    model = echo_service.built(runner, kv_tokens=4096, max_len=1024)._replace(chat=ChatTemplate(HERMES, {}))
-    with (
-        echo_service.serving(model) as running,
-        OpenAI(base_url=f"{running.url}/v1", api_key="x", max_retries=0, timeout=20) as client,
-    ):
+    with saying(BRIEF) as (running, runner), openai_of(running) as client:
         yield client, runner.say, running
 
 
@@ -186,12 +178,8 @@ def test_required_and_named_calls_are_valid(said: Any, seed: int, stream: bool) 
             [(id, name, arguments)] = calls
         else:
             [made] = done.choices[0].message.tool_calls
-            id, name, arguments, reason = (
-                made.id,
-                made.function.name,
-                made.function.arguments,
-                done.choices[0].finish_reason,
-            )
+            id, name, arguments = made.id, made.function.name, made.function.arguments
+            reason = done.choices[0].finish_reason
         assert (name, reason) == ("weather", "tool_calls")
         assert id.startswith("call_")
         jsonschema.validate(json.loads(arguments), WEATHER)
@@ -225,9 +213,9 @@ def test_required_calls_that_are_cut_leave_no_text(said: Any) -> None:
 def test_arguments_are_an_object_and_of_no_parameters_an_empty_one(said: Any, parameters: Any, wanted: Any) -> None:
     client, say, _ = said
     say('"once"')
-    function = {"name": "f"} if parameters is None else {"name": "f", "parameters": parameters}
-    asked: Any = {"model": "echo", "messages": TALK, "tools": [{"type": "function", "function": function}]}
-    for choice in ("required", {"type": "function", "function": {"name": "f"}}):
+    tools = tools_of() if parameters is None else tools_of(parameters=parameters)
+    asked: Any = {"model": "echo", "messages": TALK, "tools": tools}
+    for choice in ("required", tools_of()[0]):
         [done] = client.chat.completions.create(
             **asked, tool_choice=choice, parallel_tool_calls=False, max_tokens=60
         ).choices
@@ -252,36 +240,39 @@ def test_a_form_of_the_text_gives_way_to_a_call(said: Any) -> None:
     assert httpx.post(f"{running.url}/v1/chat/completions", json=wrong).json()["error"]["param"] == "response_format"
 
 
-BAD = {
+def tools_of(**function: Any) -> Any:
+    return [{"type": "function", "function": {"name": "a", **function}}]
+
+
+def called(**function: Any) -> Any:
+    """A conversation whose assistant calls."""
+    return [*TALK, {"role": "assistant", "tool_calls": [{"function": function}]}]
+
+
+WIDE = {"type": "object", "properties": {f"p{i}": {} for i in range(10_000)}}
+ELSEWHERE = {"properties": {"x": {"$ref": "http://example.com/x"}}}
+ARGUMENTS = "messages[1].tool_calls[0].function.arguments"
+BAD: dict[str, tuple[dict[str, Any], str, str]] = {
     "no list": ({"tools": {}}, "tools", "list"),
-    "no name": ({"tools": [{"type": "function", "function": {}}]}, "tools", r"tools[0].function.name"),
-    "name of spaces": ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "got 'a b'"),
+    "no name": ({"tools": [{"type": "function", "function": {}}]}, "tools", "tools[0].function.name"),
+    "name of spaces": ({"tools": tools_of(name="a b")}, "tools", "got 'a b'"),
     "another type": ({"tools": [*TOOLS, {"type": "web_search"}]}, "tools", "tools[2] must be a function"),
     "twice": ({"tools": [*TOOLS, TOOLS[0]]}, "tools", "tools[2].function.name is 'weather', which another tool has"),
     "many": ({"tools": TOOLS * MAX_TOOLS}, "tools", "at most 128 entries, got 256"),
     "10000 parameters": (
-        {"tools": [{"type": "function", "function": {"name": "a", "parameters": {
-            "type": "object", "properties": {f"p{i}": {} for i in range(10_000)}}}}]},
+        {"tools": tools_of(parameters=WIDE)},
         "tools", "tools[0].function.parameters.properties has 10000 entries; the limit is 1024",
     ),
-    "parameters of a list": (
-        {"tools": [{"type": "function", "function": {"name": "a", "parameters": []}}]}, "tools", "be a JSON schema",
-    ),
-    "many values": (
-        {"tools": [{"type": "function", "function": {"name": "a", "parameters": {"enum": [0] * 10_000}}}]},
-        "tools", "8192 JSON values",
-    ),
+    "parameters of a list": ({"tools": tools_of(parameters=[])}, "tools", "be a JSON schema"),
+    "many values": ({"tools": tools_of(parameters={"enum": [0] * 10_000})}, "tools", "8192 JSON values"),
     "required without tools": ({"tool_choice": "required"}, "tool_choice", "needs tools"),
-    "an unknown tool": (
-        {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "names 'x'",
-    ),
+    "an unknown tool": ({"tools": TOOLS, "tool_choice": tools_of(name="x")[0]}, "tool_choice", "names 'x'"),
     "an unknown choice": ({"tools": TOOLS, "tool_choice": "maybe"}, "tool_choice", "got 'maybe'"),
     "two forms": (
         {"tools": TOOLS, "tool_choice": "required", "guided_regex": "a"}, "tool_choice", "guided_regex",
     ),
     "a schema that can't be": (
-        {"tool_choice": "required", "tools": [{"type": "function", "function": {"name": "a", "parameters": {
-            "properties": {"x": {"$ref": "http://example.com/x"}}}}}]},
+        {"tool_choice": "required", "tools": tools_of(parameters=ELSEWHERE)},
         "tools", "at tools[0].function.parameters#/properties/x/$ref",
     ),
     "a result without a call": ({"messages": [*TALK, {"role": "tool", "content": "x"}]}, "messages", "messages[1]"),
@@ -291,39 +282,33 @@ BAD = {
     ),
     "a user's call": ({"messages": [{**CALLED, "role": "user"}]}, "messages", "only the assistant calls"),
     "arguments that aren't JSON": (
-        {"messages": [*TALK, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{a"}}]}]},
-        "messages", "messages[1].tool_calls[0].function.arguments is no JSON",
+        {"messages": called(name="f", arguments="{a")}, "messages", f"{ARGUMENTS} is no JSON",
     ),
     "arguments of a list": (
-        {"messages": [*TALK, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[]"}}]}]},
-        "messages", "must be the JSON of an object",
+        {"messages": called(name="f", arguments="[]")}, "messages", "must be the JSON of an object",
     ),
     "deep arguments": (
-        {"messages": [*TALK, {"role": "assistant", "tool_calls": [
-            {"function": {"name": "f", "arguments": '{"a":' + "[" * 50_000 + "]" * 50_000 + "}"}}]}]},
-        "messages", "messages[1].tool_calls[0].function.arguments",
+        {"messages": called(name="f", arguments='{"a":' + "[" * 50_000 + "]" * 50_000 + "}")}, "messages", ARGUMENTS,
     ),
-    **{f"arguments with {number}": (
-        {"messages": [*TALK, {"role": "assistant", "tool_calls": [
-            {"function": {"name": "f", "arguments": f'{{"a": [{number}]}}'}}]}]},
-        "messages", f"messages[1].tool_calls[0].function.arguments has the number {float(number)}",
-    ) for number in ("NaN", "Infinity", "-Infinity", "1e999")},
-    "a call without a name": (
-        {"messages": [*TALK, {"role": "assistant", "tool_calls": [{"function": {}}]}]}, "messages", "function.name",
-    ),
+    **{
+        f"arguments with {number}": (
+            {"messages": called(name="f", arguments=f'{{"a": [{number}]}}')},
+            "messages", f"{ARGUMENTS} has the number {float(number)}",
+        ) for number in ("NaN", "Infinity", "-Infinity", "1e999")
+    },
+    "a call without a name": ({"messages": called()}, "messages", "function.name"),
     "many calls": (
-        {"messages": [*TALK, {"role": "assistant", "tool_calls": CALLED["tool_calls"] * 200}]}, "messages", "got 200",
+        {"messages": [*TALK, {"role": "assistant", "tool_calls": [MADE] * 200}]}, "messages", "got 200",
     ),
     "tools as a variable": ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", "'tools'"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_is_wrong_is_named(echo: Running, name: str) -> None:
+def test_what_is_wrong_is_named(echo: Running, http: httpx.Client, name: str) -> None:
     body, param, says = BAD[name]
     before = echo.metric("quire_prompt_tokens_total")
-    with httpx.Client(base_url=echo.url, timeout=20) as http:
-        error = refusal(http, "/v1/chat/completions", {"messages": TALK, "max_tokens": 1, **body})
+    error = refusal(http, "/v1/chat/completions", {"messages": TALK, "max_tokens": 1, **body})
     assert error["param"] == param, error
     assert says in error["message"]
     assert echo.idle()
@@ -350,10 +335,9 @@ def test_what_is_wrong_with_parameters_is_named_there(
     said: Any, choice: Any, parameters: Any, says: str, param: str
 ) -> None:
     _, _, running = said
-    tool = {"type": "function", "function": {"name": "a", "parameters": parameters}}
     before = running.metric("quire_prompt_tokens_total")
     with httpx.Client(base_url=running.url, timeout=20) as http:
-        body = {"messages": TALK, "tools": [*TOOLS, tool], "tool_choice": choice}
+        body = {"messages": TALK, "tools": [*TOOLS, *tools_of(parameters=parameters)], "tool_choice": choice}
         error = refusal(http, "/v1/chat/completions", body)
     assert says.format(*["tools[2].function.parameters"] * 2) in error["message"]
     assert "arguments" not in error["message"]
@@ -362,20 +346,19 @@ def test_what_is_wrong_with_parameters_is_named_there(
 
 
 @pytest.mark.parametrize("number", ["NaN", "1e999", "-Infinity"])
-def test_numbers_that_are_none_reach_no_template(echo: Running, number: str) -> None:
+def test_numbers_that_are_none_reach_no_template(http: httpx.Client, number: str) -> None:
     """A body may have them too, as Python reads it."""
     call = f'{{"role": "assistant", "tool_calls": [{{"function": {{"name": "f", "arguments": {{"a": {number}}}}}}}]}}'
     tool = f'{{"type": "function", "function": {{"name": "f", "parameters": {{"maximum": {number}}}}}}}'
     for fields, place in ((f'"messages": [{json.dumps(TALK[0])}, {call}]', "messages[1].tool_calls[0].function.arg"),
                           (f'"messages": {json.dumps(TALK)}, "tools": [{tool}]', "tools[0] has")):  # fmt: skip
         headers = {"Content-Type": "application/json"}
-        answer = httpx.post(f"{echo.url}/v1/chat/completions", content=f"{{{fields}}}", headers=headers, timeout=20)
+        answer = http.post("/v1/chat/completions", content=f"{{{fields}}}", headers=headers)
         assert answer.status_code == 400, answer.text
         assert place in answer.json()["error"]["message"]
         assert "the number" in answer.json()["error"]["message"]
 
 
-def test_completions_have_no_tools(echo: Running) -> None:
-    with httpx.Client(base_url=echo.url) as http:
-        assert refusal(http, "/v1/completions", {"prompt": "a", "tools": TOOLS})["param"] == "tools"
-        assert refusal(http, "/v1/completions", {"prompt": "a", "tool_choice": "required"})["param"] == "tool_choice"
+def test_completions_have_no_tools(http: httpx.Client) -> None:
+    assert refusal(http, "/v1/completions", {"prompt": "a", "tools": TOOLS})["param"] == "tools"
+    assert refusal(http, "/v1/completions", {"prompt": "a", "tool_choice": "required"})["param"] == "tool_choice"

@@ -12,6 +12,7 @@ from typing import Any
 import echo_service
 import httpx
 import pytest
+from asking import ADMIN, bearer
 from echo_service import Echo, Running
 
 from quire.control.outcomes import Output
@@ -22,7 +23,6 @@ from quire.vocabulary.plan import Row, Sampled
 pytestmark = pytest.mark.xdist_group(name="unfinished")
 
 FAULT = "the request's masks leave no token to sample"
-ADMIN = "sk-quire-admin-key"
 MESSAGES: Any = {"messages": [{"role": "user", "content": "once"}], "max_tokens": 100, "ignore_eos": True}
 RESPONSES: Any = {"input": "once", "max_output_tokens": 100, "ignore_eos": True}
 
@@ -38,17 +38,11 @@ class Faulty(Echo):
 
 
 @pytest.fixture(scope="module")
-def brake(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Steps are slow as long as this file is there."""
-    return tmp_path_factory.mktemp("unfinished") / "brake"
-
-
-@pytest.fixture(scope="module")
-def served(brake: Path) -> Iterator[tuple[Running, Faulty, httpx.Client]]:
-    runner = Faulty(pause=0.005, brake=str(brake))
+def served(loose_brake: Path) -> Iterator[tuple[Running, Faulty, httpx.Client]]:
+    runner = Faulty(pause=0.005, brake=str(loose_brake))
     with (
         echo_service.serving(echo_service.built(runner), admin_keys=[ADMIN]) as running,
-        httpx.Client(base_url=running.url, timeout=20, headers={"Authorization": f"Bearer {ADMIN}"}) as http,
+        httpx.Client(base_url=running.url, timeout=20, headers=bearer(ADMIN)) as http,
     ):
         yield running, runner, http
 
@@ -76,15 +70,15 @@ def test_what_can_not_go_on_says_why(served: Any) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_is_ended_may_be_asked_again(served: Any, brake: Path, stream: bool) -> None:
+def test_what_is_ended_may_be_asked_again(served: Any, loose_brake: Path, stream: bool) -> None:
     running, _, http = served
-    brake.touch()
+    loose_brake.touch()
     with ThreadPoolExecutor(1) as pool:
         body = MESSAGES | {"stream": stream}
         future = echo_service.begun(running, pool, lambda: http.post("/v1/messages", json=body))
         assert http.post("/sleep?mode=abort").status_code == 200
         answer = future.result()
-    brake.unlink()
+    loose_brake.unlink()
     assert http.post("/wake_up").status_code == 200
     error = (last_event(answer) if stream else answer.json())["error"]
     assert error == {"type": "overloaded_error", "message": "the request was ended before its output"}

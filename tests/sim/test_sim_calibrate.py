@@ -5,8 +5,10 @@ command writes is what `quire simulate` reads.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -17,7 +19,7 @@ from quire.config import EngineConfig
 from quire.errors import StartupError
 from quire.sim.cost import Attention, Coefficients, Cost, Shape, Work, load
 from quire.sim.simulate import Simulation
-from quire.source import read_source
+from quire.source import Source, read_source
 
 SHAPE = Shape(10**6, 10**4, 2, (Attention(None, 100, 50),))
 TRUE = Coefficients(1e-9, 1e-12, 1e-8, 1e-10, 0.0, 0.0, 5e-4, 1e-5, 1e-4, 2e-6)
@@ -85,15 +87,26 @@ def test_errors_are_those_of_steps_kept_out_of_the_fit() -> None:
     assert sum(kind["steps"] for kind in by_kind(cost, kept).values()) == 12
 
 
-def test_recorded_steps_are_fitted(tmp_path: Path) -> None:
-    config = EngineConfig(model="tiny", enable_prefix_caching=False)
+def tiny(**settings: Any) -> tuple[EngineConfig, Source, Shape]:
+    config = EngineConfig(model="tiny", enable_prefix_caching=False, **settings)
     source = read_source(config)
-    shape = shape_of(source, 4)
-    works = planned(WORKLOAD, config, source, shape, 4096)
-    cost = Cost(shape, TRUE)
-    path = tmp_path / "steps.json"
-    path.write_text(json.dumps({WORKLOAD: [[work.rows, work.tokens, cost.device(work)] for work in works]}))
-    samples = recorded(str(path), config, source, shape, 4096)[WORKLOAD]
+    return config, source, shape_of(source, 4)
+
+
+def steps_of(folder: Path, seconds: Callable[[Work], float]) -> Path:
+    """A recording of the steps of WORKLOAD, which took so long."""
+    path = folder / "steps.json"
+    works = planned(WORKLOAD, *tiny(), 4096)
+    path.write_text(json.dumps({WORKLOAD: [[work.rows, work.tokens, seconds(work)] for work in works]}))
+    return path
+
+
+def test_recorded_steps_are_fitted(tmp_path: Path) -> None:
+    made_of = tiny()
+    cost = Cost(made_of[-1], TRUE)
+    path = steps_of(tmp_path, cost.device)
+    samples = recorded(str(path), *made_of, 4096)[WORKLOAD]
+    works = planned(WORKLOAD, *made_of, 4096)
     assert [sample.work for sample in samples] == works
     assert errors(cost, samples).worst == pytest.approx(0)
     out = tmp_path / "calibration.json"
@@ -120,22 +133,15 @@ def test_recorded_steps_are_fitted(tmp_path: Path) -> None:
 def test_bad_records_are_refused(tmp_path: Path, content: str, words: str) -> None:
     path = tmp_path / "steps.json"
     path.write_text(content)
-    config = EngineConfig(model="tiny", enable_prefix_caching=False)
-    source = read_source(config)
     with pytest.raises(StartupError, match=words):
-        recorded(str(path), config, source, shape_of(source, 4), 4096)
+        recorded(str(path), *tiny(), 4096)
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf"), 1e7])
 def test_steps_that_took_no_time_or_any_are_refused(tmp_path: Path, seconds: float) -> None:
-    config = EngineConfig(model="tiny", enable_prefix_caching=False)
-    source = read_source(config)
-    shape = shape_of(source, 4)
-    works = planned(WORKLOAD, config, source, shape, 4096)
-    path = tmp_path / "steps.json"
-    path.write_text(json.dumps({WORKLOAD: [[work.rows, work.tokens, seconds] for work in works]}))
+    path = steps_of(tmp_path, lambda work: seconds)
     with pytest.raises(StartupError, match=r"took .* seconds.*at most 1,000,000"):
-        recorded(str(path), config, source, shape, 4096)
+        recorded(str(path), *tiny(), 4096)
 
 
 @pytest.mark.parametrize(
@@ -158,11 +164,7 @@ def test_bad_facts_are_refused(arguments: list[str], words: str) -> None:
      ('{"costs": {"swap_byte": NaN}}', "the swap_byte nan"), ('{"costs": {"swap_byte": 1' + 400 * "0" + "}}", "Over")],
 )  # fmt: skip
 def test_bad_costs_of_swaps_are_refused(tmp_path: Path, content: str, words: str) -> None:
-    config = EngineConfig(model="tiny", enable_prefix_caching=False)
-    source = read_source(config)
-    works = planned(WORKLOAD, config, source, shape_of(source, 4), 4096)
-    path, costs = tmp_path / "steps.json", tmp_path / "costs.json"
-    path.write_text(json.dumps({WORKLOAD: [[work.rows, work.tokens, 0.5] for work in works]}))
+    path, costs = steps_of(tmp_path, lambda work: 0.5), tmp_path / "costs.json"
     costs.write_text(content)
     command = ["calibrate", "--steps", str(path), "--kv-tokens", "4096", "--dtype", "float32"]
     with pytest.raises(StartupError, match=rf"--calibration .* {words}"):
@@ -188,17 +190,21 @@ class Mark:
         return 1000 * (later.at - self.at)
 
 
-def test_overlapping_steps_are_told_apart_by_the_device_s_events(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a simulated GPU with two steps in flight, exactly the coefficients are found that it was made of."""
-    smaller(monkeypatch)
-    config = EngineConfig(model="tiny", enable_prefix_caching=False, max_num_seqs=64)
-    source = read_source(config)
-    cost = Cost(shape_of(source, 4), TRUE)
-    simulation = Simulation(config, source.spec, cost, 8192, depth=2)
+def timed_on(monkeypatch: pytest.MonkeyPatch, tokens: int, depth: int, **settings: Any) -> tuple[Timed, Cost]:
+    config, source, shape = tiny(max_num_seqs=64, **settings)
+    cost = Cost(shape, TRUE)
+    simulation = Simulation(config, source.spec, cost, tokens, depth=depth)
     simulation.runner.device = SimpleNamespace(type="cuda")  # type: ignore[attr-defined]
     monkeypatch.setattr(steps, "mark", lambda runner: Mark(simulation))
     timed = Timed(simulation.engine, cost.shape)
     timed.clock = simulation.clock
+    return timed, cost
+
+
+def test_overlapping_steps_are_told_apart_by_the_device_s_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a simulated GPU with two steps in flight, exactly the coefficients are found that it was made of."""
+    smaller(monkeypatch)
+    timed, cost = timed_on(monkeypatch, 8192, 2)
     samples = grid(timed)
     for sample in samples:
         assert (sample.work.attention > 0) == (sample.what != "decode")
@@ -213,17 +219,10 @@ def test_overlapping_steps_are_told_apart_by_the_device_s_events(monkeypatch: py
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_chunks_of_a_long_prompt_are_sampled(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = EngineConfig(model="tiny", enable_prefix_caching=False, max_num_seqs=64, max_num_batched_tokens=100)
-    source = read_source(config)
-    cost = Cost(shape_of(source, 4), TRUE)
-    simulation = Simulation(config, source.spec, cost, 950, depth=depth)
-    simulation.runner.device = SimpleNamespace(type="cuda")  # type: ignore[attr-defined]
-    monkeypatch.setattr(steps, "mark", lambda runner: Mark(simulation))
-    timed = Timed(simulation.engine, cost.shape)
-    timed.clock = simulation.clock
+    timed, _ = timed_on(monkeypatch, 950, depth, max_num_batched_tokens=100)
     found = steps.long_prompt(timed)
     budget = 100 - (depth > 1)
-    longest = min(950, simulation.engine.limits.max_len - 1)
+    longest = min(950, timed.engine.limits.max_len - 1)
     assert 3 < len(found) <= longest // budget - 1, "all chunks but the first"
     assert {sample.work.tokens for sample in found} == {100}
     seen = [sample.work.attention for sample in found]

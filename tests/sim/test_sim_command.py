@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,8 +20,22 @@ from quire.sim.cost import FOLDER
 
 TINY = Path(quire.__file__).parent / "assets" / "tiny"
 FIND = ("--find-rate", "--objective", "mean-e2e-ms=9000")
-RATES = ("0", "-1", "nan", "inf", "1e+06", "1e-07")
 A100 = ["simulate", "--calibration", "a100-13b"]
+
+
+def results(folder: Path, *arguments: str) -> list[dict[str, Any]]:
+    out = folder / "s.json"
+    assert main([*A100, *arguments, "--out", str(out)]) == 0
+    found: list[dict[str, Any]] = json.loads(out.read_text())["results"]
+    return found
+
+
+def trace_of(folder: Path, *times: float) -> str:
+    """A trace of requests that come at these times."""
+    path = folder / "t.jsonl"
+    lines = [{"arrival": time, "prompt_len": 20, "output_len": 3} for time in times]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return str(path)
 
 
 def test_rates_as_a_table_a_document_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -44,13 +59,12 @@ def test_rates_as_a_table_a_document_and_a_picture(tmp_path: Path, capsys: pytes
 
 
 def test_a_rate_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out, plot = tmp_path / "s.json", tmp_path / "s.png"
-    command = [*A100, "--workload", "alpaca@60", "--find-rate", "--rate", "8", "--objective", "mean-normalised-ms=35"]
-    assert main([*command, "--out", str(out), "--plot", str(plot)]) == 0
-    results = json.loads(out.read_text())["results"]
-    assert [run["rate"] for run in results] == sorted(run["rate"] for run in results)
-    best = results[0]["highest_rate"]
-    assert [run["meets"] for run in results] == [run["rate"] <= best for run in results]
+    plot = tmp_path / "s.png"
+    command = ["--workload", "alpaca@60", "--find-rate", "--rate", "8", "--objective", "mean-normalised-ms=35"]
+    runs = results(tmp_path, *command, "--plot", str(plot))
+    assert [run["rate"] for run in runs] == sorted(run["rate"] for run in runs)
+    best = runs[0]["highest_rate"]
+    assert [run["meets"] for run in runs] == [run["rate"] <= best for run in runs]
     assert f"highest rate: {best:.4g} requests/s" in capsys.readouterr().out
     assert plot.read_bytes()[:4] == b"\x89PNG"
 
@@ -75,15 +89,11 @@ def test_memories_of_earlier_systems_serve_less() -> None:
 
 
 def test_a_trace_keeps_its_times_or_is_stretched(tmp_path: Path) -> None:
-    trace, out = tmp_path / "t.jsonl", tmp_path / "s.json"
-    lines = [{"arrival": 2.0 * i, "prompt_len": 20, "output_len": 3} for i in range(5)]
-    trace.write_text("\n".join(map(json.dumps, lines)))
-    assert main([*A100, "--trace", str(trace), "--out", str(out)]) == 0
-    [run] = json.loads(out.read_text())["results"]
+    trace = trace_of(tmp_path, 0.0, 2.0, 4.0, 6.0, 8.0)
+    [run] = results(tmp_path, "--trace", trace)
     assert run["rate"] is None
     assert 8 < run["seconds"] < 8.5
-    assert main([*A100, "--trace", str(trace), "--rate", "1.25", "--out", str(out)]) == 0
-    [run] = json.loads(out.read_text())["results"]
+    [run] = results(tmp_path, "--trace", trace, "--rate", "1.25")
     assert 4 < run["seconds"] < 4.5
 
 
@@ -117,8 +127,8 @@ def test_the_model_is_the_calibration_s_where_none_is_named(tmp_path: Path) -> N
         (["--rate", "1"], "one of --workload and --trace"),
         (["--workload", "alpaca@4", "--trace", "x", "--rate", "1"], "one of --workload and --trace"),
         (["--workload", "nothing", "--rate", "1"], "there is no workload"),
-        *((["--workload", "alpaca@4", "--rate", rate], f"--rate is {rate}") for rate in RATES),
-        *((["--workload", "alpaca@4", *FIND, "--rate", rate], f"--rate is {rate}") for rate in RATES),
+        *((["--workload", "alpaca@4", "--rate", r], f"--rate is {r}") for r in ("0", "-1", "nan", "1e+06", "1e-07")),
+        (["--workload", "alpaca@4", *FIND, "--rate", "0"], "--rate is 0"),
         (["--workload", "alpaca@4", *FIND, "--rate", "1", "2"], "--find-rate is given with 2 rates, 1 2"),
         (["--workload", "fixed:4:1", *FIND, "--rate", "170"], "are 102,000 requests, more than 100,000"),
         (
@@ -145,10 +155,7 @@ def test_a_search_ends_where_requests_do(
 ) -> None:
     """At twice the rate a workload would have more requests than one may have: what was found is kept."""
     monkeypatch.setattr("quire.bench.endless.MAX_REQUESTS", 100)
-    out = tmp_path / "s.json"
-    command = ["--workload", "fixed:4:1", *FIND, "--rate", "4", "--seconds", "10", "--out", str(out)]
-    assert main([*A100, *command]) == 0
-    first, last = json.loads(out.read_text())["results"]
+    first, last = results(tmp_path, "--workload", "fixed:4:1", *FIND, "--rate", "4", "--seconds", "10")
     assert (first["rate"], last["rate"]) == (4, 8)
     assert last["meets"]
     assert last["highest_rate"] is None
@@ -167,23 +174,18 @@ def test_higher_rates_serve_the_same_requests_and_more() -> None:
 
 @pytest.mark.parametrize("last", [5e-324, 1e9])
 def test_any_duration_can_be_stretched(tmp_path: Path, last: float) -> None:
-    trace, out = tmp_path / "t.jsonl", tmp_path / "s.json"
-    lines = [{"arrival": at, "prompt_len": 20, "output_len": 3} for at in (0, last)]
-    trace.write_text("\n".join(map(json.dumps, lines)))
-    assert main([*A100, "--trace", str(trace), "--rate", "0.5", "--out", str(out)]) == 0
-    [run] = json.loads(out.read_text())["results"]
+    [run] = results(tmp_path, "--trace", trace_of(tmp_path, 0, last), "--rate", "0.5")
     assert 4 < run["seconds"] < 4.5
 
 
 def test_a_trace_of_texts_is_counted_by_a_tokenizer(tmp_path: Path) -> None:
-    trace, out = tmp_path / "sharegpt.json", tmp_path / "s.json"
+    trace = tmp_path / "sharegpt.json"
     turn = [{"from": "human", "value": "How many pages are in a quire of paper?"},
             {"from": "gpt", "value": "There are twenty-four of them, or twenty-five."}]  # fmt: skip
     trace.write_text(json.dumps([{"conversations": turn}] * 3))
-    command = [*A100, "--trace", str(trace), "--rate", "1", "--out", str(out), "--trace-requests", "2"]
-    assert main(command) == 2, "the calibration's model has no tokenizer here"
-    assert main([*command, "--tokenizer", str(TINY)]) == 0
-    assert json.loads(out.read_text())["results"][0]["requests"] == 2
+    command = ["--trace", str(trace), "--rate", "1", "--trace-requests", "2"]
+    assert main([*A100, *command]) == 2, "the calibration's model has no tokenizer here"
+    assert results(tmp_path, *command, "--tokenizer", str(TINY))[0]["requests"] == 2
 
 
 def test_the_document_is_written_before_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,9 +204,5 @@ def test_a_picture_without_matplotlib_is_refused_first(tmp_path: Path, monkeypat
 
 
 def test_a_broken_trace_is_refused_with_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trace = tmp_path / "t.jsonl"
-    trace.write_text(
-        '{"arrival": 0, "prompt_len": 5, "output_len": 5}\n{"arrival": -1, "prompt_len": 5, "output_len": 5}'
-    )
-    assert main([*A100, "--trace", str(trace)]) == 2
+    assert main([*A100, "--trace", trace_of(tmp_path, 0, -1)]) == 2
     assert "line 2" in capsys.readouterr().err

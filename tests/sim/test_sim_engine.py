@@ -100,20 +100,19 @@ def test_time_is_exact_without_overlap() -> None:
     assert outcome.totals.busy == 4 / 11.25
 
 
-def test_time_is_exact_with_two_steps_in_flight() -> None:
-    """The host plans the second step at 0.25, while the first computes until 1.25."""
-    cost = Cost(SHAPE, NOTHING._replace(step=1.0, host_step=0.25))
+@pytest.mark.parametrize(
+    ("step", "host", "times"),
+    [
+        (1.0, 0.25, [1.25, 2.25, 3.25]),  # the host plans the second step at 0.25, while the first computes
+        (0.25, 1.0, [2.0, 3.0, 3.25]),  # two plans are made before the first result is looked at
+    ],
+)
+def test_time_is_exact_with_two_steps_in_flight(step: float, host: float, times: list[float]) -> None:
+    cost = Cost(SHAPE, NOTHING._replace(step=step, host_step=host))
     simulation = Simulation(SMALL, SPEC, cost, 160, depth=2)
     outcome = simulation.run([Arriving(0.0, [1, 2, 3, 4], asked(3))])
-    assert outcome.served[0].events == [(1.25, 1), (2.25, 1), (3.25, 1)]
-    assert simulation.engine.stats.step_seconds == 3.0  # a step's seconds are the device's, though steps overlap
-
-
-def test_a_slow_host_is_waited_for() -> None:
-    cost = Cost(SHAPE, NOTHING._replace(step=0.25, host_step=1.0))
-    outcome = Simulation(SMALL, SPEC, cost, 160, depth=2).run([Arriving(0.0, [1, 2, 3, 4], asked(3))])
-    # Two plans are made before the first result is looked at.
-    assert outcome.served[0].events == [(2.0, 1), (3.0, 1), (3.25, 1)]
+    assert outcome.served[0].events == [(time, 1) for time in times]
+    assert simulation.engine.stats.step_seconds == 3 * step  # a step's seconds are the device's, though steps overlap
 
 
 def test_a_request_joins_when_it_comes() -> None:

@@ -29,12 +29,19 @@ SPEC = ModelSpec("none", (LayerSpec(2, 16),), 512, 64, 64, 4, 128, 10**6)
 SECOND = Coefficients(*(0.0,) * 10)._replace(step=1.0)
 
 
-def serve(rate: float, objectives: list[Objective], count: int = 120, output: int = 1, seqs: int = 1) -> Outcome:
-    """A server that computes one step a second, for `seqs` sequences; a request comes every 1 / rate seconds."""
-    params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True, detokenize=False)
+def asked(output: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True, detokenize=False)
+
+
+def server(seqs: int = 1) -> Simulation:
+    """It computes one step a second, for `seqs` sequences."""
     config = EngineConfig(page_size=4, max_num_seqs=seqs, max_num_batched_tokens=32, enable_prefix_caching=False)
-    simulation = Simulation(config, SPEC, Cost(Shape.of(SPEC, 2, True), SECOND), 64 * seqs, kind="cpu")
-    return simulation.run([Arriving(i / rate, [1, 2, 3], params) for i in range(count)], objectives)
+    return Simulation(config, SPEC, Cost(Shape.of(SPEC, 2, True), SECOND), 64 * seqs, kind="cpu")
+
+
+def serve(rate: float, objectives: list[Objective], count: int = 120, output: int = 1, seqs: int = 1) -> Outcome:
+    """A request comes every 1 / rate seconds."""
+    return server(seqs).run([Arriving(i / rate, [1, 2, 3], asked(output)) for i in range(count)], objectives)
 
 
 @pytest.mark.parametrize(("output", "seqs", "most"), [(1, 1, 1.0), (4, 1, 0.25), (4, 2, 0.5)])
@@ -76,24 +83,22 @@ def test_bisection_gives_up_where_there_is_no_such_rate() -> None:
     assert highest_rate(lambda rate: True) == math.inf
 
 
-@pytest.mark.parametrize("start", [math.nan, math.inf, 0.0, -1.0, 5e-324, 1e300])
-def test_a_search_that_would_not_end_is_not_begun(start: float) -> None:
-    with pytest.raises(AssertionError, match="can't start at"):
-        highest_rate(lambda rate: False, start)
-
-
-@pytest.mark.parametrize(("tolerance", "factor", "growth"), [(0.0, 2.0, 1.0), (0.02, 1.0, 1.0), (0.02, 2.0, 0.5)])
-def test_steps_that_would_not_end_are_not_begun(tolerance: float, factor: float, growth: float) -> None:
-    with pytest.raises(AssertionError, match="never end"):
-        highest_rate(lambda rate: rate < 3, 1.0, tolerance, factor, growth)
+@pytest.mark.parametrize(
+    ("search", "words"),
+    [
+        *(((start,), "can't start at") for start in (math.nan, math.inf, 0.0, -1.0, 5e-324, 1e300)),
+        *(((1.0, *steps), "never end") for steps in ((0.0, 2.0, 1.0), (0.02, 1.0, 1.0), (0.02, 2.0, 0.5))),
+    ],
+)
+def test_a_search_that_would_not_end_is_not_begun(search: tuple[float, ...], words: str) -> None:
+    with pytest.raises(AssertionError, match=words):
+        highest_rate(lambda rate: rate < 3, *search)
 
 
 @pytest.mark.parametrize("at", [math.nan, math.inf])
 def test_a_request_that_never_comes_is_not_waited_for(at: float) -> None:
-    simulation = Simulation(EngineConfig(), SPEC, Cost(Shape.of(SPEC, 2, True), SECOND), 64, kind="cpu")
-    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
     with pytest.raises(AssertionError, match="never comes"):
-        simulation.run([Arriving(0.0, [1], params), Arriving(at, [1], params)])
+        server().run([Arriving(0.0, [1], asked(1)), Arriving(at, [1], asked(1))])
 
 
 def test_an_overloaded_run_is_given_up_early() -> None:
@@ -120,23 +125,14 @@ def test_only_lost_runs_are_given_up(statistic: str, measure: str) -> None:
 
 
 def test_a_run_can_be_cut() -> None:
-    outcome = serve_until(10.0)
-    assert outcome.totals.seconds == 10.0
-    assert not outcome.totals.finished
-    assert sum(one.done for one in outcome.served) == 10
-    assert serve_until(1000.0).totals.finished
-
-
-def serve_until(seconds: float) -> Outcome:
-    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
-    config = EngineConfig(page_size=4, max_num_seqs=1, max_num_batched_tokens=32, enable_prefix_caching=False)
-    simulation = Simulation(config, SPEC, Cost(Shape.of(SPEC, 2, True), SECOND), 64, kind="cpu")
-    return simulation.run([Arriving(0.0, [1, 2, 3], params)] * 40, until=seconds)
+    cut, whole = (server().run([Arriving(0.0, [1, 2, 3], asked(1))] * 40, until=until) for until in (10.0, 1000.0))
+    assert (cut.totals.seconds, cut.totals.finished) == (10.0, False)
+    assert sum(one.done for one in cut.served) == 10
+    assert whole.totals.finished
 
 
 def test_registered_prefixes_are_shared_from_the_first_request_on() -> None:
     """A prefix of 10 pages is registered within a second, and time starts after it: then requests hold it once."""
-    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, detokenize=False)
     config = EngineConfig(
         page_size=4, max_num_seqs=8, max_num_batched_tokens=64, enable_prefix_caching=False, prefix_tokens=40
     )
@@ -146,7 +142,7 @@ def test_registered_prefixes_are_shared_from_the_first_request_on() -> None:
         if registered:
             simulation.register("prefix", [5] * 40)
             assert simulation.clock.now == 1.0
-        outcomes.append(simulation.run([Arriving(0.0, [5] * 40 + [6], params)] * 6))
+        outcomes.append(simulation.run([Arriving(0.0, [5] * 40 + [6], asked(4))] * 6))
     shared, alone = outcomes
     assert shared.served[0].arrival == 1.0
     assert shared.totals.mean_running > 2 * alone.totals.mean_running

@@ -1,12 +1,16 @@
-"""Small tokenizers of three kinds, trained here, as model folders."""
+"""Small tokenizers of four kinds, trained here, as model folders; and grammars over the echo model's."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import echo_service
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from quire.text.grammars import Grammars
 
 CORPUS = [
     "The gathering of pages is a quire, isn't it? Hello, world!",
@@ -81,24 +85,23 @@ MAKERS = {"byte_level": byte_level, "sentencepiece": sentencepiece, "metaspace":
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Model folders by kind; "configured" is byte-level with a token that only tokenizer_config.json names."""
     made = {}
-    for kind, make in MAKERS.items():
+    for kind, make in {**MAKERS, "configured": byte_level}.items():
         made[kind] = folder = tmp_path_factory.mktemp(kind)
-        make().save(str(folder / "tokenizer.json"))
-        config = {"tokenizer_class": "PreTrainedTokenizerFast", **SPECIAL}
+        backend = make()
+        backend.save(str(folder / "tokenizer.json"))
+        config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **SPECIAL}
+        if kind == "configured":
+            declared = {"0": "<s>", str(backend.get_vocab_size()): "<|end|>"}
+            del config["unk_token"]
+            config |= {"add_bos_token": True, "bos_token": {"content": "<s>", "__type": "AddedToken"}}
+            config["eos_token"] = "<|end|>"
+            config["added_tokens_decoder"] = {
+                id: {"content": text, "special": True, "normalized": False} for id, text in declared.items()
+            }
         (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    made["configured"] = folder = tmp_path_factory.mktemp("configured")
-    backend = byte_level()
-    new = backend.get_vocab_size()
-    backend.save(str(folder / "tokenizer.json"))
-    declared = {"0": AddedToken("<s>", special=True), str(new): AddedToken("<|end|>", special=True)}
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "add_bos_token": True,
-        "bos_token": {"content": "<s>", "__type": "AddedToken"},
-        "eos_token": "<|end|>",
-        "added_tokens_decoder": {
-            id: {"content": token.content, "special": True, "normalized": False} for id, token in declared.items()
-        },
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return made
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Grammars:
+    return Grammars(echo_service.tokenizer(), echo_service.VOCAB, (0,))

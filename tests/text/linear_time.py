@@ -22,6 +22,10 @@ def ratio(one: Callable[[], object], other: Callable[[], object], enough: float)
     return (best[0] + LEAST) / (best[1] + LEAST)
 
 
+def repeated(piece: str, size: int) -> str:
+    return (piece * (size // len(piece) + 1))[:size]
+
+
 def _seconds(run: Callable[[], object]) -> float:
     gc.disable()
     try:

@@ -6,7 +6,7 @@ import json
 from functools import partial
 
 import pytest
-from linear_time import ratio
+from linear_time import ratio, repeated
 from recorded_calls import MALFORMED, NAMES, recorded, stripped
 
 from quire.errors import StartupError
@@ -105,10 +105,6 @@ def steps(format: str, text: str) -> int:
     one.feed(text)
     one.end()
     return one.steps
-
-
-def repeated(piece: str, size: int) -> str:
-    return (piece * (size // len(piece) + 1))[:size]
 
 
 @pytest.mark.parametrize("format", FORMATS)

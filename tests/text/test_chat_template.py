@@ -52,14 +52,17 @@ TEMPLATES = {
 }
 
 
+def theirs(template: str, chat: list[dict[str, str]] = CHAT, **more: Any) -> Any:
+    """What transformers renders."""
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Backend(models.BPE()), **SPECIAL)
+    return tokenizer.apply_chat_template(chat, chat_template=template, tokenize=False, **more)
+
+
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("prompt", [True, False])
 def test_renders_as_transformers_does(name: str, prompt: bool) -> None:
-    theirs = PreTrainedTokenizerFast(tokenizer_object=Backend(models.BPE()), **SPECIAL)
     values = {"enable_thinking": False, "style": {"name": "x"}} if name == "keywords" else {}
-    expected = theirs.apply_chat_template(
-        CHAT, chat_template=TEMPLATES[name], tokenize=False, add_generation_prompt=prompt, **values
-    )
+    expected = theirs(TEMPLATES[name], add_generation_prompt=prompt, **values)
     assert ChatTemplate(TEMPLATES[name], SPECIAL).render(CHAT, prompt, **values) == expected
 
 
@@ -81,13 +84,10 @@ CONTINUED = {
 @pytest.mark.parametrize("name", CONTINUED)
 @pytest.mark.parametrize("prefill", PREFILLS)
 def test_the_last_message_goes_on_as_with_transformers(name: str, prefill: str) -> None:
-    theirs = PreTrainedTokenizerFast(tokenizer_object=Backend(models.BPE()), **SPECIAL)
     chat = [*CHAT, {"role": "assistant", "content": PREFILLS[prefill]}]
     template = ChatTemplate(CONTINUED[name], SPECIAL)
     try:
-        expected = theirs.apply_chat_template(
-            chat, chat_template=CONTINUED[name], tokenize=False, continue_final_message=True
-        )
+        expected = theirs(CONTINUED[name], chat, continue_final_message=True)
     except ValueError:
         with pytest.raises(InputError, match="can't be continued") as refused:
             template.render(chat, False, continue_final_message=True)
@@ -99,8 +99,8 @@ def test_the_last_message_goes_on_as_with_transformers(name: str, prefill: str) 
 
 def test_what_cannot_go_on_is_refused() -> None:
     chat = [{"role": "assistant", "content": "The answer"}]
-    for template, words in (("{{ messages[0].content | upper }}", "as it is"), ("{{ messages[0].role }}", "as it is")):
-        with pytest.raises(InputError, match=words) as refused:
+    for template in ("{{ messages[0].content | upper }}", "{{ messages[0].role }}"):
+        with pytest.raises(InputError, match="as it is") as refused:
             ChatTemplate(template, {}).render(chat, False, continue_final_message=True)
         assert refused.value.param == "continue_final_message"
     with pytest.raises(InputError, match="needs add_generation_prompt to be false") as refused:
@@ -111,10 +111,8 @@ def test_what_cannot_go_on_is_refused() -> None:
 def test_documents_are_given_to_templates_that_read_them() -> None:
     source = "{% for d in documents or [] %}{{ d.title }}: {{ d.text }}; {% endfor %}{{ messages[0].content }}"
     documents = [{"title": "Grass", "text": "It is green."}, {"title": "Sky", "text": "It is blue."}]
-    theirs = PreTrainedTokenizerFast(tokenizer_object=Backend(models.BPE()), **SPECIAL)
-    expected = theirs.apply_chat_template(CHAT, chat_template=source, tokenize=False, documents=documents)
     template = ChatTemplate(source, SPECIAL)
-    assert template.render(CHAT, documents=documents) == expected
+    assert template.render(CHAT, documents=documents) == theirs(source, documents=documents)
     assert template.render(CHAT) == CHAT[0]["content"]
     assert "documents" not in template.variables
     with pytest.raises(InputError, match="no variable 'documents'") as refused:
@@ -236,10 +234,7 @@ def test_what_a_template_raises_is_shown_cut_short() -> None:
         ([{"role": "user", "content": 7}], "got int"),
         ([{"role": "user", "content": []}], "1 to 1024 parts, got 0"),
         ([{"role": "user", "content": ["a"]}], r"content\[0\] must be an object"),
-        (
-            [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
-            "image_url is a picture, and this model reads",
-        ),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "image_url is a picture, and this model reads"),
         ([{"role": "user", "content": [{"type": "video_url"}]}], "'video_url'; only 'text' is supported"),
         ([{"role": "user", "content": [{"type": "text", "text": 5}]}], "text must be a string, got int"),
         ([{"role": "user", "content": "a", "name": 5}], "name must be a string"),
@@ -259,11 +254,6 @@ def test_fields_that_say_nothing_are_dropped() -> None:
     said = {"role": "assistant", "content": "a", "name": "b"}
     empty = {"refusal": None, "tool_calls": [], "function_call": None, "audio": None, "reasoning_content": None}
     assert template.render([{**said, **empty}]) == template.render([said])
-
-
-def test_text_parts_are_joined_by_newlines() -> None:
-    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
-    assert ChatTemplate("{{ messages[0].content }}", {}).render([{"role": "user", "content": parts}]) == "one\ntwo"
 
 
 def test_only_variables_that_the_template_reads_can_be_set() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import echo_service
 import pytest
 
 from quire.errors import InputError
@@ -34,11 +33,6 @@ PLACES: list[tuple[Any, str]] = [
     ({"properties": {"a": {"$ref": "#/$defs/a"}, "b": {"$ref": "#/$defs/ab"}}, "$defs": {"a": {}}},
      "#/properties/b/$ref"),
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def grammars() -> Grammars:
-    return Grammars(echo_service.tokenizer(), echo_service.VOCAB, (0,))
 
 
 def refused(grammars: Grammars, **asked: Any) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 import echo_service
 import pytest
+from grammar_walks import TOO_MANY, Watched, form, grammars_of, listed, side_by_side, spoken
 
 import quire.text.grammar_places
 import quire.text.grammars
@@ -17,10 +18,8 @@ from quire.text.grammar_counted import LEAST
 from quire.text.grammars import CompiledGrammar, Grammars, Place
 from quire.vocabulary.structured import Structured, StructuredOutputsParams
 
-VOCAB, END = echo_service.VOCAB, 0
-COUNTED = StructuredOutputsParams(
-    json={"type": "array", "items": {"type": "string", "maxLength": 3000}}, disable_any_whitespace=True
-).structured()
+END = 0
+COUNTED = form({"type": "array", "items": {"type": "string", "maxLength": 3000}}, compact=True)
 STATES = 1500  # of a lexer: a string of less than these many characters is within the bounds
 
 
@@ -40,17 +39,13 @@ def few_states(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def grammars() -> Grammars:
-    return Grammars(echo_service.tokenizer(), VOCAB, (END,))
+    return grammars_of(echo_service.tokenizer(), echo_service.VOCAB)
 
 
 def reference(asked: Structured, text: str) -> bytes:
     """What may follow `text` in a grammar that nobody else uses."""
     place = grammars().get(asked).matcher()
     assert go(place, text) == ""
-    return _mask(place)
-
-
-def _mask(place: Place) -> bytes:
     [mask] = grammars().get(COUNTED).masks([place])
     return mask
 
@@ -80,7 +75,6 @@ def test_what_one_output_does_to_the_lexer_ends_only_that_output(by_masks: bool)
         assert go(place, text) == ""
     copy = others[3].copy()
     spoil(grammar, by_masks)
-    assert grammar.shared is not None
     assert grammar.shared.spoiled
     assert not made.holds(COUNTED), "getting it costs time again"
     expected = [reference(COUNTED, text) for text in texts]
@@ -112,7 +106,6 @@ def test_a_grammar_that_takes_long_to_make_is_not_made_while_outputs_wait() -> N
     grammar = made.get(COUNTED)
     place = grammar.matcher()
     assert go(place, '["a') == ""
-    assert grammar.shared is not None
     grammar.shared.seconds = 1.0
     spoil(grammar, by_masks=False)
     assert "the grammar can't go on" in go(place, "b")
@@ -125,53 +118,18 @@ def test_a_token_that_a_grammar_bars_spoils_nothing() -> None:
     made = grammars()
     grammar = made.get(COUNTED)
     assert "can't go on" in go(grammar.matcher(), "{")
-    assert grammar.shared is not None
     assert not grammar.shared.spoiled
 
 
-class Broken:
-    """One of llguidance's matchers, in which the lexer made too many states."""
-
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
-
-    def is_error(self) -> bool:
-        return True
-
-    def get_error(self) -> str:
-        return "lexer error: too many states"
-
-    def compute_bitmask(self) -> bytes:
-        return bytes(len(self.inner.compute_bitmask()))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
-
-
 LARGE = 1000  # states of a lexer: one with all that a string of LONG needs has fewer
-LONG = StructuredOutputsParams(
-    json={"type": "array", "items": {"type": "string", "maxLength": 400}}, disable_any_whitespace=True
-).structured()
+LONG = form({"type": "array", "items": {"type": "string", "maxLength": 400}}, compact=True)
 
 
 @pytest.fixture
 def counting(monkeypatch: pytest.MonkeyPatch) -> Grammars:
     """Over a vocabulary in which strings of counted characters have masks of their own."""
     monkeypatch.setitem(quire.text.grammars.LIMITS, "max_lexer_states", LARGE)
-    return Grammars(made_up(LEAST), LEAST, (END,))
-
-
-def spoken(grammar: CompiledGrammar, place: Place, text: str) -> str:
-    """Go on behind a text, a byte a token, with the mask of each; the first complaint."""
-    counted = grammar.masker.counted
-    assert counted is not None
-    for each in text.encode():
-        [mask] = grammar.masks([place])
-        token = counted.words.find(bytes([each]))
-        assert token is not None
-        if why := place.accept(token) or ("" if mask[token // 8] >> token % 8 & 1 else "it was barred"):
-            return why
-    return ""
+    return grammars_of(made_up(LEAST), LEAST)
 
 
 @pytest.mark.parametrize("one_by_one", [False, True])
@@ -187,9 +145,7 @@ def test_within_a_counted_string_an_output_goes_on_though_another_spoils_both_le
     assert others[3]._room > 0
     bad = grammar.matcher()
     assert "too many states" in spoken(grammar, bad, '["' + 200 * "\\né")
-    assert grammar.shared is not None
     assert grammar.shared.spoiled
-    assert bad._brief is not None
     assert bad._brief.is_error()
     for place, rest in zip(others, ('["x"]', '"x"]', 'x"]', 'x"]', 'x"]', 'x"]', 'x"]', "]")):
         assert spoken(grammar, place, rest) == ""
@@ -212,14 +168,12 @@ def test_the_lexer_of_counted_strings_is_no_part_of_what_making_a_grammar_anew_t
     monkeypatch.setattr(quire.text.grammar_places, "time", SimpleNamespace(thread_time=lambda: clock[0]))
     grammar = counting.get(LONG)
     shared = grammar.shared
-    assert shared is not None
     place = grammar.matcher()
     assert spoken(grammar, place, '["abc","d') == ""
     shared.spoiled = True
     assert spoken(grammar, place, 'ef","g') == ""
     assert place.shared is shared._next
     assert made == [False, True, False]
-    assert place.shared is not None
     assert place.shared.brief is shared.brief
     assert place._room == 399
 
@@ -229,11 +183,10 @@ def test_a_lexer_of_counted_strings_that_is_spoiled_is_asked_no_more_until_the_g
 ) -> None:
     grammar = counting.get(LONG)
     shared = grammar.shared
-    assert shared is not None
     place, other = grammar.matcher(), grammar.matcher()
     for one in (place, other):
         assert spoken(grammar, one, '["ab') == ""
-    place._brief, place.mask = Broken(place._brief), None  # type: ignore[assignment]
+    place._brief, place.mask = Watched(place._brief, TOO_MANY), None  # type: ignore[assignment]
     assert grammar.masks([place]) == grammar.masks([other])
     assert (place._room, other._room) == (0, 398)
     assert shared.brief is None
@@ -253,11 +206,10 @@ def test_others_at_the_place_of_one_that_fails_have_their_own_mask() -> None:
     rows = [grammar.matcher() for _ in range(4)]
     for place in rows:
         assert go(place, "[") == ""
-    rows[0].inner = Broken(rows[0].inner)  # type: ignore[assignment]
+    rows[0].inner = Watched(rows[0].inner, TOO_MANY)  # type: ignore[assignment]
     masks = grammar.masks(rows)
     assert masks[0] == bytes(len(masks[0]))
     assert masks[1:] == [reference(COUNTED, "[")] * 3
-    assert grammar.shared is not None
     assert grammar.shared.start.after[ids("[")[0]].mask is None
 
 
@@ -268,7 +220,6 @@ def test_what_must_follow_is_not_remembered_where_it_is_long() -> None:
     for first in ("a", "b", "cd"):
         place = grammar.matcher()
         assert go(place, f"{first};") == ""
-        assert place.at is not None
         assert place.at.queue is None
         run = place.forced()
         assert echo_service.tokenizer().decode(list(run)) == text
@@ -280,26 +231,14 @@ def test_what_must_follow_is_not_remembered_where_it_is_long() -> None:
 
 def test_where_letters_may_follow_nobody_asks_what_must() -> None:
     grammar = grammars().get(COUNTED)
-    place, asked = grammar.matcher(), list[int]()
+    place = grammar.matcher()
     place.at, place.masker.one_by_one = None, True
     assert go(place, '["') == ""
-
-    class Asked:
-        def __init__(self, inner: Any) -> None:
-            self.inner = inner
-
-        def compute_ff_tokens(self) -> list[int]:
-            asked.append(0)
-            return list(self.inner.compute_ff_tokens())
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self.inner, name)
-
-    place.inner = Asked(place.inner)  # type: ignore[assignment]
+    place.inner = watched = Watched(place.inner)  # type: ignore[assignment]
     assert go(place, "some text") == ""
-    assert not asked
+    assert "compute_ff_tokens" not in watched.asked
     assert go(place, '"]') == ""
-    assert asked
+    assert "compute_ff_tokens" in watched.asked
     assert place.forced() == (END,)
 
 
@@ -316,18 +255,11 @@ def test_where_one_letter_must_follow_it_is_forced() -> None:
 
 def test_what_is_passed_over_at_once_is_what_would_be_walked_through() -> None:
     """Strings of counted characters, over words: masks with slices are those without."""
-    schema = {"type": "array", "items": {"type": "string", "minLength": 5, "maxLength": 34}, "minItems": 3}
-    asked, words = StructuredOutputsParams(json=schema).structured(), made_up(3000)
-    sliced, plain = (Grammars(words, 3000, (END,)) for _ in range(2))
+    asked, words = form(listed(minLength=5, maxLength=34)), made_up(3000)
+    sliced, plain = (grammars_of(words, 3000) for _ in range(2))
     masker = plain._made_masker()
     masker.tokenizer = masker.tokenizer.with_slices([])
     grammar, other, rng = sliced.get(asked), plain.get(asked), random.Random(0)
     for _ in range(12):
-        place, walked = grammar.matcher(), other.matcher()
-        for _ in range(60):
-            [mask] = grammar.masks([place])
-            assert [mask] == other.masks([walked])
-            token = rng.choice(grammar.masker.allowed(mask).tolist())
-            assert place.accept(token) == walked.accept(token) == ""
-            if token == END:
-                break
+        for _ in side_by_side(grammar, other, (grammar.matcher(), other.matcher()), rng, 60, lambda token: True):
+            pass

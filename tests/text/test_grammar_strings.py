@@ -8,48 +8,33 @@ from typing import Any
 
 import echo_service
 import pytest
+from grammar_walks import FREE, Watched, form, grammars_of, listed, place_of, side_by_side
 
 from quire.bench.structured import made_up
 from quire.text import grammar_counted, grammar_strings
 from quire.text.grammar_counted import LEAST
 from quire.text.grammar_strings import LONGEST, Strings, strings_of
-from quire.text.grammars import CompiledGrammar, Grammars, Place
-from quire.vocabulary.structured import Structured, StructuredOutputsParams
+from quire.text.grammars import Grammars
+from quire.vocabulary.structured import StructuredOutputsParams
 
-SIZE, END = 3000, 0
-FREE = {"type": "string"}
+SIZE = 3000
 
 
 @pytest.fixture(scope="module")
 def words() -> Grammars:
-    return Grammars(made_up(SIZE), SIZE, (END,))
+    return grammars_of(made_up(SIZE), SIZE)
 
 
 @pytest.fixture(scope="module")
 def walked() -> Grammars:
     """The same; nothing is known of their strings."""
-    return Grammars(made_up(SIZE), SIZE, (END,))
-
-
-def form(schema: Any, compact: bool = False) -> Structured:
-    return StructuredOutputsParams(json=schema, disable_any_whitespace=compact).structured()
-
-
-def listed(item: Any) -> dict[str, Any]:
-    return {"type": "array", "items": item, "minItems": 3}
-
-
-def place_of(grammar: CompiledGrammar, remembered: bool) -> Place:
-    place = grammar.matcher()
-    if not remembered:
-        place.at = None
-    return place
+    return grammars_of(made_up(SIZE), SIZE)
 
 
 @pytest.mark.parametrize("schema", [
     listed({}),
-    listed(FREE),
-    listed({"type": "string", "minLength": 9}),
+    listed(),
+    listed(minLength=9),
     listed({"anyOf": [FREE, {"type": "null"}]}),
     {"type": "object", "properties": {"da": FREE, "gus": {"enum": ["one", "two words", 3]}, "n": {"type": "integer"}},
      "required": ["da", "gus", "n"], "additionalProperties": {"type": "string", "maxLength": 12}},
@@ -62,67 +47,44 @@ def test_what_may_follow_is_what_it_is_where_every_token_is_told(
     words: Grammars, walked: Grammars, schema: Any
 ) -> None:
     grammar, other, rng, skipped = words.get(form(schema)), walked.get(form(schema)), random.Random(0), 0
-    assert other.shared is not None
     other.shared.strings = None
     plain = grammar.masker.plain
     for walk in range(12):
-        place, told = place_of(grammar, walk % 2 == 0), place_of(other, walk % 2 == 0)
-        for _ in range(60):
-            [mask] = grammar.masks([place])
-            assert [mask] == other.masks([told])
-            assert place.forced() == told.forced()
-            allowed = grammar.masker.allowed(mask).tolist()
-            texts = [token for token in allowed if plain[token]]
-            token = rng.choice(texts if texts and rng.random() < 0.6 else allowed)
-            assert place.accept(token) == told.accept(token) == ""
-            if token == END:
-                break
-        skipped += len(told._taken) - len(place._taken)
+        pair = place_of(grammar, walk % 2 == 0), place_of(other, walk % 2 == 0)
+        for place, told in side_by_side(grammar, other, pair, rng, 60, lambda token: bool(plain[token])):
+            pair = place, told
+        skipped += len(pair[1]._taken) - len(pair[0]._taken)
     assert skipped > 20
-
-
-class Counted:
-    """One of llguidance's matchers, and how often it is told of a token."""
-
-    def __init__(self, inner: Any, told: list[int]) -> None:
-        self.inner, self.told = inner, told
-
-    def consume_token(self, token: int) -> bool:
-        self.told.append(token)
-        return bool(self.inner.consume_token(token))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
 
 
 def told_of(schema: Any, begin: str, text: str) -> int:
     """How many of the characters of `text`, each a token, a grammar is told of behind those of `begin`."""
     tokenizer = echo_service.tokenizer()
-    grammar = Grammars(tokenizer, echo_service.VOCAB, (0,)).get(form(schema, compact=True))
-    place, told = grammar.matcher(), list[int]()
+    grammar = grammars_of(tokenizer, echo_service.VOCAB).get(form(schema, compact=True))
+    place = grammar.matcher()
     for token in tokenizer.encode(begin, add_special_tokens=False):
         grammar.masks([place])
         assert place.accept(token) == ""
-    place.inner = Counted(place.inner, told)  # type: ignore[assignment]
+    place.inner = watched = Watched(place.inner)  # type: ignore[assignment]
     for each in text:
         grammar.masks([place])
         [token] = tokenizer.encode(each, add_special_tokens=False)
         assert place.accept(token) == ""
-    return len(told)
+    return watched.asked.count("consume_token")
 
 
 @pytest.mark.parametrize(("schema", "begin", "told"), [
-    (listed(FREE), '["', 0),
-    (listed(FREE), '["a\\', 1),
-    (listed({"type": "string", "maxLength": 200}), '["', 9),
-    (listed({"type": "string", "minLength": 5}), '["', 5),
+    (listed(), '["', 0),
+    (listed(), '["a\\', 1),
+    (listed(maxLength=200), '["', 9),
+    (listed(minLength=5), '["', 5),
     ({"type": "object"}, '{"', 9),  # a key
     ({"type": "object", "additionalProperties": {"type": "string", "minLength": 5}}, '{"', 9),
     ({"type": "object"}, '{"k":"', 0),
     ({"properties": {"k": {"maxLength": 9}}}, '{"k":"', 9),
     ({"properties": {"k": {"maxLength": 9}}}, '{"m":"', 0),
     ({"enum": ["some text"]}, '"', 9),
-    (listed({"type": "string", "pattern": "^[a-z ]*$"}), '["', 9),
+    (listed({**FREE, "pattern": "^[a-z ]*$"}), '["', 9),
     ({"$ref": "#/examples/0", "examples": [{"type": "string", "pattern": "^[a-z ]*$"}]}, '"', 9),
     ({"$ref": "#/$defs/a%2Ftitle", "$defs": {"a": {"title": {"type": "string", "pattern": "^[a-z ]*$"}}}}, '"', 9),
     ({"$ref": "#/$defs/a/items", "$defs": {"a": {"items": FREE}}}, '"', 0),
@@ -153,7 +115,6 @@ def test_schemas_of_whose_strings_nothing_is_known(words: Grammars, schema: Any)
 ])  # fmt: skip
 def test_what_is_no_schema_where_nothing_refers_to_it_is_no_error(words: Grammars, odd: Any) -> None:
     grammar = words.get(form({"type": "string", "$defs": {"a": odd}}))
-    assert grammar.shared is not None
     assert grammar.shared.strings is None
     assert grammar.masks([grammar.matcher()])
 
@@ -168,27 +129,27 @@ def test_nothing_is_known_of_other_forms(words: Grammars) -> None:
 def test_nothing_is_known_where_llguidance_has_other_strings(
     size: int, plain: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    masker = Grammars(made_up(size), size, (END,))._made_masker()
-    assert isinstance(strings_of(form(FREE), masker.spoken), Strings)
     for module in (grammar_strings, grammar_counted):
         monkeypatch.setattr(module, "PLAIN", re.compile(plain))
-    masker = Grammars(made_up(size), size, (END,))._made_masker()
-    assert strings_of(form(FREE), masker.spoken) is None
+    assert known(size) is None
+
+
+def known(size: int) -> Strings | None:
+    return strings_of(form(FREE), grammars_of(made_up(size), size)._made_masker().spoken)
 
 
 def test_nothing_is_known_where_llguidance_counts_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(known(LEAST), Strings)
     monkeypatch.setattr(grammar_counted.Counted, "mask", lambda *_: b"")
-    masker = Grammars(made_up(LEAST), LEAST, (END,))._made_masker()
-    assert strings_of(form(FREE), masker.spoken) is None
+    assert known(LEAST) is None
 
 
 @pytest.mark.parametrize("begin", ['["\\', '["\\u', '["\\u001', '["a\\'])
 def test_within_an_escape_is_no_free_string(words: Grammars, begin: str) -> None:
-    grammar = words.get(form(listed(FREE)))
+    grammar = words.get(form(listed()))
     place = grammar.matcher()
     for each in begin:
         [token] = words.tokenizer.encode(each, add_special_tokens=False)
         assert place.accept(token) == ""
-    assert place.inner is not None
     assert not place._is_free()
     assert not any(place.inner.validate_tokens([token]) for token, _ in grammar.masker.spoken.letters)

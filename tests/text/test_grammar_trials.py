@@ -14,9 +14,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import echo_service
 import pytest
+from grammar_walks import grammars_of
 from waiting import wait_until
 
 from quire.errors import EngineDead, InputError, Overloaded
@@ -32,7 +34,7 @@ GREEDY = {"type": "integer", "multipleOf": 1_000_003}  # takes 300 MiB in time
 
 @pytest.fixture
 def grammars() -> Iterator[Grammars]:
-    made = Grammars(echo_service.tokenizer(), echo_service.VOCAB, (0,))
+    made = grammars_of(echo_service.tokenizer(), echo_service.VOCAB)
     yield made
     made.close()
 
@@ -42,9 +44,7 @@ def get(grammars: Grammars, **asked: Any) -> Any:
 
 
 def process(grammars: Grammars) -> subprocess.Popen[bytes]:
-    found = grammars._trials._process
-    assert found is not None, "it is started with the first grammar"
-    return found
+    return grammars._trials._process
 
 
 def state(pid: int) -> str:
@@ -55,14 +55,9 @@ def state(pid: int) -> str:
         return "X"
 
 
-def wait_for(pid: int, states: str) -> None:
-    """Wait until a process is in one of these states: a signal takes a moment to arrive."""
+def wait_gone(pid: int, states: str = "XZ") -> None:
+    """Wait until a process has ended, or is in one of other states; it may be a zombie."""
     wait_until(lambda: state(pid) in states, f"process {pid} is in one of the states {states}")
-
-
-def wait_gone(pid: int) -> None:
-    """Wait until a process has ended; it may be a zombie."""
-    wait_for(pid, "XZ")
 
 
 def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *changes: tuple[str, str]) -> None:
@@ -170,7 +165,7 @@ def test_one_that_does_not_answer_is_left(grammars: Grammars, monkeypatch: pytes
     monkeypatch.setattr(grammar_trials, "WAIT_SECONDS", 0.2)
     first = process(grammars)
     first.send_signal(signal.SIGSTOP)
-    wait_for(first.pid, "T")
+    wait_gone(first.pid, states="T")
     with pytest.raises(Overloaded, match=r"could not be tried within 0\.2 s"):
         get(grammars, regex="b")
     wait_gone(first.pid)
@@ -190,9 +185,7 @@ def test_one_that_does_not_come_up(
 
 
 def test_without_processes_nothing_is_made(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    def none(*args: Any, **kwargs: Any) -> None:
-        raise OSError(11, "Resource temporarily unavailable")
-
+    none = Mock(side_effect=OSError(11, "Resource temporarily unavailable"))
     monkeypatch.setattr(subprocess, "Popen", none)
     with pytest.raises(Overloaded, match="no process can be started to try grammars: Resource temporarily"):
         get(grammars, regex="a")
@@ -211,7 +204,7 @@ def test_it_has_no_descriptor_of_ours(grammars: Grammars) -> None:
 
 def test_nothing_is_left() -> None:
     """After `close`, without it, and when the program is killed."""
-    made = Grammars(echo_service.tokenizer(), echo_service.VOCAB, (0,))
+    made, other = (grammars_of(echo_service.tokenizer(), echo_service.VOCAB) for _ in range(2))
     get(made, regex="a")
     first = process(made).pid
     made.close()
@@ -220,7 +213,6 @@ def test_nothing_is_left() -> None:
     with pytest.raises(EngineDead, match="closed"):
         get(made, regex="b")
     get(made, regex="a")  # is held
-    other = Grammars(echo_service.tokenizer(), echo_service.VOCAB, (0,))
     get(other, regex="a")
     second = process(other).pid
     del other

@@ -38,11 +38,6 @@ def test_each_format_is_read(name: str) -> None:
         assert found[0, 0, 0] < found[-1, -1, 0] - 100, "red is on the right, before and after a turn"
 
 
-def test_what_pillow_makes_of_lossless_files_is_what_comes_out() -> None:
-    for data in (written(drawn(33, 21)), written(drawn(33, 21), "WEBP", lossless=True)):
-        assert (pixels(data) == np.asarray(drawn(33, 21))).all()
-
-
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP"])
 def test_exif_turns_pictures(orientation: int, format: str) -> None:
@@ -224,13 +219,8 @@ def test_a_claim_must_be_true() -> None:
 
 
 def test_errors_tell_nothing_of_this_process() -> None:
-    broken = [
-        written(drawn())[:8] + bytes(range(100)),
-        written(drawn(), "JPEG")[:200],
-        b"RIFF" + b"\xff" * 40,
-        b"GIF89a",
-    ]
-    for data in broken:
+    png, jpeg = written(drawn())[:8] + bytes(range(100)), written(drawn(), "JPEG")[:200]
+    for data in (png, jpeg, b"RIFF" + b"\xff" * 40, b"GIF89a"):
         with pytest.raises(InputError) as caught:
             decode(data, LIMITS, AT)
         assert not re.search(r"0x[0-9a-f]{4}|<|PIL|/", str(caught.value))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
 import seeing
 from picture_files import drawn, uri, written
-from seeing import END, PARTS, PICTURE, Dots
+from seeing import PARTS, Dots
 
 from quire.errors import InputError
 from quire.text.chat import ChatTemplate
@@ -46,14 +45,11 @@ TALK = [user(image(), text("what"), image(), text("else")), {"role": "assistant"
     ],
 )
 def test_templates_are_given_what_they_take(template: str, forms: Forms, written: str | None) -> None:
-    class Numbered(Dots):
-        def marker(self, number: int) -> str:
-            return f"<{number}>"
-
-    chat = ChatTemplate(template, {})
+    chat, eyes = ChatTemplate(template, {}), Dots()
+    eyes.marker = "<{}>".format  # type: ignore[method-assign]
     assert chat.forms() == forms
     if written is not None:
-        assert chat.write(read_messages(TALK, Numbered()), Numbered(), False) == written
+        assert chat.write(read_messages(TALK, eyes), eyes, False) == written
 
 
 def test_a_template_of_parts_only_gets_no_strings() -> None:
@@ -78,18 +74,6 @@ def test_messages_can_be_continued() -> None:
         assert "what is it" in found
     with pytest.raises(InputError, match="the last message ends with a picture"):
         ChatTemplate(BOTH, {}).write(read_messages([user(image())], Dots()), Dots(), False, True)
-
-
-def test_a_conversation_becomes_a_prompt() -> None:
-    prompts = seeing.prompts()
-    found = prompts.chat(TALK)
-    assert len(found.media) == len(found.pixels) == 3
-    assert found.ids.count(END) == 3
-    assert found.ids.count(PICTURE) == 12
-    assert found == asyncio.run(prompts.converse(TALK, variables={}))
-    salted = asyncio.run(prompts.converse(TALK, variables={}, salt="x"))
-    assert salted.ids == found.ids
-    assert not {one.key for one in salted.media} & {one.key for one in found.media}
 
 
 def test_a_url_may_stand_alone() -> None:
@@ -125,8 +109,3 @@ AT = r"messages\[0\]\.content\[1\]"
 def test_bad_parts_are_named(message: dict[str, Any], says: str) -> None:
     with pytest.raises(InputError, match=says):
         seeing.prompts().chat([message])
-
-
-def test_a_template_that_leaves_a_picture_out() -> None:
-    with pytest.raises(InputError, match=r"the prompt has 0 places for pictures .* and 1 pictures are given"):
-        seeing.prompts("{% for m in messages %}{{ m.role }}{% endfor %}").chat([user(image())])

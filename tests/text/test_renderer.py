@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -49,7 +50,6 @@ def test_a_render_ends_in_its_time_whatever_it_calls(source: str) -> None:
     assert template.render(ASK) == "fast"
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the system doesn't tell what is in use")
 def test_a_render_has_so_much_memory() -> None:
     source = (
         "{% if much %}{% set ns = namespace(x=[]) %}{% for i in range(600) %}"
@@ -61,7 +61,6 @@ def test_a_render_has_so_much_memory() -> None:
     assert template.render(ASK) == "little"
 
 
-@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")
 def test_the_process_has_no_secrets_and_no_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("QUIRE_API_KEY", "secret")
     monkeypatch.setenv("TZ", "UTC")
@@ -95,7 +94,6 @@ def test_it_ends_with_close_and_with_the_template() -> None:
     assert not ends[1].alive
 
 
-@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")
 def test_it_ends_with_the_program_that_started_it() -> None:
     code = (
         "import threading, time, pathlib; from quire.text.chat import ChatTemplate; t = ChatTemplate('x', {})\n"
@@ -103,7 +101,6 @@ def test_it_ends_with_the_program_that_started_it() -> None:
         "time.sleep(60)"  # until it is killed
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as program:
-        assert program.stdout is not None
         child = Path(f"/proc/{program.stdout.readline().strip()}/cmdline")
         assert child.exists()
         program.send_signal(signal.SIGKILL)
@@ -111,7 +108,6 @@ def test_it_ends_with_the_program_that_started_it() -> None:
     wait_until(lambda: ended(child), "the template's process ends")
 
 
-@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")
 def test_it_ends_within_its_time_though_nobody_is_left_to_end_it() -> None:
     code = (
         "import os, signal, threading; from quire.text.chat import ChatTemplate\n"
@@ -145,15 +141,6 @@ def kill(template: ChatTemplate) -> None:
     process.wait()
 
 
-def test_a_killed_process_is_started_again() -> None:
-    template = ChatTemplate("{{ messages | length }}", {})
-    kill(template)
-    assert template.render(ASK) == "1"
-    template._renderer._restart()  # as after a render that took too long
-    kill(template)
-    assert template.render(ASK) == "1"
-
-
 def test_a_process_that_ends_twice_in_a_render_is_the_templates_doing(monkeypatch: pytest.MonkeyPatch) -> None:
     ending = "rendering.Work._render = lambda *_: os._exit(1)"  # once it is up
     monkeypatch.setattr(
@@ -179,6 +166,7 @@ def test_a_process_that_ends_twice_in_a_render_is_the_templates_doing(monkeypatc
     [
         (sys, "executable", "/nonexistent/python"), (sys, "executable", "/bin/false"),
         (renderer_module, "START_SECONDS", 0.001), (renderer_module, "COMPILE_SECONDS", 0.01),
+        (socket, "socketpair", Mock(side_effect=OSError(errno.EMFILE, "Too many open files"))),
     ],
 )  # fmt: skip
 def test_no_request_is_to_blame_for_a_process_that_does_not_come_up(
@@ -188,21 +176,8 @@ def test_no_request_is_to_blame_for_a_process_that_does_not_come_up(
     monkeypatch.setattr(place, name, value)
     kill(template)
     for _ in range(2):
-        with pytest.raises(Overloaded, match="can't be started again"):
+        with pytest.raises(Overloaded, match=f"can't be started again.*{'Too many' if place is socket else ''}"):
             template.render(ASK)
-    monkeypatch.undo()
-    assert template.render(ASK) == "x"
-
-
-def test_no_request_is_to_blame_for_want_of_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full() -> None:
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    template = ChatTemplate("x", {})
-    monkeypatch.setattr(socket, "socketpair", full)
-    kill(template)
-    with pytest.raises(Overloaded, match="Too many open files"):
-        template.render(ASK)
     monkeypatch.undo()
     assert template.render(ASK) == "x"
 
@@ -270,11 +245,3 @@ def test_a_renderer_without_python_says_so(monkeypatch: pytest.MonkeyPatch) -> N
     renderer = Renderer()
     with pytest.raises(RenderError, match="its process ended"):
         renderer.compile("x")
-
-
-def test_the_templates_engine_is_not_loaded_here() -> None:
-    code = (
-        "import sys; from quire.text.chat import ChatTemplate\n"
-        "ChatTemplate('x', {}); assert 'jinja2' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -9,11 +9,11 @@ import pytest
 from echo_service import tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
+from test_stop_strings import brute, words
 
 from quire.control.outcomes import Output
 from quire.errors import InputError
 from quire.llm import LLM
-from quire.text import stream
 from quire.text.stop import Automaton
 from quire.text.stream import TokenText
 from quire.text.transcript import Transcript
@@ -21,17 +21,6 @@ from quire.vocabulary.params import MAX_BAD_WORD_IDS, SamplingParams
 from quire.vocabulary.plan import Top
 
 TEXT = TokenText(tokenizer())
-words = st.text("ab", min_size=1, max_size=5)
-
-
-def brute(pieces: list[str], stops: list[str], min_tokens: int) -> tuple[str, str | None]:
-    """The first match that ends in the text of a token after the first `min_tokens`, over the whole text."""
-    text, start = "".join(pieces), len("".join(pieces[:min_tokens]))
-    for end in range(start + 1, len(text) + 1):
-        if ending := [stop for stop in stops if text[:end].endswith(stop)]:
-            stop = max(ending, key=len)
-            return text[: end - len(stop)], stop
-    return text, None
 
 
 @given(st.text("abc", max_size=20), st.lists(words, max_size=4), st.integers(0, 12), st.lists(st.integers(0, 20)))
@@ -40,7 +29,7 @@ def test_min_tokens_ignores_what_ends_before_it_and_nothing_else(
 ) -> None:
     ids = tokenizer().encode(text)
     pieces = [tokenizer().convert_id(id) for id in ids]
-    wanted, stop = brute(pieces, stops, min_tokens)
+    wanted = brute("".join(pieces), stops, start=len("".join(pieces[:min_tokens])))
     flow = TEXT.stream([], TEXT.resolve(SamplingParams(stop=stops, min_tokens=min_tokens, max_tokens=None)))
     shown, found = "", None
     for start, end in pairwise([0, *sorted(min(cut, len(ids)) for cut in cuts), len(ids)]):
@@ -50,7 +39,7 @@ def test_min_tokens_ignores_what_ends_before_it_and_nothing_else(
     if found is None:
         piece, found = flow.push([], True)
         shown += piece
-    assert (shown, found) == (wanted, stop)
+    assert (shown, found) == wanted
 
 
 def test_what_is_held_back_is_shown_at_the_end() -> None:
@@ -64,14 +53,8 @@ def test_what_is_held_back_is_shown_at_the_end() -> None:
 
 
 def test_stops_are_compiled_once_for_all_branches_and_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
-
-    class Counted(Automaton):
-        def __init__(self, stops: tuple[str, ...]) -> None:
-            made.append(stops)
-            super().__init__(stops)
-
-    monkeypatch.setattr(stream, "Automaton", Counted)
+    made, init = [], Automaton.__init__
+    monkeypatch.setattr(Automaton, "__init__", lambda self, stops: made.append(stops) or init(self, stops))
     params = SamplingParams(n=4, max_tokens=4, stop=["upon a", "x" * 200], ignore_eos=True)
     with LLM.of(echo_service.built()) as llm:  # type: ignore[arg-type]
         results = llm.generate([[1], [2], [3]], params, use_tqdm=False)
@@ -87,7 +70,6 @@ def test_what_is_behind_a_stop_is_dropped_with_its_log_probabilities() -> None:
     transcript = Transcript(TEXT, [1], params, lambda branch, stop: told.append((branch, stop)))
     tops = tuple(Top(id, -1.0, 1) for id in ids)
     found = transcript.read(Output("r", 0, tuple(ids), "", tops, None, None, False, -float(len(ids))))
-    assert found is not None
     assert (found.text, found.tokens, found.tops) == ("once ", tuple(ids[:read]), tops[:read])
     assert found.cumulative_logprob == -read
     assert told == [(0, "upon")]
@@ -100,9 +82,8 @@ def test_resolving_twice_changes_nothing() -> None:
 
 
 def test_bad_words_are_bounded_in_all() -> None:
-    words = ["xyz" * 80 + str(i) for i in range(128)]
     with pytest.raises(InputError, match=f"at most {MAX_BAD_WORD_IDS} tokens") as refused:
-        TEXT.resolve(SamplingParams(bad_words=words))
+        TEXT.resolve(SamplingParams(bad_words=["xyz" * 80 + str(i) for i in range(128)]))
     assert refused.value.param == "bad_words"
 
 

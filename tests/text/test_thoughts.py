@@ -6,34 +6,15 @@ import random
 from functools import partial
 
 import pytest
-from linear_time import ratio
+from linear_time import ratio, repeated
 
 from quire.errors import StartupError
 from quire.text.thoughts import ALIASES, FORMATS, Opening, Thoughts, opening_of, thoughts_named, thoughts_of
 
 WORDS = (
-    "so",
-    " ",
-    "\n",
-    "\n\n",
-    "a < b",
-    "<",
-    "</",
-    "<thi",
-    "</thin",
-    "[",
-    "[/THIN",
-    "Here is",
-    "Here",
-    "é",
-    "🙂",
-    "{}",
-)
+    "so", " ", "\n", "\n\n", "a < b", "<", "</", "<thi", "</thin", "[", "[/THIN", "Here is", "Here", "é", "🙂", "{}",
+)  # fmt: skip
 ENDS = ("\n", "", " ", "\n\n")
-
-
-def repeated(piece: str, size: int) -> str:
-    return (piece * (size // len(piece) + 1))[:size]
 
 
 def said(name: str, opening: Opening, rng: random.Random) -> tuple[str, str, str]:

@@ -6,8 +6,7 @@ from collections import Counter
 
 import pytest
 
-from quire.errors import StartupError
-from quire.vocabulary.layout import ROWS, Layout, Part, check_division
+from quire.vocabulary.layout import ROWS, Layout, Part
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
@@ -30,15 +29,6 @@ def test_queries_lie_with_their_keys(queries: int, keys: int, ranks: int) -> Non
         seen.update(own.keys)
     assert set(seen) == set(range(keys))
     assert set(seen.values()) == {max(ranks // keys, 1)}
-
-
-def test_what_does_not_divide_is_refused_with_what_does() -> None:
-    check_division(4, 28, 4, intermediate_size=18_944)
-    with pytest.raises(StartupError, match=r"--tp is 8.*28 heads, 4 heads of keys") as told:
-        check_division(8, 28, 4, intermediate_size=18_944)
-    assert told.value.remedy == "Use 1, 2 or 4"
-    with pytest.raises(StartupError, match="intermediate_size 9"):
-        check_division(2, 4, 4, intermediate_size=9)
 
 
 def test_parts_of_a_size() -> None:

@@ -1,19 +1,16 @@
-"""Plans are plain: numbers, strings, None and tuples of these, whatever was asked for; nothing large is said twice."""
+"""What plans say of parameters: all that the device must know, and nothing large twice."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-import quire
 from quire.config import EngineConfig
 from quire.control.edge import Limits
 from quire.control.engine import Engine
 from quire.control.memory import Size, build_memory
 from quire.control.scheduler import Scheduler
-from quire.data.runner.model_runner import ModelRunner
 from quire.sim.echo import EchoRunner
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.plan import Sampling, StepPlan
@@ -21,55 +18,6 @@ from quire.vocabulary.specs import LayerSpec, ModelSpec
 
 VOCAB = 2**18
 PENALTIES: dict[str, Any] = {"repetition_penalty": 1.2, "frequency_penalty": 0.3, "presence_penalty": 0.1}
-KINDS: tuple[dict[str, Any], ...] = (
-    {},
-    {"temperature": 0, "stop": ["the end", "no"], "stop_token_ids": [5], "min_tokens": 3},
-    {"n": 3, "seed": -(2**63), "top_p": 0.9, "top_k": 20, "min_p": 0.05},
-    {"n": 2, "best_of": 4, "logprobs": 2, "prompt_logprobs": 3, **PENALTIES},
-    {"n": 2, "allowed_token_ids": list(range(500)), "logit_bias": {3: 1.5, 4: -2}, "bad_words": ["once", "upon a"]},
-    {"n": 3, "best_of": 4, "logprob_token_ids": range(9)},
-    {"beam_width": 3, "n": 2, "early_stopping": "never", **PENALTIES},
-)
-
-
-def parts(value: object) -> Iterator[object]:
-    """What a value holds that isn't a tuple."""
-    if isinstance(value, tuple):
-        for part in value:
-            yield from parts(part)
-    else:
-        yield value
-
-
-@pytest.fixture
-def plans(monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
-    """What the model's runner is given."""
-    seen: list[StepPlan] = []
-    submit = ModelRunner.submit
-
-    def noted(runner: ModelRunner, plan: StepPlan) -> Any:
-        seen.append(plan)
-        return submit(runner, plan)
-
-    monkeypatch.setattr(ModelRunner, "submit", noted)
-    return seen
-
-
-def test_plans_of_all_kinds_of_requests(plans: list[StepPlan]) -> None:
-    with quire.LLM(dtype="float32", kv_tokens=600, page_size=4, threads=1, preemption="swap") as llm:
-        params = [SamplingParams(**({"max_tokens": 24, "ignore_eos": True} | values)) for values in KINDS]
-        llm.generate(["Once upon a time, there was a"] * len(params), params, use_tqdm=False)
-        with llm.session("Once upon a time", width=3, max_tokens=16) as root:
-            root.append(root.next(2).ids[1])
-            child = root.fork()
-            child.append(child.next(1).ids[0], 7)
-            child.next(1)
-    assert any(birth.parent >= 0 for plan in plans for birth in plan.births)
-    assert any(birth.sampling is not None and birth.sampling.chosen for plan in plans for birth in plan.births)
-    for plan in plans:
-        assert all(part is None or isinstance(part, int | float | str) for part in parts(plan)), plan
-        for birth in plan.births:
-            assert (birth.sampling is None) == (birth.parent >= 0)
 
 
 def test_parameters_are_said_once_a_request_not_once_a_fork() -> None:

@@ -153,7 +153,6 @@ class Walk:
         self.pages.leave(self.owners.pop(seq))
 
     def room(self, rng: Random) -> None:
-        """What is rare."""
         if rng.random() < 0.3:
             cached = sum(map(len, self.pages.cached))
             assert self.pages.drop_cached() == cached
@@ -162,7 +161,6 @@ class Walk:
             self.pages.make_room(rng.choice(self.groups))
 
     def drained(self) -> None:
-        """After all ends nothing is used, and every large page can be had."""
         for seq in list(self.tables):
             self.leave(seq)
         self.pages.check(self.named())

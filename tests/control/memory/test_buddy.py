@@ -105,15 +105,3 @@ def test_an_empty_pool_is_filled_in_any_order(total: int) -> None:
             fits = buddy.holds([*taken, units])
             assert (buddy.take(units) is not None) == fits == (block_units(units) <= total - sum(taken)), (step, i)
             taken += [block_units(units)] * fits
-
-
-def test_the_same_calls_give_the_same_blocks() -> None:
-    def bases() -> list[int | None]:
-        buddy, seen = Buddy(100), []
-        for i in range(40):
-            seen.append(buddy.take(1 + 7 * i % 13))
-            if i % 3 == 2 and (base := seen[i // 2]) in buddy.taken:
-                buddy.give(base)
-        return seen
-
-    assert bases() == bases()

@@ -1,5 +1,5 @@
 """The policy of layers with a budget against brute force over cells, and a memory of such groups: what it holds before,
-at and behind the end of a prompt, and that it finds no prefixes."""
+at and behind the end of a prompt."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from quire.control.memory import Size, build_memory
 from quire.control.memory.paged import PagedMemory
 from quire.control.memory.policies import BudgetPolicy, forgets, most_at_once, peak
 from quire.control.request import Sequence
-from quire.errors import StartupError
 from quire.vocabulary.specs import Geometry, Group, LayerSpec, Layout, ModelSpec, Selection
 
 SIZES = [(1, 1), (3, 1), (4, 1), (16, 1), (3, 2), (5, 7)]  # so many tokens fill so many pages
@@ -66,7 +65,6 @@ def memory_of(**settings: object) -> PagedMemory:
 
 
 def compute(memory: PagedMemory, seq: Sequence, end: int) -> None:
-    """Plan and confirm tokens up to `end`."""
     assert memory.grow(seq, end)
     memory.check()
     seq.planned = end
@@ -112,44 +110,6 @@ def test_pages_of_a_life() -> None:
     memory.check()
 
 
-def test_a_fork_shares_what_is_kept_and_copies_what_it_writes() -> None:
-    memory, seq = memory_of(), Sequence(1, [5] * 30)
-    memory.admit([seq], 16)
-    for end in (16, 28, 30):
-        compute(memory, seq, end)
-    child = seq.fork(2, 1, 0)
-    assert memory.fork(seq, child)
-    memory.check()
-    assert memory.place(child).tables == memory.place(seq).tables
-    assert held(memory, child) == [3, 2, 8]
-    compute(memory, child, 31)
-    ours, theirs = memory.place(seq).tables, memory.place(child).tables
-    assert theirs[0][:3] == ours[0], "a page that is full is written by neither"
-    assert theirs[1][0] == ours[1][0]
-    assert theirs[1][1] != ours[1][1]
-    assert theirs[2][-1] != ours[2][-1]
-    assert memory.swap_out([seq, child])
-    memory.check()
-    assert memory.swap_in([seq, child])
-    memory.check()
-    for one in (seq, child):
-        compute(memory, one, 33)
-        memory.free(one)
-    memory.check()
-
-
-def test_nothing_is_found_again() -> None:
-    memory = memory_of()
-    for id in (1, 2):
-        seq = Sequence(id, [5] * 30)
-        admitted = memory.admit([seq], 16)
-        assert isinstance(admitted, list)
-        assert admitted[0].reused == 0
-        compute(memory, seq, 30)
-        memory.free(seq)
-    assert memory.account().usage.cached == 0
-
-
 def test_steps_end_where_a_prompt_does() -> None:
     part = Geometry(Layout.PAGED, 1, 2, (), 2, budget=8, queries=4).part
     assert [part(8, 0, count) for count in (1, 7, 8, 9)] == [1, 7, 8, 9], "it is kept whole"
@@ -157,10 +117,3 @@ def test_steps_end_where_a_prompt_does() -> None:
     assert [part(20, 16, count) for count in (1, 3, 4, 5)] == [0, 0, 4, 4]
     assert [part(20, 20, count) for count in (1, 7)] == [1, 7]
     assert Geometry(Layout.PAGED, 1, 2, (), 2).part(20, 0, 30) == 30
-
-
-def test_what_is_refused_at_start() -> None:
-    with pytest.raises(StartupError, match="--prefix-tokens is 8"):
-        memory_of(prefix_tokens=8)
-    with pytest.raises(StartupError, match="--memory is virtual"):
-        memory_of(memory="virtual")

@@ -6,24 +6,12 @@ from fractions import Fraction
 
 import pytest
 
-from quire.control.memory.buffers import Buffers, Place, Worker, buffers_of, workers_of, worst_waste
+from quire.control.memory.buffers import Place, Worker, buffers_of, workers_of, worst_waste
 from quire.errors import StartupError
+from quire.reproduce.contiguous_sizes import KIB, MIB, PAGES, TABLE_8, on_workers
 from quire.vocabulary.specs import Group
 
-KIB, MIB = 2**10, 2**20
-PAGES = (64 * KIB, 128 * KIB, 256 * KIB, 2 * MIB)
 HEAD = 128 * 2  # bytes: numbers of 16 bits
-MODELS = {"yi-6b": (32, 4), "llama3-8b": (32, 8), "yi-34b": (60, 8)}  # layers, KV heads
-
-# Table 8: (model, tensor-parallel workers) -> tokens of a page, and MB wasted by a request, for each of PAGES
-TABLE_8: dict[tuple[str, int], tuple[tuple[int, ...], tuple[float, ...]]] = {
-    ("yi-6b", 1): ((64, 128, 256, 2048), (4, 8, 16, 128)),
-    ("yi-6b", 2): ((128, 256, 512, 4096), (8, 16, 32, 256)),
-    ("llama3-8b", 1): ((32, 64, 128, 1024), (4, 8, 16, 128)),
-    ("llama3-8b", 2): ((64, 128, 256, 2048), (8, 16, 32, 256)),
-    ("yi-34b", 1): ((32, 64, 128, 1024), (7.5, 15, 30, 240)),
-    ("yi-34b", 2): ((64, 128, 256, 2048), (15, 30, 60, 480)),
-}
 LAYOUTS = ("layer", "sliced:4", "sliced:8", "sliced")
 # pages of 2 MB: tokens of a page, MB wasted by a request on all workers, pages mapped at once on each
 SLICED: dict[tuple[str, int], tuple[tuple[float, int, int], ...]] = {
@@ -36,20 +24,13 @@ SLICED: dict[tuple[str, int], tuple[tuple[float, int, int], ...]] = {
 }
 
 
-def on_workers(model: str, tensor: int, page: int, layout: str, pipeline: int = 1) -> list[Buffers]:
-    return [
-        buffers_of(worker.layers, worker.kv_heads * HEAD, page, layout)
-        for worker in workers_of(*MODELS[model], tensor, pipeline)
-    ]
-
-
 @pytest.mark.parametrize(("model", "tensor"), TABLE_8)
 def test_table_8(model: str, tensor: int) -> None:
-    tokens, waste = TABLE_8[model, tensor]
-    found = [on_workers(model, tensor, page, "layer") for page in PAGES]
+    row = TABLE_8[model, tensor]
+    found = [on_workers(model, tensor, page, "layer") for page in PAGES.values()]
     assert {one.run_pages for each in found for one in each} == {1}
-    assert tuple(each[0].run_tokens for each in found) == tokens
-    assert tuple(worst_waste(each) / MIB for each in found) == waste
+    assert [each[0].run_tokens for each in found] == row.tokens
+    assert [worst_waste(each) / MIB for each in found] == row.waste
 
 
 @pytest.mark.parametrize(("model", "tensor"), SLICED)
@@ -119,7 +100,7 @@ def test_workers() -> None:
     assert workers_of(60, 8, tensor=2, pipeline=2) == [Worker(30, 4)] * 4
     assert workers_of(7, 8, tensor=2, pipeline=3) == [Worker(3, 4)] * 2 + [Worker(2, 4)] * 4
     assert workers_of(32, 4, tensor=8) == [Worker(32, 1)] * 8, "heads are kept twice"
-    halves = on_workers("llama3-8b", 1, 2 * MIB, "sliced", pipeline=2)
+    halves = [buffers_of(one.layers, one.kv_heads * HEAD, 2 * MIB, "sliced") for one in workers_of(32, 8, 1, 2)]
     assert [one.parts for one in halves] == [2, 2]
     assert [one.run_tokens for one in halves] == [64, 64]
     assert worst_waste(halves) == worst_waste(on_workers("llama3-8b", 2, 2 * MIB, "sliced")) == 8 * MIB

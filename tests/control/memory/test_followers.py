@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from memories import MEMORIES, Build
-from test_invariants import compute, sequence
+from test_invariants import compute
 from traces import run_trace
 
 from quire.control.memory.paged import PagedMemory
@@ -94,7 +94,6 @@ def test_followers_may_leave_before(name: str) -> None:
 @pytest.mark.share(8)
 @every
 def test_random_traces_in_which_branches_come_back(name: str) -> None:
-    """Every token sees what it must, in steps in flight, aborts and preemptions, as often as a fork is refused."""
     told: list[Any] = [
         run_trace(
             MEMORIES[name], seed=seed, depth=1 + seed % 3, budget=random.Random(seed).choice((3, 8, 16)), tokens=160,
@@ -103,17 +102,3 @@ def test_random_traces_in_which_branches_come_back(name: str) -> None:
         for seed in range(6)
     ]  # fmt: skip
     assert sum(t.siblings for t in told) > 0
-
-
-def test_what_is_cached_needs_nobody_to_follow() -> None:
-    memory = MEMORIES["mixed"](Build(tokens=640))
-    old = sequence(9, 33, start=0)
-    old.tokens[:] = range(33)
-    [told] = memory.admit([old], 64)  # type: ignore[misc]
-    assert told.reused == 0
-    assert compute(memory, old, 33)
-    memory.free(old)
-    group = group_of(3, 33, 6)
-    assert admitted(memory, group) == [32, 32, 32]
-    assert memory.followers.ahead == {}
-    memory.check()

@@ -1,4 +1,4 @@
-"""What is kept of pictures: found by their keys, encoded once, evicted as wholes, counted by `fits`."""
+"""What is kept of pictures: found by their keys, encoded once, evicted, counted by `fits`."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def memory(model: ModelSpec | None = None, tokens: int = 128, budget: int = 16, 
 class Served:
     """An engine over a memory, whose plans are looked at."""
 
-    def __init__(self, made: PagedMemory, budget: int = 16) -> None:
+    def __init__(self, made: PagedMemory, budget: int = 16, runner: EchoRunner | None = None) -> None:
         self.memory, self.plans = made, list[StepPlan]()
-        self.runner = EchoRunner(vocab_size=64)
+        self.runner = runner or EchoRunner(vocab_size=64)
         self.runner.bind(made.geometry)
         scheduler = Scheduler(made, budget=budget, max_seqs=4, max_len=128)
         self.engine = Engine(scheduler, self.runner, Limits(64, 128, 16), clock=lambda: 0.0)
@@ -80,15 +80,6 @@ def picture(number: int, start: int, tokens: int = 8, parts: int = 1, rows: int 
 
 def prompt(length: int = 24) -> list[int]:
     return [1 + i % 40 for i in range(length)]
-
-
-@pytest.mark.parametrize(("mode", "runs"), [("pages", 1), ("inside", 1), ("off", 3)])
-def test_a_picture_is_encoded_once_a_request_or_once_a_chunk(mode: str, runs: int) -> None:
-    served = Served(memory(vision_cache=mode, max_num_batched_tokens=4), budget=4)
-    served.add("a", prompt(), picture(0, 2))  # chunks 0-3, 4-7, 8-11 touch it
-    assert sum(map(len, served.drain())) == runs
-    sharing = served.memory.account().sharing
-    assert (sharing.encoder_runs, sharing.encoder_parts, sharing.picture_hits) == (runs, runs, 0)
 
 
 def test_a_picture_that_is_still_there_is_not_encoded_whatever_the_text_around_it() -> None:
@@ -156,29 +147,6 @@ def test_one_picture_at_a_time_is_left_in_parts(mode: str, layers: tuple[LayerSp
     served.drain()
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
-def test_where_nothing_is_kept_a_step_encodes_whole_pictures_as_far_as_they_fit(depth: int) -> None:
-    """One at least, and no more than 4 parts beside it (16 tokens, of which a part takes 4): who comes later waits."""
-    served = Served(memory(vision_cache="off"), budget=16)
-    runner = served.runner = EchoRunner(depth, vocab_size=64)
-    runner.bind(served.memory.geometry)
-    served.engine.runner = runner
-    served.engine.depth = depth
-    for number, parts in enumerate((2, 3, 7, 1)):
-        served.add(str(number), prompt(4), picture(number, 0, 4, parts=parts))
-    told, submit = list[list[int]](), runner.submit
-
-    def noted(plan: StepPlan) -> int:
-        told.append([entry.parts for entry in plan.journal if isinstance(entry, Encode)])
-        return submit(plan)
-
-    runner.submit = noted  # type: ignore[method-assign]
-    while served.engine.unfinished:
-        served.engine.step()
-        served.memory.check()
-    assert [parts for parts in told if parts] == [[2, 1], [3], [7]]
-
-
 def test_a_chunk_ends_before_a_picture_that_is_kept_nowhere_and_does_not_fit() -> None:
     """But for a prompt whose tokens attend both ways: its pictures are encoded together."""
     for both_ways, encoded, rows in ((False, [[3], [2, 2]], [8, 16]), (True, [[3, 2, 2]], [24])):
@@ -191,25 +159,6 @@ def test_a_chunk_ends_before_a_picture_that_is_kept_nowhere_and_does_not_fit() -
         told = served.drain()
         assert [[entry.parts for entry in step] for step in told if step] == encoded
         assert [len(row.tokens) for plan in served.plans for row in plan.rows][: len(rows)] == rows
-
-
-def test_pictures_are_evicted_as_wholes_each_by_a_random_value() -> None:
-    """Three of two pages each left at once: who comes next takes a page of one, and all of it is gone."""
-    made = memory(page_sizes="own", vision_cache="pages", tokens=32)
-    [g] = made.gallery.policies
-    pages = len(made.groups[g].ids)
-    assert pages == 8
-    served = Served(made, budget=16)
-    served.add("a", prompt(28), *(picture(i, 8 * i) for i in range(3)), max_tokens=1)
-    served.drain()
-    assert made.pages.cached_pages[g] == 6
-    for page in made.pages.take_all(g, 3):  # two are empty
-        made.pages.release(g, [page])
-    made.gallery.tear()
-    assert made.pages.cached_pages[g] == 4
-    there = {number for number in range(3) if (g, KEYS[number]) in made.gallery.counts}
-    assert len(there) == 2
-    made.gallery.check()
 
 
 def test_which_one_goes_first_depends_on_the_seed_alone() -> None:
@@ -266,21 +215,6 @@ def test_prompts_of_like_tokens_and_other_pictures_share_only_what_lies_before_t
             served.drain()
             hits.append(served.memory.account().sharing.hits - before)
         assert hits == [0, 8, 20]
-
-
-def test_pixels_go_to_the_runner_once_and_are_forgotten_with_their_last_request() -> None:
-    served = Served(memory())
-    seen: list[bytes] = []
-    see = served.runner.see
-    served.runner.see = lambda pixels: (seen.append(pixels.key), see(pixels))[1]  # type: ignore[method-assign]
-    served.add("a", prompt(12), picture(0, 2))
-    served.add("b", prompt(16), picture(0, 2), picture(1, 10, 4))
-    assert seen == KEYS[:2]
-    served.engine.abort("b")
-    served.engine.step()
-    assert set(served.runner.pictures) == {KEYS[0]}
-    served.drain()
-    assert not served.runner.pictures
 
 
 def test_where_tokens_attend_both_ways_a_prompt_is_computed_in_one_step() -> None:
@@ -406,14 +340,12 @@ class Holding(EchoRunner):
 @pytest.mark.parametrize(("mode", "tokens"), [("pages", 24), ("inside", 28)])
 def test_who_is_aborted_between_a_step_that_came_to_nothing_and_the_next_is_not_encoded(mode: str, tokens: int) -> None:
     """There is no room for a younger sequence until a step in flight is done: that one's picture was to be encoded."""
-    made, runner = memory(tokens=tokens, enable_prefix_caching=False, vision_cache=mode), Holding(3)
-    runner.bind(made.geometry)
-    engine = Engine(Scheduler(made, budget=16, max_seqs=4, max_len=128), runner, Limits(64, 128, 16), clock=lambda: 0.0)
-    media = picture(0, 0, parts=12), picture(1, 8, parts=4)
-    pixels = [Pixels(medium.key, (1, 1, 1, 3), bytes(3)) for medium in media]
-    engine.add("a", prompt(20), SamplingParams(max_tokens=2, ignore_eos=True), media=media, pixels=pixels)
-    for id, length, count in (("b", 2, 20), ("c", 3, 2)):
-        engine.add(id, prompt(length), SamplingParams(max_tokens=count, ignore_eos=True))
+    made = memory(tokens=tokens, enable_prefix_caching=False, vision_cache=mode)
+    served = Served(made, runner=Holding(3))
+    engine = served.engine
+    served.add("a", prompt(20), picture(0, 0, parts=12), picture(1, 8, parts=4))
+    served.add("b", prompt(2), max_tokens=20)
+    served.add("c", prompt(3))
     engine.step()
     engine.step()
     assert not engine.requests["a"].live[0].quiet
@@ -421,7 +353,7 @@ def test_who_is_aborted_between_a_step_that_came_to_nothing_and_the_next_is_not_
     while engine.unfinished:
         engine.step()
     made.check()
-    assert not runner.pictures
+    assert not served.runner.pictures
 
 
 def test_pictures_without_pixels_are_refused_unless_the_runner_has_them() -> None:

@@ -2,47 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
 import random
-from typing import Any
 
 import pytest
-from memories import EVERY, MEMORIES, Build, admit_one
+from memories import MEMORIES, Build, admit_one
 from test_invariants import compute, fill, lines_run, sequence, serve
-from unlike import FULL, STATE, UNLIKE, WINDOW, Kind, unlike
+from unlike import STATE, UNLIKE, Kind, unlike
 
 from quire.config import EngineConfig
-from quire.control.memory import KVMemory, Size, build_memory
+from quire.control.memory import Size, build_memory
 from quire.control.memory.paged import PagedMemory
-from quire.control.memory.policies import ChunkedPolicy, FullPolicy, WindowPolicy, most_at_once, peak
 from quire.control.request import Sequence
-from quire.vocabulary.specs import Group, LayerSpec, Layout, ModelSpec
-
-CALLS = 17
-
-
-def test_the_interface_is_small_and_every_memory_has_all_of_it_and_nothing_set_from_outside() -> None:
-    calls = {name for name, _ in inspect.getmembers(KVMemory, inspect.isfunction) if not name.startswith("_")}
-    assert len(calls) == CALLS
-    for name, make in EVERY.items():
-        memory: Any = make(Build())
-        for call in calls:
-            assert callable(getattr(memory, call)), f"{name} has no {call}"
-        assert not hasattr(memory, "queue")
-        assert memory.prefixes is None or name in MEMORIES
-
-
-def test_used_is_what_tokens_take_padding_is_waste() -> None:
-    """Three full layers and one with a window: pages of one size, of which the window's tokens take a third."""
-    layers = (LayerSpec(1, 4), LayerSpec(1, 4), LayerSpec(1, 4), LayerSpec(1, 4, window=64))
-    config = EngineConfig(page_size=4, max_num_seqs=8, swap_gib=0, page_sizes="max")
-    memory = build_memory(config, ModelSpec("echo", layers, 64, 48, 4, 1, 4, 1), Size(256, 48, 2))
-    seq = sequence(1, 16)
-    assert serve(memory, seq) == 0
-    usage = memory.account().usage
-    token = layers[0].token_bytes(2)
-    assert usage.used == 16 * 4 * token
-    assert usage.used + usage.internal == 2 * 4 * (4 * 3 * token)
+from quire.vocabulary.specs import LayerSpec, ModelSpec
 
 
 def test_each_size_of_pages_has_a_share_and_no_padding() -> None:
@@ -58,12 +29,6 @@ def test_each_size_of_pages_has_a_share_and_no_padding() -> None:
     assert ends[1][1] == memory.geometry.bytes
     assert serve(memory, sequence(1, 16)) == 0
     assert memory.account().usage.internal == 0
-
-
-def test_reserved_memory_says_where_its_tokens_are() -> None:
-    """A page keeps a head's tokens together, so a position isn't at a base plus so many strides."""
-    for name in ("orca-max", "ft"):
-        assert EVERY[name](Build()).geometry.layout is Layout.PAGED
 
 
 @pytest.mark.parametrize("name", ["mixed", "mixed-16"])
@@ -154,39 +119,6 @@ def test_grow_and_drop_follow_from_what_is_read_and_written(name: str) -> None:
     memory.check()
 
 
-@pytest.mark.parametrize("window", [1, 2, 7, 16, 33])
-@pytest.mark.parametrize(("run", "pages"), [(1, 1), (4, 1), (16, 1), (8, 3)])
-@pytest.mark.parametrize("chunk", [1, 5, 16])
-def test_the_peak_is_the_most_that_a_sequence_ever_holds(window: int, run: int, pages: int, chunk: int) -> None:
-    """Brute force: a step is planned before the one before it is confirmed, wherever chunks begin."""
-    group = Group((0,), 64, 8, 1000, range(1), run_tokens=run, run_pages=pages, window=window, kind="window")
-    policy = WindowPolicy(group)
-    most = most_at_once(policy, chunk)
-    found = 0
-    for first in range(1, min(run, chunk) + 1) if chunk > 1 else (1,):
-        ends = [0, *range(first, 40 * run + 4 * (window + chunk), chunk)]
-        for computed, end in zip(ends, ends[2:]):
-            found = max(found, group.pages(end) - policy.reads(None, computed, computed + 1).start)
-    assert most == found
-    assert peak(policy, 10**6, most) == most
-    assert peak(FullPolicy(group), 100, most_at_once(FullPolicy(group), chunk)) == group.pages(100)
-
-
-@pytest.mark.parametrize("wide", [1, 2, 7, 16, 33])
-@pytest.mark.parametrize(("run", "pages"), [(1, 1), (4, 1), (16, 1), (8, 3)])
-@pytest.mark.parametrize("chunk", [1, 5, 16])
-def test_the_peak_within_chunks_is_the_most_a_sequence_ever_holds(wide: int, run: int, pages: int, chunk: int) -> None:
-    group = Group((0,), 64, 8, 1000, range(1), run_tokens=run, run_pages=pages, chunk=wide, kind="chunked")
-    policy = ChunkedPolicy(group)
-    most = most_at_once(policy, chunk)
-    found = max(
-        group.pages(computed + 2 * chunk) - policy.reads(None, computed, computed + 1).start
-        for computed in range(3 * run * wide)
-    )
-    assert most == found
-    assert peak(policy, 10**6, most) == most
-
-
 @pytest.mark.parametrize("name", [name for name in UNLIKE if "uncached" not in name])
 def test_a_hit_is_the_longest_that_every_group_can_serve(name: str) -> None:
     """Brute force over prefixes, while pages are evicted in any order, those of one group last."""
@@ -228,16 +160,6 @@ def test_a_prefix_ends_where_pages_of_all_groups_do() -> None:
     shorter = sequence(3, 30)
     shorter.tokens[13] = 999
     assert serve(memory, shorter) == 8
-
-
-def test_a_hit_must_be_valid_for_every_group() -> None:
-    memory = unlike(FULL, WINDOW)(Build(tokens=256))
-    first = sequence(1, 30)
-    assert serve(memory, first) == 0
-    memory.free(first)
-    for page in list(memory.pages.index[1].values())[5:]:
-        memory.pages.evict(1, page)
-    assert serve(memory, sequence(2, 30)) == 20
 
 
 @pytest.mark.parametrize("name", ["paged-4", "mixed"])

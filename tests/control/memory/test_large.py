@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from quire.control.memory.large import LargePages
-from quire.control.memory.pages import SCRATCH, WATERMARK
+from quire.control.memory.pages import WATERMARK
 
 
 def take(pages: LargePages, group: int, count: int, owner: int | None = None) -> list[int]:
@@ -101,36 +101,6 @@ def test_the_five_steps_in_order() -> None:
     pages.check([dict.fromkeys([mine, mine + 1, used, kept, *fresh, *evicted, *others], 1)])
 
 
-@pytest.mark.parametrize("first", [0, 1])
-@pytest.mark.parametrize("association", ["paper", "bulk", "none"])
-def test_no_group_takes_the_large_page_that_another_needs(first: int, association: str) -> None:
-    """The steps as they are written would take a free large page for group 0, though another request's has room, and
-    none would be left for group 1."""
-    pages = LargePages([2, 1], 2, association)
-    [there] = take(pages, 0, 1, 1)
-    assert pages.reserve([1, 1])
-    got = {group: pages.take(group, 2) for group in (first, 1 - first)}
-    assert got[0] == there + 1
-    assert not pages.affords([1, 0])
-    assert not pages.affords([0, 1])
-    pages.check([{there: 1, got[0]: 1}, {got[1]: 1}])
-
-
-def test_what_a_request_leaves_empty_is_found_before_new_large_pages() -> None:
-    """Where its large pages stay in use by others: what was empty when it left, and what becomes so later."""
-    pages = LargePages([4], 3)
-    a = take(pages, 0, 4, 1)
-    pages.share(0, a[0])
-    pages.share(0, a[1])
-    pages.release_all([a])
-    pages.leave(1)
-    assert take(pages, 0, 1, 2) == [a[2]]
-    assert take(pages, 0, 1, 3) == [a[3]]
-    pages.release(0, [a[1]])
-    assert take(pages, 0, 1, 4) == [a[1]]
-    assert pages.counts().active == [1]
-
-
 def test_a_request_fills_its_own_large_pages_before_it_uses_what_all_share() -> None:
     """A window's pages come back while it goes on."""
     pages = LargePages([4], 8)
@@ -152,30 +122,6 @@ def test_a_large_page_in_part_cached_and_in_part_empty_is_not_lost() -> None:
     assert page == 1
     assert pages.counts()[:3] == (0, [0, 1], [0, 0])
     assert pages.counts().rebound == 1
-
-
-def test_no_key_stays_on_a_page_that_goes_to_another_group_and_back() -> None:
-    pages = LargePages([2, 1], 1)
-    cached(pages, 0, take(pages, 0, 2, 1), b"ab")
-    pages.release(1, take(pages, 1, 1, 2))
-    assert [pages.find(group, key) for group in (0, 1) for key in (b"a", b"b")] == [None] * 4
-    table = take(pages, 0, 2, 3)
-    assert [pages.find(0, key) for key in (b"a", b"b")] == [None] * 2
-    pages.publish(0, table[0], b"a")
-    pages.check([dict.fromkeys(table, 1), {}])
-
-
-def test_a_second_page_of_the_same_content_stays_private() -> None:
-    pages = LargePages([2], 2)
-    first, second = take(pages, 0, 2, 1)
-    pages.publish(0, first, b"k")
-    pages.publish(0, second, b"k")
-    assert pages.find(0, b"k") == first
-    pages.release(0, [second])
-    assert pages.is_empty(0, second)
-    pages.release(0, [first])
-    assert not pages.is_empty(0, first)
-    pages.check([{}])
 
 
 def test_a_large_page_is_as_old_as_the_latest_use_in_it() -> None:
@@ -203,36 +149,6 @@ def test_of_what_was_released_together_the_deepest_goes_first_whatever_its_group
     depths = [deep[home] if group == 0 else tables[1].index(home) for home, group in pages.coldest()]
     assert depths == sorted(depths, reverse=True)
     assert depths == [7, 6, 5, 4, 4, 3, 2, 1, 0, 0]
-
-
-def test_what_is_found_binds_the_large_pages_it_lies_in() -> None:
-    """Two cached pages in two large ones: used again they leave none to another group, though they'd fill one."""
-    pages = LargePages([2, 1], 2)
-    a, b = take(pages, 0, 2, 1), take(pages, 0, 2, 2)
-    cached(pages, 0, a, b"ab")
-    cached(pages, 0, b, b"cd")
-    found = [(0, a[0]), (0, b[0])]
-    resting = pages.resting(found)
-    assert resting == ([2, 0], [2, 0])
-    assert not pages.affords([2, 1], resting)
-    assert pages.affords([4, 0], resting)
-    assert not pages.affords([5, 0], resting)
-    together = pages.resting([(0, a[0]), (0, a[1])])
-    assert together == ([2, 0], [1, 0])
-    assert pages.reserve([2, 1], together)
-    for page in a:
-        pages.share(0, page)
-    pages.check([dict.fromkeys(a, 1), {pages.take(1, 3): 1}])
-
-
-def test_a_large_page_that_is_used_again_gives_out_its_empty_pages() -> None:
-    pages = LargePages([3], 2)
-    table = take(pages, 0, 1, 1)
-    cached(pages, 0, table, b"a")
-    pages.leave(1)
-    pages.share(0, table[0])
-    assert take(pages, 0, 2, 2) == [table[0] + 1, table[0] + 2]
-    assert pages.counts().active == [1]
 
 
 def test_a_margin_is_a_hundredth_of_the_large_pages_and_idle_counts_all() -> None:
@@ -276,16 +192,6 @@ def test_room_is_made_by_large_pages_then_small_ones() -> None:
     pages.make_room(0)
     assert pages.evictions == 2
     pages.check([{a[1]: 1}, {}])
-
-
-def test_scratch_is_passed_over() -> None:
-    pages = LargePages([2, 1], 2)
-    table = [SCRATCH, *take(pages, 0, 2, 1)]
-    pages.share_all(0, table)
-    pages.release(0, table)
-    pages.release_all([table, [SCRATCH]])
-    pages.check([{}, {}])
-    assert pages.counts().free == 2
 
 
 def test_what_must_not_happen() -> None:

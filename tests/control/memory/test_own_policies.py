@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 from memories import Build, paged
-from sink import SinkPolicy
 from test_invariants import sequence, serve
-from unlike import UNLIKE
 
 from quire.control.memory.paged import PagedMemory
 from quire.control.memory.policies import ChunkedPolicy, FullPolicy, LayerPolicy, WindowPolicy
@@ -113,15 +111,3 @@ def test_check_names_a_policy_that_contradicts_itself(kind: type[LayerPolicy], s
     memory = PagedMemory(replace(geometry, groups=groups), chunk=8, policies={"own": kind})
     with pytest.raises(AssertionError, match=f"{kind.__name__}, of group 0 of the kind 'own', {said}"):
         memory.check()
-
-
-@pytest.mark.parametrize("name", UNLIKE)
-def test_no_policy_of_the_tests_does(name: str) -> None:
-    memory = UNLIKE[name](Build(chunk=16))
-    memory.check()
-    assert memory.sound
-
-
-def test_the_tests_have_policies_of_their_own() -> None:
-    kinds = {type(policy) for make in UNLIKE.values() for policy in make(Build()).policies}
-    assert SinkPolicy in kinds

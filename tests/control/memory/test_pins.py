@@ -23,23 +23,6 @@ def registered(memory: PagedMemory, name: str, tokens: list[int]) -> None:
     memory.check()
 
 
-def test_a_page_of_two_prefixes_is_counted_once_and_stays_until_both_are_gone() -> None:
-    memory = MEMORIES["paged-4"](Build(tokens=80, prefix_tokens=40))
-    registered(memory, "a", list(range(10)))
-    assert (len(memory.prefixes.pins), memory.account().sharing.prefix_tokens) == (3, 10)
-    registered(memory, "b", [*range(8), 50, 51, 52, 53])
-    assert sorted(memory.prefixes.pins.values()) == [1, 1, 2, 2]
-    assert len(memory.prefixes.pins) == 4
-    assert memory.prefixes.unpin("a")
-    memory.check()
-    assert sorted(memory.prefixes.pins.values()) == [1, 1, 1]
-    assert not memory.prefixes.unpin("a")
-    assert memory.prefixes.unpin("b")
-    memory.check()
-    assert memory.prefixes.pins == Counter()
-    assert memory.account().usage.used == 0
-
-
 @pytest.mark.parametrize("name", MEMORIES)
 def test_every_memory_counts_its_pins(name: str) -> None:
     memory = MEMORIES[name](Build(prefix_tokens=64))

@@ -81,27 +81,18 @@ def test_a_hit_requires_the_pages_before_it_that_the_next_token_sees(
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 5, 16])
-@pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize(("tokens", "pages"), SIZES)
-def test_the_peak_is_enough_for_every_step(tokens: int, pages: int, window: int | None, chunk: int) -> None:
-    """Also for one that is planned before the one before it is confirmed; and it isn't more than all pages."""
-    subject = policy(tokens, pages, window)
-    most = most_at_once(subject, chunk)
-    for length in range(1, 44):
-        held = peak(subject, length, most)
-        assert held <= -(-length * pages // tokens)
-        for start in range(length):
-            assert len(subject.reads(None, start, min(start + chunk, length))) <= held
-            # The step before it, of a chunk too, may be unconfirmed: what that one reads is still there.
-            before = subject.reads(None, max(0, start - chunk), start)
-            assert subject.reads(None, start, min(start + chunk, length)).stop - before.start <= held
-
-
-@pytest.mark.parametrize("window", [5, 7])
-def test_the_peak_of_a_window_does_not_grow_with_the_length(window: int) -> None:
-    subject = policy(4, 1, window)
-    most = most_at_once(subject, 8)
-    assert peak(subject, 10**6, most) == peak(subject, 10**4, most) == most <= -(-(window + 2 * 8) // 4) + 1
+@pytest.mark.parametrize("window", [*WINDOWS[1:], 33, -33])
+@pytest.mark.parametrize(("tokens", "pages"), [*SIZES, (8, 3)])
+def test_the_peak_is_the_most_that_a_sequence_ever_holds(tokens: int, pages: int, window: int, chunk: int) -> None:
+    """A step is planned before the one before it is confirmed, wherever chunks begin."""
+    subject, full = policy(tokens, pages, window), policy(tokens, pages, None)
+    group, most = subject.group, most_at_once(subject, chunk)
+    assert most == max(
+        group.pages(computed + 2 * chunk) - subject.reads(None, computed, computed + 1).start
+        for computed in range(3 * tokens * abs(window))
+    )
+    assert [peak(subject, length, most) for length in (9, 10**6)] == [min(group.pages(9), most), most]
+    assert peak(full, 100, most_at_once(full, chunk)) == group.pages(100)
 
 
 @pytest.mark.parametrize(("tokens", "pages"), SIZES)

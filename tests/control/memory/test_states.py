@@ -126,28 +126,26 @@ def test_nothing_but_states() -> None:
     assert (apart.table_width, len(apart.ids)) == (1, 9)
 
 
-@pytest.mark.parametrize("memory", ["virtual", "orca-max", "ft"])
-def test_memories_of_tokens_refuse_states(memory: str) -> None:
-    with pytest.raises(StartupError, match=f"--memory is {memory}, and the model's layers keep a running state"):
-        build_memory(settings(memory=memory), jamba(), Size(8192, 8192, 2))
-
-
-def test_uniform_memory_keeps_no_state_for_others() -> None:
-    with pytest.raises(StartupError, match="--prefix-tokens is 64, and --memory is uniform"):
-        geometry(jamba(), memory="uniform", prefix_tokens=64)
-
-
-def test_pages_of_one_size_by_fewer_layers_refuse_states() -> None:
-    with pytest.raises(StartupError, match="--page-sizes is gcd, and a state is no number of tokens"):
-        geometry(jamba(), page_sizes="gcd")
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        *(
+            ({"memory": memory}, f"--memory is {memory}, and the model's layers keep a running state")
+            for memory in ("virtual", "orca-max", "ft")
+        ),
+        ({"memory": "uniform", "prefix_tokens": 64}, "--prefix-tokens is 64, and --memory is uniform"),
+        ({"page_sizes": "gcd"}, "--page-sizes is gcd, and a state is no number of tokens"),
+        ({"state_tokens": 100}, "--state-tokens is 100, and pages hold 16 tokens"),
+        ({"state_tokens": 0}, "--state-tokens is 0"),
+    ],
+)
+def test_settings_that_are_none_for_states_are_refused(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(StartupError, match=words):
+        geometry(jamba(), **given)
 
 
 def test_a_checkpoint_is_where_a_page_of_tokens_ends() -> None:
-    with pytest.raises(StartupError, match="--state-tokens is 100, and pages hold 16 tokens"):
-        geometry(jamba(), state_tokens=100)
     assert geometry(jamba(), state_tokens=96).groups[0].table_width == 86
-    with pytest.raises(StartupError, match="--state-tokens is 0"):
-        settings(state_tokens=0)
 
 
 @pytest.mark.parametrize("shape", [(5, 3), (8, 0), ()])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from memories import MEMORIES, Build, admit_one, reset, spec
+from memories import MEMORIES, Build, reset, spec
 from test_invariants import serve
 from unlike import Kind, unlike
 
@@ -16,10 +16,7 @@ from quire.control.request import Sequence
 
 def resident(memory: PagedMemory, id: int, length: int) -> Sequence:
     seq = Sequence(id, [id * 100 + i for i in range(length)])
-    assert admit_one(memory, seq, 64) == 0
-    assert memory.grow(seq, length)
-    seq.planned = seq.computed = length
-    memory.commit(seq)
+    assert serve(memory, seq) == 0
     return seq
 
 

@@ -272,62 +272,6 @@ def test_what_is_mapped_for_the_next_sequence_leaves_prefixes_where_they_lie() -
     assert (walk.memory.slot(again[0]), again[1]) == (slot, 1)  # its tail
 
 
-def test_sharing_ends_at_the_first_page_that_differs() -> None:
-    walk = Machine(pages=64, caching=True)
-    first, _ = walk.admit(20, start=7)
-    seq = Sequence(9, [*first.tokens[:9], 1, 2, 3, *first.tokens[12:20], 5])
-    assert walk.memory.admit([seq], 64) == [(8, None)]
-    mine, yours = (walk.memory.place(one).tables[0] for one in (seq, first))
-    assert mine[:2] == yours[:2]
-    assert not {*mine[2:]} & {*yours[2:]}
-
-
-def test_a_fork_shares_whole_pages_and_copies_the_tail() -> None:
-    walk = Machine()
-    parent, _ = walk.admit(10)
-    child = parent.fork(50, 1, 0)
-    assert walk.memory.fork(parent, child)
-    walk.replay()
-    assert walk.places(walk.memory.slot(child)) == walk.places(walk.memory.slot(parent))
-    before = walk.waited
-    walk.step(child)
-    assert (walk.waited - before, walk.memory.copies) == (1, 1)
-    assert walk.step(parent) == 0
-    mine, yours = (walk.places(walk.memory.slot(seq)) for seq in (child, parent))
-    assert mine[:2] == yours[:2]
-    assert mine[2] != yours[2]
-
-
-def test_a_token_in_two_pages_is_written_where_both_are_private() -> None:
-    """4 tokens fill 3 pages: a fork after 5 has the third token's page, and half of the fourth's, in common."""
-    walk = Machine(pages=64, windows=(None, None, None), layout="sliced", page=32)
-    group = walk.memory.groups[0]
-    assert (group.run_tokens, group.run_pages) == (4, 3)
-    parent, _ = walk.admit(5)
-    child = parent.fork(50, 1, 0)
-    assert walk.memory.fork(parent, child)
-    for seq in (child, parent):
-        walk.step(seq)
-    mine, yours = (walk.memory.place(seq).tables[0] for seq in (child, parent))
-    assert mine[:3] == yours[:3]
-    assert not {*mine[3:]} & {*yours[3:]}
-
-
-def test_all_or_nothing() -> None:
-    """Shortage changes nothing, whatever lies where; what is promised can be had."""
-    walk = Machine(pages=10, ahead=True, seqs=3)
-    one, _ = walk.admit(16)
-    two, _ = walk.admit(16)
-    assert walk.memory.account().usage.reserved > 0
-    state = str([(list(p.empty), p.refs) for p in walk.memory.pages.pools]), str(walk.memory.lying)
-    assert walk.step(one, 12) is None
-    assert walk.memory.admit([Sequence(9, [1] * 12)], 64) is None
-    assert (str([(list(p.empty), p.refs) for p in walk.memory.pages.pools]), str(walk.memory.lying)) == state
-    assert walk.memory.take_journal()[0] == ()
-    assert walk.step(two, 8) is not None
-    assert walk.memory.account().usage.free == walk.memory.account().usage.reserved == 0
-
-
 def test_a_step_maps_a_bounded_number_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(virtual, "MOST_AHEAD", 3)
     monkeypatch.setattr(virtual, "MOST_NEXT", 2)
@@ -337,16 +281,3 @@ def test_a_step_maps_a_bounded_number_ahead(monkeypatch: pytest.MonkeyPatch) -> 
     assert walk.step(seq, 32) == 8
     assert walk.ahead == 3 + 2
     assert walk.step(seq, 32) == 5
-
-
-def test_a_swapped_sequence_comes_back_to_one_slot() -> None:
-    walk = Machine(pages=32, host=32)
-    seq, _ = walk.admit(20)
-    assert walk.memory.swap_out([seq])
-    walk.memory.free(walk.admit(20)[0])
-    before = walk.waited
-    assert walk.memory.swap_in([seq])
-    walk.replay()
-    assert walk.waited - before <= 5
-    assert walk.places(walk.memory.slot(seq)) == list(walk.memory.place(seq).tables[0])
-    assert walk.step(seq) == 1

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from geometries import one_size
-from memories import admit_one, insides, reset
+from memories import admit_one, reset
 
 from quire.control.memory import LATER
 from quire.control.memory.paged import PagedMemory
-from quire.control.memory.prefix import Prefixes, Reuse
+from quire.control.memory.prefix import Prefixes
 from quire.control.request import Sequence
 
 PAGE = 4
@@ -19,38 +21,6 @@ PAGE = 4
 def memory(pages: int = 32, prefix_tokens: int = 0) -> PagedMemory:
     geometry = one_size(((0,), None), pages=pages + 1, page_bytes=64, slots=9, width=16, tokens=PAGE)
     return PagedMemory(geometry, chunk=64, prefix_tokens=prefix_tokens)
-
-
-def test_the_second_of_two_alike_waits_a_step_and_shares() -> None:
-    paged = memory()
-    first, second = Sequence(1, list(range(18))), Sequence(2, [*range(16), 99, 98])
-    assert admit_one(paged, first, 64) == 0
-    assert admit_one(paged, second, 64) is LATER
-    first.planned = first.computed = 18
-    paged.commit(first)
-    assert admit_one(paged, second, 64) == 16
-    assert paged.account().sharing.saved == 4 * 64  # bytes of four pages
-    assert not paged.prefixes.coming
-    paged.check()
-
-
-def test_nobody_waits_for_what_will_not_come() -> None:
-    paged = memory()
-    first, second = Sequence(1, list(range(18))), Sequence(2, list(range(18)))
-    assert admit_one(paged, first, 8) == 0
-    paged.free(first)
-    assert not paged.prefixes.coming
-    assert admit_one(paged, second, 64) == 0
-
-
-def test_a_chunk_is_enough_for_one_that_shares_no_more() -> None:
-    paged = memory()
-    first, second = Sequence(1, list(range(18))), Sequence(2, [*range(8), 99, 98, 97])
-    assert admit_one(paged, first, 8) == 0
-    assert admit_one(paged, second, 64) is LATER
-    first.planned = first.computed = 8
-    paged.commit(first)
-    assert admit_one(paged, second, 64) == 8
 
 
 def test_another_salt_a_short_prompt_and_wanted_scores_do_not_wait() -> None:
@@ -66,36 +36,14 @@ def test_another_salt_a_short_prompt_and_wanted_scores_do_not_wait() -> None:
 def lookups(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Counts of what an admission does to find prefixes."""
     counts: Counter[str] = Counter()
-    cached, chain, pinned = Prefixes.cached, Prefixes.chain, Prefixes.pinned
 
-    def found(prefixes: Prefixes, seq: Sequence, known: int = 0) -> Reuse:
-        counts["cached"] += 1
-        return cached(prefixes, seq, known)
+    def counted(name: str) -> Callable[..., Any]:
+        sound = getattr(Prefixes, name)
+        return lambda *args: (counts.update([name]), sound(*args))[1]
 
-    def chained(prefixes: Prefixes, seq: Sequence, tokens: int) -> None:
-        counts["chain"] += 1
-        chain(prefixes, seq, tokens)
-
-    def looked(prefixes: Prefixes, seq: Sequence) -> Reuse:
-        counts["pinned"] += 1
-        return pinned(prefixes, seq)
-
-    monkeypatch.setattr(Prefixes, "cached", found)
-    monkeypatch.setattr(Prefixes, "chain", chained)
-    monkeypatch.setattr(Prefixes, "pinned", looked)
+    for name in ("cached", "pinned"):
+        monkeypatch.setattr(Prefixes, name, counted(name))
     return counts
-
-
-@pytest.mark.parametrize("steps", [1, 10, 1000])
-def test_steps_of_waiting_look_nothing_up(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    paged = memory()
-    first, second = Sequence(1, list(range(18))), Sequence(2, [*range(16), 99, 98])
-    assert admit_one(paged, first, 64) == 0
-    counts = lookups(monkeypatch)
-    for _ in range(steps):
-        assert admit_one(paged, second, 64) is LATER
-        paged.check()
-    assert counts == {"pinned": 1, "chain": 1, "cached": 1}
 
 
 def test_the_waiting_one_looks_again_for_what_arrived_and_not_for_what_others_do(
@@ -151,14 +99,6 @@ def test_a_change_of_prefixes_is_looked_at(relief: str, monkeypatch: pytest.Monk
     paged.check()
 
 
-def test_another_one_is_not_kept_waiting_by_the_first_that_waits() -> None:
-    paged = memory()
-    assert admit_one(paged, Sequence(1, list(range(18))), 64) == 0
-    assert admit_one(paged, Sequence(2, [*range(16), 99, 98]), 64) is LATER
-    assert admit_one(paged, Sequence(3, [70] * 6), 64) == 0
-    assert admit_one(paged, Sequence(2, [*range(16), 99, 98]), 64) is LATER
-
-
 def test_all_who_wait_for_one_page_are_let_in_when_it_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
     """They look once each, wait without looking, and look again when it is there; also if one of them gives up."""
     paged = memory(pages=64)
@@ -195,15 +135,4 @@ def test_two_pages_have_waiters_of_their_own() -> None:
     first.planned = first.computed = 8
     paged.commit(first)
     assert admit_one(paged, far, 64) == 8
-    paged.check()
-
-
-def test_who_is_told_to_come_later_holds_nothing() -> None:
-    """Nothing changes by it: neither pages, nor slots, nor what is counted as looked up."""
-    paged = memory()
-    assert admit_one(paged, Sequence(1, list(range(18))), 64) == 0
-    before = insides(paged)
-    for _ in range(3):
-        assert admit_one(paged, Sequence(2, list(range(18))), 64) is LATER
-    assert insides(paged) == before
     paged.check()

@@ -47,7 +47,7 @@ from quire.data.kernels.triton import (
     scan,
     split_borders,
     split_sampling,
-)
+)  # fmt: skip
 
 CAPABILITY, SHARED, COUNT, EVERY = (int(word) for word in sys.argv[1:])
 PDL = CAPABILITY >= 90
@@ -232,13 +232,9 @@ def samples() -> None:
         part = logits[:, :64_128]
         told = split_sampling.best(part, own, PDL)
         found = split_sampling.merge(of_two(told), vocab, slots, last, tokens, faults, PDL)
-        for kept in (
-            split_sampling.weigh(part, own, shapes, found, PDL),
-            split_borders.kept(part, own, shapes, found, of_two, PDL),
-        ):
-            drawn = split_sampling.draw(
-                part, own, shapes, owners, chances[0], found, kept, of_two(kept.totals), PDL
-            )  # fmt: skip
+        weighed = split_sampling.weigh(part, own, shapes, found, PDL)
+        for kept in (weighed, split_borders.kept(part, own, shapes, found, of_two, PDL)):
+            drawn = split_sampling.draw(part, own, shapes, owners, chances[0], found, kept, of_two(kept.totals), PDL)
             split_sampling.tell(of_two(drawn), vocab, owners, slots, last, tokens, PDL)
     copy.copy_pages(zeros(8, 4096), ints(2), ints(2))
     copy.copy_rows(zeros(8, 4096), zeros(8, 4096), ints(2), ints(2), 8)
@@ -257,21 +253,16 @@ def sums() -> None:
                     reduce.add_norm(peers, x, delta, weight, weight, 1e-5, shots=shots, pdl=PDL)
                     reduce.add_norm(peers, x, delta, wide, None, 1e-5, behind=wide, shots=shots, pdl=PDL)
         reduce.gather(peers, zeros(4, 64128), pdl=PDL)
-    for rank in range(2):
-        peers = reduce.Peers(ints(2), ints(reduce.PROGRAMS), ints(1), rank, 2, 1 << 20, (0, 0), 256 << 20)
+    for rank, ranks in ((0, 2), (1, 2), (1, 3), (1, 4), (1, 8)):
+        peers = reduce.Peers(ints(ranks), ints(reduce.PROGRAMS), ints(1), rank, ranks, 1 << 20, (0,) * ranks, 256 << 20)
+        carry = carried if ranks == 2 else owned
         for size in (8192, 5120):
             x, delta, weight, wide = zeros(4, size), zeros(4, size), zeros(size), torch.zeros(size)
             for given in ((weight, None, None), (weight, weight, None), (wide, None, wide)):
-                carried.add_norm(peers, 3, 2, x, delta, *given[:2], 1e-5, given[2], zeros(4, size))
-            carried.add_norm(peers, 4, 2, None, delta, None, None, 0.0, None, None)
-    for ranks in (3, 4, 8):
-        peers = reduce.Peers(ints(ranks), ints(reduce.PROGRAMS), ints(1), 1, ranks, 1 << 20, (0,) * ranks, 256 << 20)
-        for size in (8192, 5120):
-            x, delta, weight, wide = zeros(4, size), zeros(4, size), zeros(size), torch.zeros(size)
-            for given in ((weight, None, None), (weight, weight, None), (wide, None, wide)):
-                owned.add_norm(peers, 3, 2, x, delta, *given[:2], 1e-5, given[2], zeros(4, size))
-            owned.add_norm(peers, 4, 2, None, delta, None, None, 0.0, None, None)
-            owned.add_up(peers, delta, slice(1, 3), 0, 2)
+                carry.add_norm(peers, 3, 2, x, delta, *given[:2], 1e-5, given[2], zeros(4, size))
+            carry.add_norm(peers, 4, 2, None, delta, None, None, 0.0, None, None)
+            if ranks > 2:
+                owned.add_up(peers, delta, slice(1, 3), 0, 2)
 
 
 if __name__ == "__main__":

@@ -23,15 +23,8 @@ FOR_ALL = {
 LARGE = {"_one", "_few", "_rounded"}  # for few rows, where there is room
 FP8 = {"_rows_in_fp8", "_tile"}  # from Ada on
 HOPPER = {"_prompt_hopper"}
-DETERMINISTIC = {
-    "_prompt",
-    "_rope_write",
-    "_norm",
-    "_gate",
-    "_act",
-    "_conv",
-    "_unrolled",
-}  # are compiled anew for other numbers of rows
+# Are compiled anew for other numbers of rows.
+DETERMINISTIC = {"_prompt", "_rope_write", "_norm", "_gate", "_act", "_conv", "_unrolled"}
 
 
 @pytest.mark.timeout(600)

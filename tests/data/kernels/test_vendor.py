@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_attention import dense
+from attention_steps import dense
 
 from quire.data.kernels import vendor
 from quire.data.kernels.batch import LayerCache
@@ -36,7 +36,7 @@ def both(name: str, heads: int, kv_heads: int, dim: int, start: int, count: int,
     width = torch.randn(count, heads + 2 * kv_heads, dim, generator=torch.Generator().manual_seed(2))
     q = width[:, :heads]  # as rotation leaves it, among keys and values
     got = vendor.KERNELS[name](q, keys, values, start, 0.3)
-    return got, dense(q, keys.transpose(0, 1), values.transpose(0, 1), start, None, 0.3, None)
+    return got, dense(q, keys.transpose(0, 1), values.transpose(0, 1), start, scale=0.3)
 
 
 @pytest.mark.parametrize("name", ["flash", "cudnn"])
@@ -82,7 +82,7 @@ def test_what_varlen_attn_is_asked(grouped: bool, monkeypatch: pytest.MonkeyPatc
         assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
         assert window_size == (-1, 0)
         seen.append(key.data_ptr())
-        return dense(query, key, value, max_k - max_q, None, scale, None).float()
+        return dense(query, key, value, max_k - max_q, scale=scale).float()
 
     def early(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
         return attend(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, window_size)
@@ -97,7 +97,7 @@ def test_what_varlen_attn_is_asked(grouped: bool, monkeypatch: pytest.MonkeyPatc
     keys, values = history(40, 2, 8)
     q = torch.randn(12, 8, 8)
     got = vendor.varlen(q, keys, values, 28, 0.5)
-    expected = dense(q, keys.transpose(0, 1), values.transpose(0, 1), 28, None, 0.5, None)
+    expected = dense(q, keys.transpose(0, 1), values.transpose(0, 1), 28, scale=0.5)
     torch.testing.assert_close(got.double(), expected, atol=1e-6, rtol=1e-6)
     assert seen == [keys.data_ptr()]
 

@@ -10,24 +10,22 @@ import gguf_files
 import numpy as np
 import pytest
 import torch
+import transformers
 from dense_context import DenseContext
-from test_against_transformers import CASES, GEMMA, LLAMA, reference, rope, run
+from test_against_transformers import CASES, GEMMA, LLAMA, LONGROPE, reference, rope, run
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from quire.data.models import read_spec, resolve
 from quire.data.models.quantization import BLOCKS, MADE
 from quire.data.weights.fp8 import rounded, scaled
 from quire.data.weights.gguf import read_gguf
 from quire.data.weights.gguf_loader import load_gguf
-from quire.data.weights.gguf_model import config_of
+from quire.data.weights.gguf_model import config_of, generation_of
 from quire.errors import StartupError
 
-LONG = CASES["llama"][1] | {"rope_parameters": {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0,
-    "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}}  # fmt: skip
+LONG = CASES["rope llama3"][1]
 PHI = {**LLAMA, "pad_token_id": 0}
-SHORT_FACTORS, LONG_FACTORS = [1.0, 1.1, 1.3, 1.5], [1.2, 2.0, 3.0, 5.0]
-PHI_LONG = {**PHI, "original_max_position_embeddings": 16, "rope_parameters": {"rope_type": "longrope",
-    "rope_theta": 10000.0, "original_max_position_embeddings": 16, "short_factor": SHORT_FACTORS,
-    "long_factor": LONG_FACTORS}}  # fmt: skip
+PHI_LONG = {**CASES["phi3, longrope"][1], "pad_token_id": 0}
 GEMMA2 = {**GEMMA, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 0.7, "final_logit_softcapping": 1.5}
 GEMMA3 = {**GEMMA, "query_pre_attn_scalar": 16, "num_hidden_layers": 7, "rope_parameters": {
     "full_attention": {"rope_type": "linear", "factor": 3.0, "rope_theta": 5000.0},
@@ -36,18 +34,8 @@ GEMMA3 = {**GEMMA, "query_pre_attn_scalar": 16, "num_hidden_layers": 7, "rope_pa
 
 def divisors() -> list[float]:
     """What Llama 3.1's scaling divides the pairs' frequencies by, as the converter stores it."""
-    base = 1 / 10000 ** (np.arange(0, 8, 2) / 8)
-    low, high, found = 32 / 1.0, 32 / 4.0, []
-    for frequency in base:
-        wave = 2 * np.pi / frequency
-        if wave < high:
-            found.append(1.0)
-        elif wave > low:
-            found.append(8.0)
-        else:
-            smooth = (32 / wave - 1.0) / (4.0 - 1.0)
-            found.append(1 / ((1 - smooth) / 8.0 + smooth))
-    return found
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](transformers.LlamaConfig(**LONG), torch.device("cpu"))
+    return (10000 ** -(torch.arange(0, 8, 2) / 8) / scaled).tolist()
 
 
 FILES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
@@ -66,8 +54,8 @@ FILES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "qwen3": ("qwen3", "Qwen3", {**LLAMA, "head_dim": 16}, {}),
     "phi3": ("phi3", "Phi3", PHI, {"attention__sliding_window": 64}),
     "phi3, window": ("phi3", "Phi3", {**PHI, "sliding_window": 5}, {"attention__sliding_window": 5}),
-    "phi3, longrope": ("phi3", "Phi3", PHI_LONG, {"rope_factors_short": SHORT_FACTORS,
-                       "rope_factors_long": LONG_FACTORS, "rope__scaling__original_context_length": 16,
+    "phi3, longrope": ("phi3", "Phi3", PHI_LONG, {"rope_factors_short": LONGROPE["short_factor"],
+                       "rope_factors_long": LONGROPE["long_factor"], "rope__scaling__original_context_length": 16,
                        "rope__scaling__attn_factor": float((1 + np.log(4) / np.log(16)) ** 0.5)}),
     "gemma2": ("gemma2", "Gemma2", GEMMA2, {"attention__sliding_window": 5, "attn_logit_softcapping": 0.7,
                                             "final_logit_softcapping": 1.5}),
@@ -174,8 +162,6 @@ def test_settings_that_are_not_supported(said: dict[str, Any], message: str, tmp
 
 
 def test_end_tokens_and_sampling(tmp_path: Path) -> None:
-    from quire.data.weights.gguf_model import generation_of
-
     said = {"tokenizer.ggml.eos_token_id": 7, "tokenizer.ggml.eot_token_id": 3, "tokenizer.ggml.eom_token_id": 7,
             "general.sampling.temp": 0.25, "general.sampling.top_k": 9}  # fmt: skip
     file = read_gguf(gguf_files.write(tmp_path / "a.gguf", said, {}))

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from test_hostile_configs import ODD, changed, places
+from test_hostile_configs import refusals
 
 from quire.config import EngineConfig
 from quire.control.memory import Size
@@ -67,7 +67,6 @@ def test_budgets_of_ones_own() -> None:
         ({}, "either average or budgets"),
         ({"average": 64, "budgets": [64] * 32}, "either average or budgets"),
         ({"average": 0}, "average in pyramid_kv of config.json must be an integer from 1 to 131072, got 0"),
-        ({"average": -5}, "got -5"),
         ({"average": 31}, "average in pyramid_kv of config.json is 31"),
         ({"average": 131073}, "got 131073"),
         ({"average": 64, "groups": 5}, "groups in pyramid_kv of config.json is 5"),
@@ -76,7 +75,6 @@ def test_budgets_of_ones_own() -> None:
         ({"average": 64, "pool": 4}, "pool in pyramid_kv of config.json is 4"),
         ({"budgets": [64] * 31}, "list of 32 numbers"),
         ({"budgets": [0] * 32}, "budgets in pyramid_kv of config.json has 0"),
-        ({"budgets": [64] * 31 + [-1]}, "has -1"),
         ({"budgets": [64] * 31 + [131073]}, "has 131073"),
         ({"budgets": [64] * 31 + [True]}, "has True"),
         ({"budgets": [None] * 32}, "has no number"),
@@ -90,16 +88,9 @@ def test_what_cannot_be_is_named(pyramid: Any, said: str) -> None:
 
 @pytest.mark.parametrize("way", [{"average": 64, "groups": 1}, {"budgets": [64, None] * 16}])
 def test_any_value_of_any_key(way: dict[str, Any]) -> None:
-    pyramid = {**way, "queries": 4, "pool": 3}
-    refusals = []
-    for path in places(pyramid):
-        for odd in ODD if path else ():
-            try:
-                read(changed(pyramid, path, odd))
-            except StartupError as error:
-                refusals.append(str(error))
-    assert len(refusals) > 50
-    assert max(map(len, refusals)) < 400
+    said = refusals({**way, "queries": 4, "pool": 3}, read)
+    assert len(said) > 50
+    assert max(map(len, said)) < 400
 
 
 def test_windows_or_shared_layers_beside_budgets() -> None:

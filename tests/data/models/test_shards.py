@@ -19,7 +19,7 @@ from quire.data.models.configs import named_config
 from quire.data.weights.checkpoint import read_config
 from quire.data.weights.loader import load
 from quire.errors import StartupError
-from quire.vocabulary.layout import WHOLE, Part
+from quire.vocabulary.layout import Part
 from quire.vocabulary.specs import ModelSpec
 
 CPU = torch.device("cpu")
@@ -96,26 +96,20 @@ def check(got: list[Said], expected: torch.Tensor) -> None:
 @pytest.mark.parametrize("case", DIVIDED)
 def test_ranks_together_say_what_transformers_says(case: str, tmp_path: Path) -> None:
     expected, config = published(case, tmp_path), read_config(tmp_path)
-    undivided = said(built(tmp_path), read_spec(config)).logits
-    torch.testing.assert_close(undivided, expected, atol=1e-4, rtol=0)
+    undivided = said(built(tmp_path), read_spec(config))
+    torch.testing.assert_close(undivided.logits, expected, atol=1e-4, rtol=0)
     assert expected.std() > 0.1
+    assert all(map(torch.equal, together(tmp_path, 1)[0], undivided)), "one rank is the whole model"
     for ranks in (2, 4):
         got = together(tmp_path, ranks)
         check(got, expected)
-        check(got, undivided)
+        check(got, undivided.logits)
         for rank in range(ranks):
             part, spec = Part(rank, ranks), read_spec(config, Part(rank, ranks))
             model = resolve(config)(config, torch.float32, torch.device("meta"), part)
             assert spec.parameters == sum(parameter.numel() for parameter in model.parameters())
             assert spec.heads == read_spec(config).heads // ranks
             assert (spec.vocab_size, spec.hidden) == (read_spec(config).vocab_size, read_spec(config).hidden)
-
-
-def test_one_rank_is_the_whole_model(tmp_path: Path) -> None:
-    published("llama, two heads a copied kv head", tmp_path)
-    spec = read_spec(read_config(tmp_path))
-    assert all(map(torch.equal, together(tmp_path, 1)[0], said(built(tmp_path), spec)))
-    assert read_spec(read_config(tmp_path), WHOLE) == spec
 
 
 def wrong_heads(part: Part, queries: int, keys: int) -> Any:

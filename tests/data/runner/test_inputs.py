@@ -89,20 +89,16 @@ def test_nothing_of_a_batch_changes_with_the_tables_afterwards() -> None:
         assert torch.equal(batch.places(cache)[0], pages)
 
 
-def test_what_the_last_layer_is_asked_for() -> None:
+@given(ROWS)
+def test_what_the_last_layer_is_asked_for(rows: tuple[Row, ...]) -> None:
     """The last token of each row that samples, as a row of its own; the first row's where none samples."""
-    store, last = a_store(), torch.arange(100, 100 + SLOTS)
-    rows = (Row(1, (3, 4, 5), 2, 1), Row(3, (6, 7), 0, 0), Row(2, (LAST,), 9, 1))
-    asked = build_batch(rows, store, last).narrowed()
-    assert asked.tokens.tolist() == [5, 102]
-    assert asked.positions.tolist() == asked.starts.tolist() == [4, 9]
-    assert asked.token_slots.tolist() == asked.slots.tolist() == [1, 2]
-    assert asked.ends.tolist() == [2, 5]
-    assert (asked.lengths.tolist(), asked.offsets.tolist(), asked.asked.tolist()) == ([1, 1], [0, 1], [0, 1])
-    chunk = build_batch((Row(3, (6, 7), 4, 0), Row(1, (8,), 0, 0)), store, last).narrowed()
-    assert (chunk.tokens.tolist(), chunk.ends.tolist(), chunk.starts.tolist(), chunk.slots.tolist()) == (
-        [7],
-        [1],
-        [5],
-        [3],
-    )
+    batch = build_batch(rows, a_store(), torch.arange(100, 100 + SLOTS))
+    asked, ends = batch.narrowed(), np.cumsum([len(row.tokens) for row in rows]) - 1
+    at = ends[[i for i, row in enumerate(rows) if row.sample] or [0]].tolist()
+    for name in ("tokens", "positions", "token_slots"):
+        assert getattr(asked, name).tolist() == getattr(batch, name)[at].tolist()
+    assert asked.starts.tolist() == asked.positions.tolist()
+    assert asked.slots.tolist() == asked.token_slots.tolist()
+    assert asked.ends.tolist() == at
+    assert asked.lengths.tolist() == [1] * len(at)
+    assert asked.offsets.tolist() == asked.asked.tolist() == list(range(len(at)))

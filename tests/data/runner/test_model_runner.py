@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from geometries import one_size
@@ -13,10 +15,8 @@ from quire.data.models.configs import named_config
 from quire.data.runner import model_runner
 from quire.data.runner.model_runner import ModelRunner
 from quire.data.weights.dummy import fill_dummy
-from quire.errors import StartupError
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.plan import LAST, Birth, Copy, In, Journal, Out, Poison, Row, StepPlan, Table
-from quire.vocabulary.specs import Layout
 
 PAGE, WIDTH, SLOTS, DIM = 4, 4, 3, 8
 CONFIG = {
@@ -87,11 +87,8 @@ def test_no_second_counts_twice(waits: list[float]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model_runner.time, "perf_counter", tick)
         empty = ModelRunner(None, None, torch.float32, torch.device("cpu"))
-        empty.sampler, empty.store, empty.graphs = (
-            None,
-            type("Nothing", (), {"replay": lambda self, journal: None})(),
-            None,
-        )
+        empty.sampler = empty.graphs = None
+        empty.store = SimpleNamespace(replay=lambda journal: None)
         began, tickets, seconds = now[0], [], []
         for _ in range(4):
             tickets.append(empty.submit(StepPlan((), (), ())))
@@ -100,12 +97,3 @@ def test_no_second_counts_twice(waits: list[float]) -> None:
         seconds.append(empty.collect(tickets.pop()).seconds)
         assert all(each >= 0 for each in seconds)
         assert sum(seconds) == pytest.approx(now[0] - began - waits[0]), "all of it, from the first submission on"
-
-
-def test_kernels_that_need_tokens_one_after_another_are_refused_over_pages(
-    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(runner.backend, "needs", Layout.CONTIGUOUS)
-    pages = one_size(((0, 1), None), pages=13, page_bytes=2048, slots=SLOTS, width=WIDTH, tokens=PAGE)
-    with pytest.raises(StartupError, match="one after another, and the memory is paged"):
-        runner.bind(pages)

@@ -171,22 +171,6 @@ def test_a_rank_sends_few_bytes_of_a_row_and_few_times(
             assert each <= (CUT if shape[2] or shape[3] < 1 else PLAIN)
 
 
-def test_equal_tokens_on_several_ranks() -> None:
-    """The lowest id is the greedy one; what is cut is cut on all ranks or on none."""
-    logits = torch.zeros(6, 600)
-    logits[:, [70, 200, 599]] = 3.0
-    shape = np.array([(0, 0, 0, 1), (1, 0, 1, 1), (1, 0, 2, 1), (1, 0, 0, 1e-6), (1, 0, 4, 1), (1, 1, 0, 1)])
-    chance = (np.arange(60) + 0.5) / 60
-    rows = Rows(logits, shape, np.repeat(np.arange(6), 60), np.tile(chance, 6))
-    for ranks in RANKS:
-        for (tokens, _), _ in rows.split(ranks):
-            kept = [sorted(set(tokens[60 * row : 60 * row + 60])) for row in range(6)]
-            assert kept[:4] == [[70], [70, 200, 599], [70, 200, 599], [70, 200, 599]]
-            assert kept[4][-1] == 599
-            assert len(kept[4]) > 40, "the fourth is as likely as all others"
-            assert kept[5] == [70, 200, 599]
-
-
 @pytest.mark.parametrize("ranks", RANKS)
 def test_borders_that_only_counting_finds(ranks: int) -> None:
     """One is the likelihood 1, beside which the next smaller float is; another lies where less than k tokens weigh
@@ -203,15 +187,6 @@ def test_borders_that_only_counting_finds(ranks: int) -> None:
     for answer, exchange in rows.split(ranks):
         assert answer == rows.undivided()
         assert exchange.rounds == 19
-
-
-def test_faults_are_told_on_every_rank_and_change_no_other_row() -> None:
-    rows = alike(5, 700, 2.0, 1, 0, 0, 0.9)
-    plain, _ = rows.undivided()
-    rows.logits[1, 699], rows.logits[2, 0], rows.logits[3] = torch.nan, torch.inf, -torch.inf
-    for ranks in RANKS:
-        for answer, _ in rows.split(ranks):
-            assert answer == ([plain[0], 0, 0, 0, plain[4]], [0, 1, 1, 1, 0])
 
 
 def padding_is_drawn(draws: SplitDraws) -> None:

@@ -1,4 +1,5 @@
-"""The store: replaying a journal has the effect of its entries one after another; layers tile pages."""
+"""The store: replaying a journal has the effect of its entries one after another on the bytes, whether pages have one
+size or several; layers tile pages."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from quire.data.runner import host_pool
 from quire.data.runner.hazards import launches
 from quire.data.runner.store import Store
 from quire.vocabulary.plan import Copy, Entry, In, Journal, Out, Poison, Table
-from quire.vocabulary.specs import Geometry, LayerSpec, ModelSpec
+from quire.vocabulary.specs import Geometry, Group, LayerSpec, Layout, ModelSpec
 
 PAGES, HOST, SLOTS, WIDTH = 7, 3, 3, 5
 SPEC = ModelSpec(
@@ -26,9 +27,25 @@ SPEC = ModelSpec(
 )  # fmt: skip
 SETS = (((0, 2), None), ((1,), 4))  # pages of 2 tokens: 2 x 2 x 2 numbers a layer and head
 GEOMETRY = one_size(*SETS, pages=PAGES, page_bytes=64, slots=SLOTS, width=WIDTH, tokens=2, host=HOST)
-
-
 CPU = torch.device("cpu")
+Shapes = tuple[tuple[int, int, int], ...]  # of each group's one layer: key heads, their size, tokens of a page
+
+
+def unlike(shapes: Shapes, pages: int = 8) -> tuple[Geometry, ModelSpec]:
+    """Groups that share all bytes, as pages of one memory that is divided in two ways."""
+    layers = tuple(LayerSpec(kv, dim) for kv, dim, _ in shapes)
+    sizes = [layer.token_bytes(4) * tokens for layer, (_, _, tokens) in zip(layers, shapes)]
+    size = pages * max(sizes)
+    groups = tuple(
+        Group((i,), own, own // tokens, WIDTH, range(1, size // own), range(1, size // 2 // own + 1), tokens)
+        for i, (own, (_, _, tokens)) in enumerate(zip(sizes, shapes))
+    )
+    spec = ModelSpec("test", layers, vocab_size=9, max_len=8, hidden=4, heads=42, intermediate=4, parameters=1)
+    return Geometry(Layout.PAGED, size, SLOTS, groups, 4, size // 2), spec
+
+
+UNLIKE = {"3:2": unlike(((3, 1, 4), (2, 1, 4))), "84:1": unlike(((21, 2, 2), (1, 1, 1)))}
+EVERY = {"1:1": (GEOMETRY, SPEC), **UNLIKE}
 
 
 def pages_of(store: Store) -> Tensor:
@@ -42,79 +59,115 @@ def host_of(store: Store) -> Tensor:
     return host
 
 
-def a_store(device: torch.device = CPU, geometry: Geometry = GEOMETRY) -> Store:
-    """Every number of every page and host page is another one."""
-    store = Store(geometry, SPEC, torch.float32, device)
+def a_store(device: torch.device = CPU, geometry: Geometry = GEOMETRY, spec: ModelSpec = SPEC) -> Store:
+    """Every number of the device and of host memory is another one."""
+    store = Store(geometry, spec, torch.float32, device)
     store.buffer.copy_(torch.arange(len(store.buffer)) + 1)
-    host = host_of(store)
-    host.copy_(-torch.arange(host.numel()).view_as(host) - 1)
+    for host in store.pool.host.values():  # views of the same bytes
+        host.copy_(-torch.arange(host.numel()).view_as(host) - 1)
     return store
 
 
-def one_at_a_time(journal: Journal, pages: Tensor, host: Tensor, tables: Tensor) -> None:
-    """What a journal means."""
+def one_at_a_time(journal: Journal, store: Store, bytes_: np.ndarray, host: np.ndarray) -> list[np.ndarray]:
+    """What a journal means: its effect on the bytes of the device and of host memory; and the tables."""
+    tables = [t.copy() for t in store.host_tables]
+
+    def of(memory: np.ndarray, group: int, page: int) -> np.ndarray:
+        size = store.sizes[group]
+        return memory[page * size : (page + 1) * size]
+
     for entry in journal:
         match entry:
-            case Table(slot, group, at, ids):
-                for i, page in enumerate(ids):
-                    tables[group, slot, at + i] = page
-            case Copy(_, src, dst):
-                pages[dst] = pages[src].clone()
-            case Out(_, page, place):
-                host[place - 1] = pages[page]
-            case In(_, place, page):
-                pages[page] = host[place - 1]
-            case Poison(_, page):
-                pages[page] = torch.nan
+            case Table(slot, group, at, pages):
+                tables[group][slot, at : at + len(pages)] = pages
+            case Copy(group, src, dst):
+                of(bytes_, group, dst)[:] = of(bytes_, group, src).copy()
+            case Out(group, page, place):
+                of(host, group, place - 1)[:] = of(bytes_, group, page)
+            case In(group, place, page):
+                of(bytes_, group, page)[:] = of(host, group, place - 1)
+            case Poison(group, page):
+                of(bytes_, group, page)[:] = 255  # no number in any dtype
+    return tables
 
 
-page, place, group = st.integers(1, PAGES - 1), st.integers(1, HOST), st.integers(0, 1)
-COPIES = st.builds(Copy, group, page, page)
-TABLES = st.integers(0, WIDTH - 1).flatmap(
-    lambda at: st.builds(
-        Table, st.integers(0, SLOTS - 1), group, st.just(at), st.lists(page, max_size=WIDTH - at).map(tuple)
-    )
-)
-OUTS, INS = st.builds(Out, group, page, place), st.builds(In, group, place, page)
-POISONS = st.builds(Poison, group, page)
-KINDS = (COPIES, TABLES, OUTS, INS, POISONS)
-RUNS = st.lists(st.one_of([st.lists(kind, min_size=1, max_size=6) for kind in KINDS]), max_size=6)
-JOURNALS = RUNS.map(lambda runs: tuple(entry for run in runs for entry in run)) | st.lists(
-    st.one_of(KINDS), max_size=16
-).map(tuple)
+def check(store: Store, *journals: Journal, late: bool = False) -> None:
+    """`late`: swaps are held up, so that they come after whatever doesn't wait for them."""
+    host = max(store.pool.host.values(), key=torch.numel)
 
-EMPTY = (Table(0, 0, 0, ()), Table(1, 0, 0, (1, 2)))  # as many pages as entries, but not one each
-
-
-@given(st.lists(JOURNALS, min_size=1, max_size=3))
-@example([(Copy(0, 1, 2), Copy(0, 2, 3), Copy(0, 3, 4))])  # a chain: each reads what the one before wrote
-@example([(Copy(0, 1, 2), Copy(0, 3, 1))])  # a source that is overwritten afterwards
-@example([(Copy(0, 1, 2), Copy(0, 2, 1))])
-@example([(Copy(0, 1, 3), Copy(0, 2, 3))])  # the later one stays
-@example([(Poison(0, 1), Copy(0, 2, 1), Poison(0, 2))])
-@example([(Copy(0, 1, 2), Poison(0, 1))])
-@example([(Out(0, 1, 1), Copy(0, 2, 1), In(0, 1, 3))])
-@example([(In(0, 1, 1), Out(0, 1, 2)), (Out(0, 2, 1), In(0, 1, 3))])
-@example([EMPTY])
-@example([(Table(1, 0, 0, (1, 2, 3)), Copy(0, 1, 2), Table(1, 0, 1, (4,)), Copy(0, 2, 3), Table(1, 0, 1, (5,)))])
-def test_replay_is_one_entry_after_another(journals: list[tuple[Entry, ...]]) -> None:
-    check(a_store(), journals)
-
-
-def check(store: Store, journals: list[tuple[Entry, ...]]) -> None:
-    pages, host, tables = pages_of(store).clone(), host_of(store).clone(), torch.stack(store.tables)
-    for journal in journals:
-        store.replay(journal)
-        one_at_a_time(journal, pages, host, tables)
+    def contents() -> list[np.ndarray]:
         if store.device.type != "cpu":
             torch.cuda.synchronize()
-        torch.testing.assert_close(pages_of(store), pages, rtol=0, atol=0, equal_nan=True)
-        torch.testing.assert_close(host_of(store), host, rtol=0, atol=0, equal_nan=True)
-        assert torch.equal(torch.stack(store.tables), tables)
-        assert (np.stack(store.host_tables) == tables.cpu().numpy()).all()
+        return [x.reshape(-1).cpu().numpy().view(np.uint8).copy() for x in (store.buffer, host)]
+
+    for journal in journals:
+        bytes_, there = contents()
+        tables = one_at_a_time(journal, store, bytes_, there)
+        if late:
+            with torch.cuda.stream(store.pool.side):
+                torch.cuda._sleep(LONG // 10)
+        store.replay(journal)
+        assert all((got == expected).all() for got, expected in zip(contents(), (bytes_, there)))
+        for table, kept, expected in zip(store.tables, store.host_tables, tables):
+            assert (table.cpu().numpy() == expected).all()
+            assert (kept == expected).all()
 
 
-@given(st.lists(COPIES, max_size=12))
+def journals_of(geometry: Geometry) -> st.SearchStrategy[list[Journal]]:
+    """Entries of any kind, or, where pages have one size, runs of one kind too; of few pages, so that they meet."""
+    kinds: list[st.SearchStrategy[Entry]] = []
+    for g, group in enumerate(geometry.groups):
+        # Those in the bytes of the large group's first pages.
+        page = st.integers(1, min(3 * geometry.groups[0].page_bytes // group.page_bytes, group.ids[-1]))
+        place, own = st.integers(1, min(group.host_ids[-1], 9)), st.just(g)
+        kinds += [st.builds(Copy, own, page, page)] * 2
+        kinds += [st.builds(Out, own, page, place), st.builds(In, own, place, page), st.builds(Poison, own, page)]
+        tables = st.lists(page, max_size=2).map(tuple)
+        kinds.append(st.builds(Table, st.integers(0, SLOTS - 1), own, st.integers(0, WIDTH - 2), tables))
+    mixed = st.lists(st.one_of(kinds), max_size=14).map(tuple)
+    if len({group.page_bytes for group in geometry.groups}) > 1:
+        return st.lists(mixed, min_size=1, max_size=2)
+    runs = st.lists(st.one_of([st.lists(kind, min_size=1, max_size=6) for kind in kinds]), max_size=6)
+    whole = runs.map(lambda runs: tuple(entry for run in runs for entry in run))
+    return st.lists(mixed | whole, min_size=1, max_size=3)
+
+
+LOST = (Copy(0, 3, 4), Copy(1, 5, 4))  # of unlike groups these are unlike pages of one number
+EMPTY = (Table(0, 0, 0, ()), Table(1, 0, 0, (1, 2)))  # as many pages as entries, but not one each
+EXAMPLES: list[list[Journal]] = [
+    [(Copy(0, 1, 2), Copy(0, 2, 3), Copy(0, 3, 4))],  # a chain: each reads what the one before wrote
+    [(Copy(0, 1, 2), Copy(0, 3, 1))],  # a source that is overwritten afterwards
+    [(Copy(0, 1, 2), Copy(0, 2, 1))],
+    [(Copy(0, 1, 3), Copy(0, 2, 3))],  # the later one stays
+    [(Poison(0, 1), Copy(0, 2, 1), Poison(0, 2))],
+    [(Copy(0, 1, 2), Poison(0, 1))],
+    [(Out(0, 1, 1), Copy(0, 2, 1), In(0, 1, 3))],
+    [(In(0, 1, 1), Out(0, 1, 2)), (Out(0, 2, 1), In(0, 1, 3))],
+    [EMPTY],
+    [(Table(1, 0, 0, (1, 2, 3)), Copy(0, 1, 2), Table(1, 0, 1, (4,)), Copy(0, 2, 3), Table(1, 0, 1, (5,)))],
+    [LOST],
+    [(Copy(0, 1, 2), Copy(1, 3, 4))],  # in 3:2 the latter overwrites a part of the former
+    [(Copy(1, 5, 1), Copy(0, 1, 3), Copy(1, 2, 6))],
+    [(Out(0, 1, 1), Poison(1, 2), In(0, 1, 1), Out(1, 2, 3), In(1, 1, 6))],
+    [(In(1, 2, 3), Out(1, 3, 2), In(0, 1, 2))],
+]
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_replay_is_one_entry_after_another(name: str) -> None:
+    geometry, spec = EVERY[name]
+
+    @settings(max_examples=200)
+    @given(journals_of(geometry))
+    def replayed(journals: list[Journal]) -> None:
+        check(a_store(CPU, geometry, spec), *journals)
+
+    for journals in EXAMPLES:
+        check(a_store(CPU, geometry, spec), *journals)
+    replayed()
+
+
+@given(st.lists(st.builds(Copy, st.integers(0, 1), *[st.integers(1, PAGES - 1)] * 2), max_size=12))
 def test_copies_at_once_have_no_order(entries: list[Copy]) -> None:
     """No pair of a batch writes what another one reads: a GPU makes them in any order."""
     batches = [launch.moves for launch in launches(entries, (64, 64))]
@@ -180,26 +233,25 @@ BOTH = pytest.mark.parametrize("geometry", [GEOMETRY, LARGE], ids=["small", "lar
 LONG = 50_000_000  # cycles, 25 ms or more
 
 
-def on_gpu(geometry: Geometry) -> Store:
-    store = a_store(torch.device("cuda"), geometry)
+def on_gpu(geometry: Geometry, spec: ModelSpec = SPEC) -> Store:
+    store = a_store(torch.device("cuda"), geometry, spec)
     torch.cuda.synchronize()
     return store
 
 
 @pytest.mark.gpu
-@BOTH
-def test_replay_on_a_gpu(geometry: Geometry) -> None:
-    @settings(max_examples=40, deadline=None)
-    @given(st.lists(JOURNALS, min_size=1, max_size=3), st.booleans())
-    @example([EMPTY], False)
-    def replayed(journals: list[tuple[Entry, ...]], late: bool) -> None:
-        store.buffer.copy_(torch.arange(len(store.buffer)) + 1)
-        if late:
-            with torch.cuda.stream(store.pool.side):
-                torch.cuda._sleep(LONG // 10)
-        check(store, journals)
+@pytest.mark.parametrize("name", [*EVERY, "large"])
+def test_replay_on_a_gpu(name: str) -> None:
+    geometry, spec = EVERY.get(name, (LARGE, SPEC))
+    store = on_gpu(geometry, spec)
 
-    store = on_gpu(geometry)
+    @settings(max_examples=40, deadline=None)
+    @given(journals_of(geometry), st.booleans())
+    @example([EMPTY], False)
+    def replayed(journals: list[Journal], late: bool) -> None:
+        store.buffer.copy_(torch.arange(len(store.buffer)) + 1)
+        check(store, *journals, late=late)
+
     replayed()
 
 

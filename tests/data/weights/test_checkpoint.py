@@ -41,16 +41,28 @@ def test_a_file_is_not_a_model(tmp_path: Path) -> None:
         locate(str(file))
 
 
-def test_the_hub_is_asked_for_safe_files_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: dict[str, Any] = {}
+@pytest.fixture
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What a hub that answers was asked for at last. It has no revision "none", and of a model "full" no room."""
+    found: dict[str, Any] = {}
 
     def snapshot(model: str, **options: Any) -> str:
-        asked.update(options, model=model)
+        found.update(options, model=model)
+        if options["revision"] == "none":
+            raise RevisionNotFoundError("404", response=httpx.Response(404, request=httpx.Request("GET", "http://hub")))
+        if model == "owner/full":
+            raise OSError("disk full\nand more")
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     monkeypatch.setattr(checkpoint, "_hub_answers", lambda: True)
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    return found
+
+
+def test_the_hub_is_asked_for_safe_files_only(
+    asked: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert locate("owner/name") == tmp_path
     assert asked["model"] == "owner/name"
     assert asked["allow_patterns"] == WANTED
@@ -68,15 +80,12 @@ def test_the_hub_is_asked_for_safe_files_only(tmp_path: Path, monkeypatch: pytes
     assert not any(pattern.endswith((".bin", ".pt", ".py")) for pattern in WANTED)
 
 
-def test_a_cached_copy_will_do_when_the_hub_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def snapshot(model: str, **options: Any) -> str:
-        assert options["local_files_only"]
-        return str(tmp_path)
-
+def test_a_cached_copy_will_do_when_the_hub_does_not_answer(
+    asked: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(checkpoint, "_hub_answers", lambda: False)
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     assert locate("owner/name") == tmp_path
+    assert asked["local_files_only"]
 
 
 def locate_in_a_process(home: Path, **environment: str) -> tuple[str, float]:
@@ -86,14 +95,9 @@ def locate_in_a_process(home: Path, **environment: str) -> tuple[str, float]:
         "import huggingface_hub.hf_api; start = time.monotonic()\n"
         "try: locate('owner/name')\nexcept StartupError as error: print(time.monotonic() - start, error)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "HF_HOME": str(home), **environment},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    )
+    env = {**os.environ, "HF_HOME": str(home), **environment}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=60)
     seconds, _, error = done.stdout.partition(" ")
     return error, float(seconds)
 
@@ -117,14 +121,11 @@ def test_a_hub_that_refuses_or_never_answers_fails_within_five_seconds(tmp_path:
             assert seconds < 5
 
 
+@pytest.mark.usefixtures("asked")
 def test_any_other_failure_of_the_hub_is_a_startup_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(model: str, **options: Any) -> str:
-        raise OSError("disk full\nand more")
-
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-    with pytest.raises(StartupError, match=r"'owner/name' could not be downloaded: disk full\. Check"):
-        locate("owner/name")
+    with pytest.raises(StartupError, match=r"'owner/full' could not be downloaded: disk full\. Check"):
+        locate("owner/full")
 
 
 def test_configs_are_objects(tmp_path: Path) -> None:
@@ -149,21 +150,10 @@ def test_configs_are_objects(tmp_path: Path) -> None:
             read_config(tmp_path)
 
 
-def test_a_revision_is_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str | None] = []
-
-    def snapshot(model: str, *, revision: str | None, **options: Any) -> str:
-        asked.append(revision)
-        if revision == "none":
-            raise RevisionNotFoundError("404", response=httpx.Response(404, request=httpx.Request("GET", "http://hub")))
-        return str(tmp_path)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
-    monkeypatch.setattr(checkpoint, "_hub_answers", lambda: True)
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+def test_a_revision_is_of_the_hub(asked: dict[str, Any], tmp_path: Path) -> None:
     for revision in (None, "main", "v1.0", "refs/pr/3", "0" * 40):
         assert locate("owner/name", revision=revision) == tmp_path
-    assert asked == [None, "main", "v1.0", "refs/pr/3", "0" * 40]
+        assert asked["revision"] == revision
     with pytest.raises(StartupError, match="the hub's model 'owner/name' has no revision 'none'"):
         locate("owner/name", revision="none")
     with pytest.raises(StartupError, match="is a local folder"):

@@ -9,16 +9,19 @@ import numpy as np
 import pytest
 import torch
 from test_blocks import random_blocks
+from test_fp8 import save
+from test_grouped import logprobs, without_kernels
+from test_grouped_shards import held
+from test_loading import Q, rewrite
+from test_quantised_shards import with_bits
 
 from quire.build import build
 from quire.config import EngineConfig
-from quire.data.layers.linear import Linear
 from quire.data.models.quantization import BITS, scheme_of
 from quire.data.weights import few
 from quire.data.weights.few import FORMS, INT4, INT8, four_bits, of_blocks, rounded
 from quire.errors import StartupError
 from quire.source import read_source
-from quire.vocabulary.params import SamplingParams
 
 CPU = torch.device("cpu")
 
@@ -51,66 +54,35 @@ def test_rounding(form: Any) -> None:
 
 @pytest.mark.parametrize("asked", ["int8", "int4"])
 def test_the_plan_counts_what_is_held(asked: str) -> None:
-    source = read_source(EngineConfig())
-    scheme = BITS[asked]
-    model = few.made(source.config, torch.bfloat16, CPU, scheme)
-    if not any(isinstance(m, Linear) and m.bits is not None for m in model.modules()):
+    if not with_bits(few.made(read_source(EngineConfig()).config, torch.bfloat16, CPU, BITS[asked])):
         pytest.skip("the kernels for CPUs aren't built")
     built = build(EngineConfig(kv_tokens=256, dtype="bfloat16", device="cpu", quantization=asked))
     plain = build(EngineConfig(kv_tokens=256, dtype="bfloat16", device="cpu"))
-    held, left = 0, set()
-    for module in built.engine.runner.model.modules():  # type: ignore[attr-defined]
-        for packed in [getattr(module, name, None) for name in ("packed", "inner")]:
-            if packed is not None and hasattr(packed, "data") and packed.data not in left:
-                left.add(packed.data)
-                held += packed.rows * packed.form.row_bytes(packed.columns)
-    rest = sum(p.numel() * p.itemsize for p in built.engine.runner.model.parameters())  # type: ignore[attr-defined]
-    assert built.plan.weights == held + rest
+    assert built.plan.weights == held(built.engine.runner.model)  # type: ignore[attr-defined]
     assert built.plan.weights < plain.plan.weights * (0.6 if asked == "int8" else 0.45)
     for engine in (built.engine, plain.engine):
         engine.close()
 
 
-def logits(asked: str | None, monkeypatch: pytest.MonkeyPatch | None = None, **more: Any) -> torch.Tensor:
-    if monkeypatch is not None:
-        for module in ("linear", "quantised"):
-            monkeypatch.setattr(f"quire.data.kernels.cpu.{module}.library", lambda: None)
-    settings = {"dtype": "float32", "device": "cpu", "kv_tokens": 256, "quantization": asked, **more}
-    engine = build(EngineConfig(**settings)).engine
-    engine.add("a", list(range(50, 114)), SamplingParams(max_tokens=1, prompt_logprobs=0))
-    found = []
-    while engine.unfinished:
-        for output in engine.step():
-            found += [top.logprob for top in output.prompt_tops or ()]
-    engine.close()
-    return torch.tensor(found)
-
-
 @pytest.mark.parametrize("asked", ["int8", "int4"])
 def test_the_same_numbers_without_kernels(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there are none, and on a GPU, weights in the model's dtype hold what the few bits stand for."""
-    ours, plain, wide = logits(asked), logits(asked, monkeypatch), logits(None)
+    tokens = list(range(50, 114))
+    ours = logprobs("", tokens, kv_tokens=256, quantization=asked)
+    without_kernels(monkeypatch)
+    plain, wide = (logprobs("", tokens, kv_tokens=256, quantization=each) for each in (asked, None))
     torch.testing.assert_close(ours, plain, rtol=1e-3, atol=1e-3)
     assert (plain - wide).abs().max() > 5e-3
 
 
-def test_what_is_quantised_already(tmp_path: Path) -> None:
+def test_what_is_quantised_already() -> None:
     config = {"quantization_config": {"quant_method": "fbgemm_fp8"}}
     with pytest.raises(StartupError, match="--quantization is int4, and the model's weights are quantised already"):
         scheme_of(config, "int4")
 
 
 def test_what_is_not_finite_is_not_rounded(tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
-    bundled = read_source(EngineConfig()).folder
-    assert bundled is not None
-    for file in bundled.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    path = tmp_path / "model.safetensors"
-    tensors = load_file(path)
-    name = next(name for name in tensors if name.endswith("down_proj.weight"))
-    tensors[name][1, 2] = torch.nan
-    save_file(tensors, path)
-    with pytest.raises(StartupError, match=r"down_proj.weight' .* isn't finite"):
-        build(EngineConfig(model=str(tmp_path), kv_tokens=64, device="cpu", quantization="int8"))
+    save(tmp_path)
+    rewrite(tmp_path, lambda tensors: tensors[Q][1, 2:3].fill_(torch.nan))
+    with pytest.raises(StartupError, match=r"q_proj.weight' .* isn't finite"):
+        logprobs(tmp_path, [1], quantization="int8")

@@ -1,5 +1,6 @@
-"""Weights in FP8: rounded while loading or as published, they are the same numbers in FP8 and in a model's dtype;
-broken checkpoints are refused with the right words; the plan counts their bytes exactly."""
+"""Weights in FP8: rounded while loading or as published, they are the same numbers in FP8 and in a model's dtype, of
+models with experts and states too; broken checkpoints are refused with the right words; the plan counts their bytes
+exactly."""
 
 from __future__ import annotations
 
@@ -12,39 +13,65 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from test_grouped import logprobs
+from test_loading import put, rewrite
+from torch import Tensor, nn
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from quire.budget import plan_memory
-from quire.build import build
 from quire.config import EngineConfig
-from quire.data.layers.linear import Linear
+from quire.data.layers.mamba import Mamba
 from quire.data.models import read_spec
+from quire.data.models.configs import named_config
 from quire.data.models.quantization import MADE, fp8_of
 from quire.data.weights import fp8
 from quire.data.weights.checkpoint import read_config
 from quire.data.weights.dummy import fill_dummy
 from quire.data.weights.loader import load
 from quire.errors import StartupError
-from quire.vocabulary.params import SamplingParams
 
 CPU, E4M3 = torch.device("cpu"), torch.float8_e4m3fn
 LLAMA = {
     "hidden_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 48,
     "intermediate_size": 272, "vocab_size": 97, "max_position_embeddings": 64, "tie_word_embeddings": False,
 }  # fmt: skip
-SMALL = {
+COMMON: dict[str, Any] = {
+    "vocab_size": 97, "hidden_size": 144, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+MIXED: dict[str, dict[str, Any]] = {
+    "jamba": {**COMMON, "intermediate_size": 176, "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 48,
+              "num_key_value_heads": 2, "max_position_embeddings": 128, "num_experts": 3, "attn_layer_period": 3,
+              "attn_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 16, "use_mamba_kernels": False},
+    "mamba": {**COMMON, "num_hidden_layers": 2, "state_size": 8, "time_step_rank": 16, "use_bias": True},
+    "falcon_mamba": {**COMMON, "num_hidden_layers": 2, "state_size": 8, "time_step_rank": 16},
+}  # fmt: skip
+SMALL: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "qwen2": {**LLAMA, "tie_word_embeddings": True},
     "gemma2": {**LLAMA, "sliding_window": 5, "tie_word_embeddings": True},
     "opt": {"hidden_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 128, "vocab_size": 97,
             "max_position_embeddings": 64, "word_embed_proj_dim": 96},
     "gpt2": {"n_embd": 96, "n_layer": 2, "n_head": 4, "vocab_size": 97, "n_positions": 64},
+    **MIXED,
+}  # fmt: skip
+IN_FP8 = {
+    "jamba": {
+        *(f"layers.{i}.mamba.{name}.weight" for i in (0, 2, 3) for name in ("into", "out")),
+        *(f"layers.1.attention.{name}.weight" for name in ("qkv", "out")),
+        *(f"layers.{i}.experts.{name}" for i in (1, 3) for name in ("gate_up", "down")),
+        *(f"layers.{i}.mlp.{name}.weight" for i in (0, 2) for name in ("gate_up", "down")),
+    },
+    "llama": {f"layers.{i}.{name}.weight" for i in (0, 1)
+              for name in ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down")},
+    **{family: {f"layers.{i}.mixer.{name}.weight" for i in (0, 1) for name in ("into", "out")}
+       for family in ("mamba", "falcon_mamba")},
 }  # fmt: skip
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 FBGEMM = {"quant_method": "fbgemm_fp8"}
 Tensors = dict[str, Tensor]
 Q = "model.layers.1.self_attn.q_proj.weight"
+EXPERT = "model.layers.1.feed_forward.experts.2.up_proj.weight"
 
 
 def compressed(strategy: str, *ignore: str) -> dict[str, Any]:
@@ -59,8 +86,11 @@ def save(folder: Path, family: str = "llama", **more: Any) -> transformers.PreTr
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(family, **{**SMALL[family], **more})
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
-    for parameter in model.parameters():
-        parameter.data += torch.randn_like(parameter) * 0.15
+    for name, parameter in model.named_parameters():
+        if family not in MIXED:
+            parameter.data += torch.randn_like(parameter) * 0.15
+        elif "A_log" not in name and not name.endswith(".D"):
+            parameter.data.normal_(1.0 * ("norm" in name), 0.1)
     model.save_pretrained(folder)
     return model
 
@@ -72,20 +102,25 @@ def blown_up(scale: Tensor, shape: torch.Size) -> Tensor:
     return scale.expand(shape)
 
 
-def publish(folder: Path, said: dict[str, Any], kind: str, quantise: Callable[[str], bool] | None = None) -> Tensors:
+def proj(name: str) -> bool:
+    return "_proj.weight" in name
+
+
+def publish(folder: Path, said: dict[str, Any], kind: str, quantise: Callable[[str], bool] = proj) -> Tensors:
     """Make the checkpoint in `folder` one in FP8, its scales random, and return what its weights stand for. `kind`:
     "block", "channel", "row" (without a second dimension) or "tensor"."""
     path, config = folder / "model.safetensors", json.loads((folder / "config.json").read_text())
     stored, meant = Tensors(), Tensors()
     for name, weight in load_file(path).items():
         meant[name] = stored[name] = weight.clone()
-        if not (quantise(name) if quantise else "_proj.weight" in name):
+        if not quantise(name):
             continue
         rows, depth = weight.shape
         shape = {"block": (-(-rows // 128), -(-depth // 128)), "channel": (rows, 1), "row": (rows,), "tensor": ()}[kind]
         scale = torch.rand(shape) * 1e-3 + 1e-3
-        stored[name] = (weight / blown_up(scale if kind != "row" else scale[:, None], weight.shape)).to(E4M3)
-        meant[name] = stored[name].float() * blown_up(scale if kind != "row" else scale[:, None], weight.shape)
+        every = blown_up(scale if kind != "row" else scale[:, None], weight.shape)
+        stored[name] = (weight / every).to(E4M3)
+        meant[name] = stored[name].float() * every
         stored[name + ("_scale_inv" if said["quant_method"] == "fp8" else "_scale")] = scale
         stored[name.removesuffix("weight") + "input_scale"] = torch.ones(())
     path.unlink()
@@ -102,22 +137,22 @@ def loaded(folder: Path, in_fp8: bool = False, asked: str | None = None, dtype: 
     model = fp8.in_fp8(config, dtype, CPU, scheme) if in_fp8 else fp8.made(config, dtype, CPU, scheme)
     for parameter in model.parameters():
         parameter.data.view(torch.uint8).fill_(0xFF)
-    for layer in in_fp8_of(model).values():
-        layer.scale.fill_(torch.nan)
+    for scale in scales_of(model).values():
+        scale.fill_(torch.nan)
     load(model, folder, scheme=scheme)
     return model
 
 
-def in_fp8_of(model: Any) -> dict[str, Any]:
-    return {
-        name: layer for name, layer in model.named_modules() if isinstance(layer, Linear) and layer.scale is not None
-    }
+def scales_of(model: nn.Module) -> Tensors:
+    """By the names of the weights that they are of."""
+    found = {name: fp8.scale_of(model, name) for name, _ in model.named_parameters()}
+    return {name: scale for name, scale in found.items() if scale is not None}
 
 
-def weights_of(model: Any) -> Tensors:
+def weights_of(model: nn.Module) -> Tensors:
     """Every parameter, those in FP8 as what they stand for."""
-    found = {name: parameter.data for name, parameter in model.named_parameters()}
-    return found | {f"{name}.weight": fp8.scaled(layer.weight, layer.scale) for name, layer in in_fp8_of(model).items()}
+    found, scales = {name: parameter.data for name, parameter in model.named_parameters()}, scales_of(model)
+    return found | {name: fp8.scaled(found[name], scale) for name, scale in scales.items()}
 
 
 def same(a: Tensors, b: Tensors) -> bool:
@@ -125,35 +160,47 @@ def same(a: Tensors, b: Tensors) -> bool:
 
 
 KINDS = [
-    (BLOCKS, "block"), (compressed("block", "lm_head"), "block"), (compressed("channel", "lm_head"), "channel"),
-    (compressed("tensor", "lm_head"), "tensor"), (FBGEMM, "channel"), (FBGEMM, "row"),
-    ({"quant_method": "fp8", "activation_scheme": "static"}, "tensor"),
+    (BLOCKS, "block", False), (compressed("block", "lm_head"), "block", False),
+    (compressed("channel", "lm_head"), "channel", False), (compressed("tensor", "lm_head"), "tensor", True),
+    (FBGEMM, "channel", False), (FBGEMM, "row", True),
+    ({"quant_method": "fp8", "activation_scheme": "static"}, "tensor", True),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("said", "kind"), KINDS)
-def test_published_checkpoints(said: dict[str, Any], kind: str, tmp_path: Path) -> None:
-    """In FP8 and in the model's dtype alike, and transformers' model with the same weights has the same logits."""
-    theirs = save(tmp_path)
-    meant = publish(tmp_path, said, kind)
+@pytest.mark.parametrize("family", ["llama", *MIXED])
+@pytest.mark.parametrize(("said", "kind", "routers"), KINDS)
+def test_published_checkpoints(said: dict[str, Any], kind: str, routers: bool, family: str, tmp_path: Path) -> None:
+    """In FP8 and in the model's dtype alike; transformers' model with the same weights has the same logits. What stays
+    in the model's dtype may be in FP8 in the checkpoint."""
+    save(tmp_path, family)
+    if not routers:
+        names = "ignore" if said["quant_method"] == "compressed-tensors" else "modules_to_not_convert"
+        said = {**said, names: [*said.get(names, []), "re:.*router"]}
+    plain_config = json.loads((tmp_path / "config.json").read_text())
+    meant = publish(tmp_path, said, kind, lambda name: proj(name) or (routers and "router" in name))
     plain, kept = loaded(tmp_path), loaded(tmp_path, in_fp8=True)
-    assert len(in_fp8_of(kept)) == 8
-    assert not in_fp8_of(plain)
+    assert set(scales_of(kept)) == IN_FP8[family]
+    assert not scales_of(plain)
     assert same(weights_of(plain), weights_of(kept))
-    qkv = torch.cat([meant[f"model.layers.1.self_attn.{x}_proj.weight"] for x in "qkv"])
-    assert torch.equal(plain.layers[1].attention.qkv.weight, qkv)
-    theirs.load_state_dict(meant)
+    if family == "llama":
+        qkv = torch.cat([meant[f"model.layers.1.self_attn.{x}_proj.weight"] for x in "qkv"])
+        assert torch.equal(plain.layers[1].attention.qkv.weight, qkv)
+    if family == "jamba":
+        parts = [f"experts.{expert}.{x}_proj.weight" for expert in range(3) for x in ("gate", "up")]
+        gate_up = torch.cat([meant[f"model.layers.1.feed_forward.{part}"] for part in parts])
+        assert torch.equal(plain.layers[1].experts.gate_up, gate_up)
+        assert torch.equal(plain.layers[2].mamba.parts.weight, meant["model.layers.2.mamba.x_proj.weight"])
+    other = tmp_path / "meant"
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps(plain_config))
+    save_file(meant, other / "model.safetensors", metadata={"format": "pt"})
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32).eval()
     tokens = torch.randint(0, 97, (40,), generator=torch.Generator().manual_seed(1))
-    expected = theirs(tokens[None]).logits[0, :-1].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
-    settings = EngineConfig(model=str(tmp_path), dtype="float32", device="cpu", skip_tokenizer_init=True, kv_tokens=64)
-    engine = build(settings).engine
-    engine.add("a", tokens.tolist(), SamplingParams(max_tokens=1, prompt_logprobs=0))
-    found = []
-    while engine.unfinished:
-        for output in engine.step():
-            found += [top.logprob for top in output.prompt_tops or ()]
-    engine.close()
-    torch.testing.assert_close(torch.tensor(found), expected, rtol=1e-4, atol=1e-4)
+    with torch.no_grad():
+        logits = theirs(tokens[None]).logits[0, :-1]
+    expected = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+    assert expected.std() > 0.1
+    torch.testing.assert_close(logprobs(tmp_path, tokens.tolist()), expected.double(), rtol=1e-4, atol=1e-4)
 
 
 def test_blocks_as_transformers_reads_them(tmp_path: Path) -> None:
@@ -169,36 +216,48 @@ def test_blocks_as_transformers_reads_them(tmp_path: Path) -> None:
         assert torch.equal(where.weight, Fp8Dequantize(None).convert(given)["weight"])
 
 
+STAY = {
+    "layers.1.experts.router.weight": "layers.1.feed_forward.router.weight", "embed.weight": "embed_tokens.weight",
+    "head.weight": "lm_head.weight",
+    **{f"layers.2.mamba.{ours}": f"layers.2.mamba.{theirs}" for ours, theirs in (
+        ("parts.weight", "x_proj.weight"), ("dt.weight", "dt_proj.weight"), ("dt_bias", "dt_proj.bias"),
+        ("conv_weight", "conv1d.weight"), ("decay_log", "A_log"), ("skip", "D"),
+    )},
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", SMALL)
 def test_rounding_while_loading(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """By rows, of the weights as the checkpoint has them; router, norms, embeddings and head are not rounded."""
-    theirs = save(tmp_path, family)
-    exact = loaded(tmp_path, False, "fp8", torch.float32)
-    plain, kept = loaded(tmp_path, False, "fp8", dtype), loaded(tmp_path, True, "fp8", dtype)
-    assert len(in_fp8_of(kept)) == 8
-    found = weights_of(kept)
-    assert same(weights_of(plain), {name: weight.to(dtype) for name, weight in found.items()})
-    for name, layer in in_fp8_of(kept).items():
-        assert layer.scale.shape == (1, sum(layer.parts))
-        assert (layer.weight.float().abs().amax(1) == 448).all()
-        largest = weights_of(exact)[f"{name}.weight"].abs().amax(1)
-        torch.testing.assert_close(layer.scale[0] * 448, largest)
+    """By rows, those of each expert too, of the weights as the checkpoint has them; router, norms, embeddings, head and
+    what decays the states are not rounded."""
+    save(tmp_path, family)
+    stored = {name.removeprefix("model."): weight for name, weight in load_file(tmp_path / "model.safetensors").items()}
+    exact = weights_of(loaded(tmp_path, asked="fp8"))
+    plain, kept = (loaded(tmp_path, in_fp8, "fp8", dtype) for in_fp8 in (False, True))
+    found, wide = weights_of(kept), {name for name, p in kept.named_parameters() if p.dtype == torch.float32}
+    assert set(scales_of(kept)) == IN_FP8[family] if family in IN_FP8 else len(scales_of(kept)) == 8
+    assert same(weights_of(plain), {name: w.to(w.dtype if name in wide else dtype) for name, w in found.items()})
+    for name, scale in scales_of(kept).items():
+        numbers = kept.get_parameter(name)
+        assert scale.shape == (1, len(numbers))
+        assert (numbers.float().abs().amax(1) == 448).all()
+        torch.testing.assert_close(scale[0] * 448, exact[name].abs().amax(1))
     if family == "llama":
-        weight = theirs.model.layers[1].mlp.down_proj.weight.data
+        weight = stored["layers.1.mlp.down_proj.weight"]
         scale = (weight.abs().amax(1, keepdim=True) / 448).float()
         want = (weight / scale).to(E4M3).float() * scale
-        assert torch.equal(exact.layers[1].mlp.down.weight, want)
+        assert torch.equal(exact["layers.1.mlp.down.weight"], want)
         assert 0.001 < ((want - weight).norm() / weight.norm()).item() < 0.05
-        assert torch.equal(exact.head.weight, theirs.lm_head.weight)
-        assert torch.equal(exact.embed.weight, theirs.model.embed_tokens.weight)
-
-
-def test_a_cpu_multiplies_what_fp8_stands_for(tmp_path: Path) -> None:
-    save(tmp_path)
-    meant = publish(tmp_path, compressed("channel", "lm_head"), "channel")["model.layers.0.mlp.down_proj.weight"]
-    x = torch.randn(5, 272)
-    assert torch.equal(loaded(tmp_path).layers[0].mlp.down(x), x @ meant.T)
+        assert torch.equal(exact["head.weight"], stored["lm_head.weight"])
+        assert torch.equal(exact["embed.weight"], stored["embed_tokens.weight"])
+    if family == "jamba":
+        for ours, theirs in STAY.items():
+            assert torch.equal(found[ours], stored[theirs].to(found[ours].dtype))
+        for expert in range(3):
+            numbers, scale = fp8.rounded(stored[f"layers.3.feed_forward.experts.{expert}.down_proj.weight"])
+            rows = slice(expert * 144, (expert + 1) * 144)
+            assert torch.equal(found["layers.3.experts.down"][rows], numbers.float() * scale[:, None])
 
 
 def test_what_is_kept_stays(tmp_path: Path) -> None:
@@ -211,10 +270,7 @@ def test_what_is_kept_stays(tmp_path: Path) -> None:
         tmp_path, compressed("channel", *ignore), "channel", lambda name: not any(s in name for s in skipped)
     )
     plain, kept = loaded(tmp_path), loaded(tmp_path, in_fp8=True)
-    assert set(in_fp8_of(kept)) == {
-        "layers.0.attention.out", "layers.0.mlp.gate_up", "layers.0.mlp.down", "layers.1.attention.qkv",
-        "layers.1.attention.out", "layers.1.mlp.gate_up",
-    }  # fmt: skip
+    assert set(scales_of(kept)) == IN_FP8["llama"] - {"layers.0.attention.qkv.weight", "layers.1.mlp.down.weight"}
     assert same(weights_of(plain), weights_of(kept))
     assert torch.equal(kept.head.weight, meant["lm_head.weight"])
     assert not torch.equal(meant["lm_head.weight"], meant["lm_head.weight"].to(E4M3).float())
@@ -222,55 +278,62 @@ def test_what_is_kept_stays(tmp_path: Path) -> None:
     assert torch.equal(kept.layers[0].attention.qkv.weight, qkv)
 
 
-def put(name: str, value: Any) -> Callable[[Tensors], Any]:
-    def change(tensors: Tensors) -> None:
-        tensors[name] = value(tensors[name]) if callable(value) else value
-
-    return change
+def test_an_expert_that_is_kept_keeps_the_others_of_its_layer(tmp_path: Path) -> None:
+    save(tmp_path, "jamba")
+    said = compressed("channel", "lm_head", EXPERT.removesuffix(".weight"), "re:.*router")
+    meant = publish(tmp_path, said, "channel", lambda name: proj(name) and name != EXPERT)
+    plain, kept = loaded(tmp_path), loaded(tmp_path, in_fp8=True)
+    assert set(scales_of(kept)) == IN_FP8["jamba"] - {"layers.1.experts.gate_up"}
+    assert same(weights_of(plain), weights_of(kept))
+    assert torch.equal(kept.layers[1].experts.gate_up[-176:], meant[EXPERT])
 
 
 SCALE = f"{Q}_scale"
 
 
+def one_scale(value: float) -> Callable[[Tensors], Any]:
+    return put(SCALE, lambda s: s.index_fill(0, torch.tensor([3]), value))
+
+
+BROKEN: list[tuple[str, Callable[[Tensors], Any], str]] = [
+    ("channel", lambda t: t.pop(SCALE), "lacks layers.1.self_attn.q_proj.weight_scale"),
+    ("channel", lambda t: t.pop(Q), "lacks layers.1.self_attn.q_proj.weight"),
+    ("channel", one_scale(-0.5), "q_proj.weight_scale' .* scale -0.5"),
+    ("channel", one_scale(0.0), "has the scale 0"),
+    ("channel", one_scale(torch.nan), "has the scale nan"),
+    ("channel", one_scale(torch.inf), "has the scale inf"),
+    ("tensor", put(SCALE, torch.tensor(-1.0)), "has the scale -1"),
+    ("channel", put(SCALE, torch.ones(191, 1)), r"has shape \[191, 1\], for a weight \[192, 192\], as a whole"),
+    ("block", put(SCALE, torch.ones(1, 2)), r"has shape \[1, 2\], for a weight \[192, 192\], in blocks"),
+    ("channel", put(SCALE, torch.ones(192, 1, dtype=torch.int32)), "has dtype int32"),
+    ("channel", put(Q, lambda w: w.float()), "q_proj.weight' .* has dtype float32"),
+    ("channel", put(Q, lambda w: w.float().to(torch.float8_e5m2)), "has dtype float8_e5m2"),
+    ("channel", put(Q, lambda w: w[:, :64].clone()), r"has shape \[192, 64\]"),
+    ("channel", put("lm_head.weight", lambda w: w.to(E4M3)), "lm_head.weight' .* has dtype float8_e4m3fn"),
+    ("channel", put("lm_head.weight_scale", torch.ones(97, 1)), "which the model has no place for"),
+    ("channel", put(f"{SCALE}_inv", torch.ones(192, 1)), "already loaded"),
+    ("channel", put("model.layers.1.self_attn.q_proj.weight_zero_point", torch.ones(1)), "no place for"),
+]
+BROKEN_MIXED: list[tuple[str, Callable[[Tensors], Any], str]] = [
+    ("channel", lambda t: t.pop(f"{EXPERT}_scale"), "lacks layers.1.feed_forward.experts.2.up_proj.weight_scale"),
+    ("channel", put(f"{EXPERT}_scale", lambda s: -s), r"experts.2.up_proj.weight_scale' .* scale -"),
+    ("channel", put(f"{EXPERT}_scale", torch.ones(175, 1)), r"shape \[175, 1\], for a weight \[176, 144\]"),
+    ("channel", put(EXPERT, lambda w: w.float()), "experts.2.up_proj.weight' .* has dtype float32"),
+    ("channel", put("model.layers.0.mamba.A_log_scale", torch.ones(1)), "has no place for"),
+]
+
+
 @pytest.mark.parametrize(
-    ("kind", "change", "words"),
-    [
-        ("channel", lambda t: t.pop(SCALE), "lacks layers.1.self_attn.q_proj.weight_scale"),
-        ("channel", lambda t: t.pop(Q), "lacks layers.1.self_attn.q_proj.weight"),
-        (
-            "channel",
-            put(SCALE, lambda s: s.index_fill(0, torch.tensor([3]), -0.5)),
-            "q_proj.weight_scale' .* scale -0.5",
-        ),
-        ("channel", put(SCALE, lambda s: s.index_fill(0, torch.tensor([3]), 0.0)), "has the scale 0"),
-        ("channel", put(SCALE, lambda s: s.index_fill(0, torch.tensor([3]), torch.nan)), "has the scale nan"),
-        ("channel", put(SCALE, lambda s: s.index_fill(0, torch.tensor([3]), torch.inf)), "has the scale inf"),
-        ("tensor", put(SCALE, torch.tensor(-1.0)), "has the scale -1"),
-        ("channel", put(SCALE, torch.ones(191, 1)), r"has shape \[191, 1\], for a weight \[192, 192\], as a whole"),
-        ("block", put(SCALE, torch.ones(1, 2)), r"has shape \[1, 2\], for a weight \[192, 192\], in blocks"),
-        ("block", put(SCALE, torch.ones(192, 1)), r"has shape \[192, 1\]"),
-        ("channel", put(SCALE, torch.ones(192, 1, dtype=torch.int32)), "has dtype int32"),
-        ("channel", put(Q, lambda w: w.float()), "q_proj.weight' .* has dtype float32"),
-        ("channel", put(Q, lambda w: w.view(torch.uint8)), "has dtype uint8"),
-        ("channel", put(Q, lambda w: w.float().to(torch.float8_e5m2)), "has dtype float8_e5m2"),
-        ("channel", put(Q, lambda w: w[:, :64].clone()), r"has shape \[192, 64\]"),
-        ("channel", put("lm_head.weight", lambda w: w.to(E4M3)), "lm_head.weight' .* has dtype float8_e4m3fn"),
-        ("channel", put("lm_head.weight_scale", torch.ones(97, 1)), "which the model has no place for"),
-        ("channel", put(f"{SCALE}_inv", torch.ones(192, 1)), "already loaded"),
-        ("channel", put("model.layers.1.self_attn.q_proj.weight_zero_point", torch.ones(1)), "no place for"),
-    ],
+    ("family", "kind", "change", "words"),
+    [("llama", *row) for row in BROKEN] + [("jamba", *row) for row in BROKEN_MIXED],
 )
 @pytest.mark.parametrize("in_fp8", [False, True])
 def test_broken_checkpoints(
-    kind: str, change: Callable[[Tensors], Any], words: str, in_fp8: bool, tmp_path: Path
+    family: str, kind: str, change: Callable[[Tensors], Any], words: str, in_fp8: bool, tmp_path: Path
 ) -> None:
-    save(tmp_path)
-    publish(tmp_path, compressed(kind, "lm_head"), kind)
-    path = tmp_path / "model.safetensors"
-    tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
-    change(tensors)
-    path.unlink()
-    save_file(tensors, path)
+    save(tmp_path, family)
+    publish(tmp_path, compressed(kind, "lm_head", "re:.*router"), kind)
+    rewrite(tmp_path, change)
     with pytest.raises(StartupError, match=words) as failure:
         loaded(tmp_path, in_fp8)
     assert failure.value.remedy
@@ -282,10 +345,7 @@ def test_fp8_that_the_config_does_not_mention(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text())
     del config["quantization_config"]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    path = tmp_path / "model.safetensors"
-    tensors = {name: tensor.clone() for name, tensor in load_file(path).items() if "scale" not in name}
-    path.unlink()
-    save_file(tensors, path)
+    rewrite(tmp_path, lambda tensors: [tensors.pop(name) for name in list(tensors) if "scale" in name])
     with pytest.raises(StartupError, match="has dtype float8_e4m3fn"):
         loaded(tmp_path, asked="fp8")
 
@@ -293,10 +353,7 @@ def test_fp8_that_the_config_does_not_mention(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_what_is_not_finite_is_not_rounded(value: float, tmp_path: Path) -> None:
     save(tmp_path)
-    path = tmp_path / "model.safetensors"
-    tensors = load_file(path)
-    tensors[Q][5, 7] = value
-    save_file(tensors, path)
+    rewrite(tmp_path, lambda tensors: tensors[Q][5, 7:8].fill_(value))
     with pytest.raises(StartupError, match=r"q_proj.weight' .* isn't finite"):
         loaded(tmp_path, asked="fp8")
 
@@ -310,28 +367,39 @@ def test_rows_of_zeros() -> None:
 @pytest.mark.parametrize("family", SMALL)
 @pytest.mark.parametrize("said", [None, BLOCKS, FBGEMM])
 def test_the_plan_counts_every_byte(family: str, said: dict[str, Any] | None, tmp_path: Path) -> None:
+    """Also those that are in float32 whatever the dtype."""
     if family == "gpt2" and said is not None:
         pytest.skip("its checkpoints aren't published in FP8")
     save(tmp_path, family)
     config = {**read_config(tmp_path), "quantization_config": said}
     scheme, spec = fp8_of(config, "fp8"), read_spec(config)
     assert scheme is not None
-    model = fp8.in_fp8(config, torch.bfloat16, CPU, scheme)
-    real = sum(parameter.nbytes for parameter in model.parameters())
-    real += sum(layer.scale.nbytes for layer in in_fp8_of(model).values())
-    saved = fp8.saved_bytes(config, scheme, 2)
-    plan = plan_memory(EngineConfig(kv_tokens=64), spec, family, "bfloat16", 2, "cpu", saved)
-    assert plan.weights == real
-    assert real < 0.8 * 2 * spec.parameters
-    assert " and fewer bits" in plan.lines()[0]
-    plain = plan_memory(EngineConfig(kv_tokens=64), spec, family, "bfloat16", 2, "cpu")
-    assert plain.weights == 2 * spec.parameters
-    assert "FP8" not in plain.lines()[0]
+    for itemsize, dtype in ((2, torch.bfloat16), (4, torch.float32)):
+        model = fp8.in_fp8(config, dtype, CPU, scheme)
+        real = sum(weight.nbytes for weight in (*model.parameters(), *scales_of(model).values()))
+        full = fp8.made({**config, "quantization_config": None}, dtype, CPU, None)
+        saved, whole = fp8.saved_bytes(config, scheme, itemsize), sum(weight.nbytes for weight in full.parameters())
+        plan, plain = (
+            plan_memory(EngineConfig(kv_tokens=64), spec, family, str(dtype), itemsize, "cpu", less)
+            for less in (saved, 0)
+        )
+        assert (plan.weights, plain.weights) == (real, whole)
+        assert real < 0.8 * whole
+        assert " and fewer bits" in plan.lines()[0]
+        assert " and fewer bits" not in plain.lines()[0]
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_jamba_fits_in_half() -> None:
+    config = named_config("jamba-52b")
+    spec = read_spec(config)
+    planned = spec.weight_bytes(2) - fp8.saved_bytes(config, MADE, 2)
+    assert spec.weight_bytes(2) > 103e9
+    assert 52e9 < planned < 53e9
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", *MIXED])
 def test_dummy_weights_in_fp8(family: str, tmp_path: Path) -> None:
-    """The same in FP8 and in the model's dtype; tied weights stay tied."""
+    """The same in FP8 and in the model's dtype; tied weights stay tied; once prepared, what has no weight has ones."""
     save(tmp_path, family)
     config = read_config(tmp_path)
     kept, plain = fp8.in_fp8(config, torch.float32, CPU, MADE), fp8.made(config, torch.float32, CPU, MADE)
@@ -339,14 +407,15 @@ def test_dummy_weights_in_fp8(family: str, tmp_path: Path) -> None:
     fill_dummy(kept, 3, MADE)
     fill_dummy(plain, 3, MADE)
     assert same(weights_of(kept), weights_of(plain))
-    for layer in in_fp8_of(kept).values():
-        weight = fp8.scaled(layer.weight, layer.scale)
+    for name in scales_of(kept):
+        weight = weights_of(kept)[name]
         assert weight.std().item() == pytest.approx(0.02, rel=0.05)
         assert not torch.equal(weight[0], weight[1])
-
-
-def test_a_cpu_computes_in_the_models_dtype() -> None:
-    assert not fp8.native(torch.bfloat16, CPU)
+    mixers = [module for module in kept.modules() if isinstance(module, Mamba)]
+    for mixer in mixers:
+        mixer.prepare()
+        assert all(torch.equal(norm.weight, torch.ones(norm.shape)) for norm in mixer.norms)
+    assert [len(mixer.norms) for mixer in mixers] == [0 if family == "mamba" else 3] * len(mixers)
 
 
 @pytest.mark.parametrize(("capability", "native"), [((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True)])

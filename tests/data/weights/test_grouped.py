@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from test_loading import put, rewrite
 from torch import Tensor
 
 from quire.build import build
@@ -22,6 +23,7 @@ from quire.data.weights.checkpoint import read_config
 from quire.data.weights.few import made
 from quire.data.weights.loader import load
 from quire.errors import StartupError
+from quire.vocabulary.layout import WHOLE, Part
 from quire.vocabulary.params import SamplingParams
 
 LLAMA = {
@@ -95,7 +97,8 @@ def repack(folder: Path, said: dict[str, Any], called: str) -> Tensors:
     return whole
 
 
-def logprobs(folder: Path, tokens: list[int], **more: Any) -> Tensor:
+def logprobs(folder: Path | str, tokens: list[int], **more: Any) -> Tensor:
+    """What an engine of the model in `folder` says of a prompt."""
     settings = {"dtype": "float32", "device": "cpu", "skip_tokenizer_init": True, "kv_tokens": 64, **more}
     engine = build(EngineConfig(model=str(folder), **settings)).engine
     engine.add("a", tokens, SamplingParams(max_tokens=1, prompt_logprobs=0))
@@ -105,6 +108,11 @@ def logprobs(folder: Path, tokens: list[int], **more: Any) -> Tensor:
             found += [top.logprob for top in output.prompt_tops or ()]
     engine.close()
     return torch.tensor(found, dtype=torch.float64)
+
+
+def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("linear", "quantised"):
+        monkeypatch.setattr(f"quire.data.kernels.cpu.{module}.library", lambda: None)
 
 
 SAID = [
@@ -121,8 +129,7 @@ def test_published_checkpoints(
 ) -> None:
     """In few bits, or in the model's dtype where there are no kernels for them, the logits are transformers'."""
     if not kernels:
-        for module in ("linear", "quantised"):
-            monkeypatch.setattr(f"quire.data.kernels.cpu.{module}.library", lambda: None)
+        without_kernels(monkeypatch)
     theirs = publish(tmp_path, said)
     tokens = torch.randint(0, 97, (40,), generator=torch.Generator().manual_seed(1))
     expected = theirs(tokens[None]).logits[0, :-1].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
@@ -132,11 +139,17 @@ def test_published_checkpoints(
     assert (rounded - expected).abs().max() < 0.2
 
 
-def put(name: str, value: Any) -> Callable[[Tensors], Any]:
-    def change(tensors: Tensors) -> None:
-        tensors[name] = value(tensors[name]) if callable(value) else value
-
-    return change
+def loaded(folder: Path, dtype: torch.dtype = torch.float32, part: Part = WHOLE) -> Any:
+    """Our model, or a rank's; its parameters begin as NaN, so that one that isn't filled shows."""
+    config = read_config(folder)
+    scheme = scheme_of(config, None)
+    assert isinstance(scheme, Few)
+    model = made(config, dtype, torch.device("cpu"), scheme, part=part)
+    for parameter in model.parameters():
+        if not parameter.is_meta:
+            parameter.data.view(torch.uint8).fill_(0xFF)
+    load(model, folder, scheme=scheme)
+    return model
 
 
 @pytest.mark.parametrize(
@@ -144,7 +157,6 @@ def put(name: str, value: Any) -> Callable[[Tensors], Any]:
     [
         (lambda t: t.pop(f"{Q}.scales"), "lacks layers.1.self_attn.q_proj.scales"),
         (lambda t: t.pop(f"{Q}.qweight"), "lacks layers.1.self_attn.q_proj.qweight"),
-        (put(f"{Q}.scales", lambda s: s.index_fill(0, torch.tensor([1]), torch.inf)), "q_proj.scales' .* isn't a fin"),
         (put(f"{Q}.scales", lambda s: s.index_fill(0, torch.tensor([1]), torch.nan)), "q_proj.scales' .* isn't a fin"),
         (put(f"{Q}.scales", torch.ones(3, 128).half()), r"has shape \[3, 128\], but config.json makes it \[4, 128\]"),
         (put(f"{Q}.qweight", torch.zeros(16, 127).int()), r"has shape \[16, 127\]"),
@@ -157,17 +169,9 @@ def put(name: str, value: Any) -> Callable[[Tensors], Any]:
 )  # fmt: skip
 def test_broken_checkpoints(change: Callable[[Tensors], Any], words: str, tmp_path: Path) -> None:
     publish(tmp_path, GPTQ)
-    path = tmp_path / "model.safetensors"
-    tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
-    change(tensors)
-    path.unlink()
-    save_file(tensors, path)
-    config = read_config(tmp_path)
-    scheme = scheme_of(config, None)
-    assert isinstance(scheme, Few)
-    model = made(config, torch.float32, torch.device("cpu"), scheme)
+    rewrite(tmp_path, change)
     with pytest.raises(StartupError, match=words) as failure:
-        load(model, tmp_path, scheme=scheme)
+        loaded(tmp_path)
     assert failure.value.remedy
 
 
@@ -177,7 +181,6 @@ def test_broken_checkpoints(change: Callable[[Tensors], Any], words: str, tmp_pa
         ({**AWQ, "bits": 3}, "bits .* is 3"),
         ({**AWQ, "version": "gemv"}, "the version 'gemv'"),
         ({**AWQ, "group_size": 48}, "group_size .* is 48"),
-        ({**AWQ, "group_size": "64"}, "group_size .* is '64'"),
         ({**GPTQ, "bits": 2}, "bits .* is 2"),
         ({**GPTQ, "group_size": -1}, "group_size .* is -1"),
         ({**GPTQ, "lm_head": True}, "lm_head"),
@@ -195,8 +198,5 @@ def test_groups_that_do_not_divide(tmp_path: Path) -> None:
     publish(tmp_path, {**AWQ, "group_size": 128})
     said = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**said, "intermediate_size": 192}))
-    config = read_config(tmp_path)
-    scheme = scheme_of(config, None)
-    assert isinstance(scheme, Few)
     with pytest.raises(StartupError, match=r"groups of 128 columns .* don't divide"):
-        load(made(config, torch.float32, torch.device("cpu"), scheme), tmp_path, scheme=scheme)
+        loaded(tmp_path)

@@ -5,14 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import gguf_files
 import pytest
-import test_fp8
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from test_grouped import AWQ, GPTQ, LLAMA, logprobs, packed, publish, repack
-from test_quantised_shards import BIG, ROUND, assert_slices, blank, with_bits
+from test_grouped import AWQ, GPTQ, LLAMA, loaded, logprobs, packed, publish, repack, without_kernels
+from test_quantised_shards import ROUND, assert_slices, converted, with_bits
 from test_slices import CONFIGS
 from test_slices import publish as publish_plain
 from test_tensor_parallel import both
@@ -24,27 +22,17 @@ from quire.data.models.configs import named_config
 from quire.data.models.quantization import Few, scheme_of
 from quire.data.weights import few
 from quire.data.weights.checkpoint import read_config
-from quire.data.weights.gguf import read_gguf
 from quire.data.weights.gguf_loader import load_gguf
 from quire.data.weights.gguf_model import config_of
 from quire.data.weights.grouped import KINDS, Stored
 from quire.data.weights.loader import load
 from quire.data.weights.slices import Slice
 from quire.errors import StartupError
-from quire.vocabulary.layout import WHOLE, Part
+from quire.vocabulary.layout import Part
 
 CPU = torch.device("cpu")
 ORDERED = {**GPTQ, "desc_act": True}
 EIGHT = {**GPTQ, "bits": 8}
-
-
-def loaded(folder: Path, part: Part, dtype: torch.dtype = torch.float32, config: dict[str, Any] | None = None) -> Any:
-    config = read_config(folder) if config is None else config
-    scheme = scheme_of(config, None)
-    assert isinstance(scheme, Few)
-    model = blank(few.made(config, dtype, CPU, scheme, part=part))
-    load(model, folder, scheme=scheme)
-    return model
 
 
 @pytest.mark.parametrize(
@@ -56,7 +44,7 @@ def loaded(folder: Path, part: Part, dtype: torch.dtype = torch.float32, config:
 def test_shards_are_slices(said: dict[str, Any], ranks: int, tmp_path: Path) -> None:
     """Of four ranks two have the same heads of keys."""
     publish(tmp_path, said)
-    shards, whole = assert_slices(lambda part, _: loaded(tmp_path, part), ranks), loaded(tmp_path, WHOLE)
+    shards, whole = assert_slices(lambda part, _: loaded(tmp_path, part=part), ranks), loaded(tmp_path)
     assert with_bits(shards[0]) == with_bits(whole)
     if said.get("desc_act") or ranks > 2:
         return
@@ -67,9 +55,9 @@ def test_shards_are_slices(said: dict[str, Any], ranks: int, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("said", [AWQ, GPTQ], ids=str)
 def test_shards_without_kernels(said: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.data.kernels.cpu.quantised.library", lambda: None)
+    without_kernels(monkeypatch)
     publish(tmp_path, said)
-    shards = assert_slices(lambda part, _: loaded(tmp_path, part, torch.bfloat16), 2)
+    shards = assert_slices(lambda part, _: loaded(tmp_path, torch.bfloat16, part), 2)
     assert not with_bits(shards[0])
 
 
@@ -79,7 +67,7 @@ def test_experts(said: dict[str, Any], tmp_path: Path) -> None:
     config = {**CONFIGS["jamba"], "intermediate_size": 96, "expert_layer_period": 1, "expert_layer_offset": 0}
     publish_plain(config, tmp_path)
     meant = repack(tmp_path, said, r"(feed_forward.*|self_attn.*|in|out)_proj\.weight")
-    shards = assert_slices(lambda part, _: loaded(tmp_path, part), 2)
+    shards = assert_slices(lambda part, _: loaded(tmp_path, part=part), 2)
     [name] = [name for name in meant if "layers.1." in name and "experts.1.down_proj" in name]
     for shard, own in zip(shards, (slice(48), slice(48, 96))):
         experts = [module for module in shard.modules() if isinstance(module, SparseMLP)][1]
@@ -123,11 +111,12 @@ def test_a_cut_through_groups_is_refused(said: dict[str, Any], tmp_path: Path) -
 
 def held(model: Any) -> int:
     """Bytes of a prepared model's weights, packed or not."""
-    found = sum(weight.nbytes for weight in model.parameters())
+    packed = {}
     for module in model.modules():
         product = getattr(module, "packed" if isinstance(module, Linear) else "inner", None)
-        found += product.data.nbytes if hasattr(product, "data") else 0
-    return found
+        if hasattr(product, "data"):
+            packed[product.data.data_ptr()] = product.data.nbytes  # tied ones once
+    return sum(weight.nbytes for weight in model.parameters()) + sum(packed.values())
 
 
 @pytest.mark.parametrize("asked", ["awq", "gptq", "int8", "int4", "gguf"])
@@ -138,8 +127,7 @@ def test_a_ranks_weights_to_the_byte(asked: str, tmp_path: Path) -> None:
         publish(tmp_path, said)
         config = read_config(tmp_path)
     elif asked == "gguf":
-        test_fp8.save(tmp_path, **{**BIG, "vocab_size": 352})
-        file = read_gguf(gguf_files.convert(tmp_path, "llama", tmp_path / "model.gguf", "q8_0", vocab_size=352))
+        file = converted(tmp_path, "q8_0")
         config = config_of(file)
     else:
         publish_plain(config, tmp_path)

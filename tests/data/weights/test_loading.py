@@ -27,27 +27,12 @@ from quire.errors import StartupError
 
 CPU = torch.device("cpu")
 SMALL: dict[str, dict[str, Any]] = {
-    "llama": {
-        "hidden_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "intermediate_size": 24,
-        "vocab_size": 31,
-        "max_position_embeddings": 32,
-        "tie_word_embeddings": False,
-    },
+    "llama": {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+              "intermediate_size": 24, "vocab_size": 31, "max_position_embeddings": 32, "tie_word_embeddings": False},
     "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 4, "vocab_size": 31, "n_positions": 32},
-    "opt": {
-        "hidden_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "ffn_dim": 24,
-        "vocab_size": 31,
-        "max_position_embeddings": 32,
-        "word_embed_proj_dim": 16,
-    },
-}
+    "opt": {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 24, "vocab_size": 31,
+            "max_position_embeddings": 32, "word_embed_proj_dim": 16},
+}  # fmt: skip
 Tensors = dict[str, torch.Tensor]
 Q = "model.layers.1.self_attn.q_proj.weight"
 
@@ -56,6 +41,14 @@ def save(folder: Path, family: str = "llama", **more: Any) -> transformers.PreTr
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(family, **SMALL[family]))
     model.save_pretrained(folder, **more)
+    return model
+
+
+def save_large(folder: Path, **size: Any) -> transformers.PreTrainedModel:
+    """A checkpoint in bf16 whose weights are large enough to be mapped."""
+    config = transformers.AutoConfig.for_model("llama", **{**SMALL["llama"], "vocab_size": 1024, **size})
+    model = transformers.AutoModelForCausalLM.from_config(config).bfloat16()
+    model.save_pretrained(folder)
     return model
 
 
@@ -87,19 +80,13 @@ def rewrite(folder: Path, change: Callable[[Tensors], Any]) -> None:
     save_file(tensors, path)
 
 
-def test_rows_are_stacked_and_weights_converted(tmp_path: Path) -> None:
-    theirs, ours = save(tmp_path).state_dict(), loaded(tmp_path, torch.bfloat16)
-    layer = "model.layers.1."
-    qkv = torch.cat([theirs[f"{layer}self_attn.{x}_proj.weight"] for x in "qkv"]).bfloat16()
-    assert torch.equal(ours["layers.1.attention.qkv.weight"], qkv)
-    gate_up = torch.cat([theirs[f"{layer}mlp.{x}_proj.weight"] for x in ("gate", "up")]).bfloat16()
-    assert torch.equal(ours["layers.1.mlp.gate_up.weight"], gate_up)
+def put(name: str, value: Any) -> Callable[[Tensors], Any]:
+    """For `rewrite`: a tensor, or what becomes of the one that is there."""
 
+    def change(tensors: Tensors) -> None:
+        tensors[name] = value(tensors[name]) if callable(value) else value
 
-def test_gpt2_weights_are_transposed(tmp_path: Path) -> None:
-    theirs, ours = save(tmp_path, "gpt2").state_dict(), loaded(tmp_path)
-    assert torch.equal(ours["layers.0.attention.out.weight"], theirs["transformer.h.0.attn.c_proj.weight"].t())
-    assert torch.equal(ours["positions.weight"], theirs["transformer.wpe.weight"])
+    return change
 
 
 @pytest.mark.parametrize("family", SMALL)
@@ -142,34 +129,27 @@ def test_known_extras_are_ignored(family: str, extra: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("family", "change", "words"),
     [
-        (lambda t: t.pop(Q), "lacks layers.1.self_attn.q_proj.weight"),
-        (lambda t: t.pop("lm_head.weight"), "lacks lm_head.weight"),
-        (lambda t: [t.pop(name) for name in list(t)[:9]], "and 6 more tensors"),
-        (
-            lambda t: t.update({"model.layers.7.x": torch.zeros(1)}),
-            "'model.layers.7.x', which the model has no place for",
-        ),
-        (lambda t: t.update({Q: torch.zeros(16, 17)}), r"q_proj.weight' in .* has shape \[16, 17\], .* \[16, 16\]"),
-        (lambda t: t.update({Q: torch.zeros(256)}), r"has shape \[256\], but config.json makes it \[16, 16\]"),
-        (lambda t: t.update({Q: torch.zeros(16, 16, dtype=torch.int8)}), "q_proj.weight' in .* has dtype int8"),
-        (lambda t: t.update({Q.removeprefix("model."): torch.zeros(16, 16)}), "already loaded"),
+        ("llama", lambda t: t.pop(Q), "lacks layers.1.self_attn.q_proj.weight"),
+        ("llama", lambda t: [t.pop(name) for name in list(t)[:9]], "and 6 more tensors"),
+        ("llama", put("model.layers.7.x", torch.zeros(1)), "'model.layers.7.x', which the model has no place for"),
+        ("llama", put(Q, torch.zeros(16, 17)), r"q_proj.weight' in .* has shape \[16, 17\], .* \[16, 16\]"),
+        ("llama", put(Q, torch.zeros(256)), r"has shape \[256\], but config.json makes it \[16, 16\]"),
+        ("llama", put(Q, torch.zeros(16, 16, dtype=torch.int8)), "q_proj.weight' in .* has dtype int8"),
+        ("llama", put(Q.removeprefix("model."), torch.zeros(16, 16)), "already loaded"),
+        # transposed weights are named as the file has them
+        ("gpt2", put("transformer.h.0.mlp.c_fc.weight", torch.zeros(64, 16)), r"\[64, 16\], but .* \[16, 64\]"),
     ],
 )
-def test_tensors_that_do_not_fit_are_named(change: Callable[[Tensors], Any], words: str, tmp_path: Path) -> None:
-    save(tmp_path)
+def test_tensors_that_do_not_fit_are_named(
+    family: str, change: Callable[[Tensors], Any], words: str, tmp_path: Path
+) -> None:
+    save(tmp_path, family)
     rewrite(tmp_path, change)
     with pytest.raises(StartupError, match=words) as failure:
         load(built(tmp_path), tmp_path)
     assert failure.value.remedy
-
-
-def test_shapes_of_transposed_weights_are_named_as_the_file_has_them(tmp_path: Path) -> None:
-    save(tmp_path, "gpt2")
-    rewrite(tmp_path, lambda tensors: tensors.update({"transformer.h.0.mlp.c_fc.weight": torch.zeros(64, 16)}))
-    with pytest.raises(StartupError, match=r"has shape \[64, 16\], but config.json makes it \[16, 64\]"):
-        load(built(tmp_path), tmp_path)
 
 
 @pytest.mark.parametrize("keep", [0, 5, 300, -1])
@@ -256,10 +236,7 @@ def test_dummy_weights(name: str) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="files are mapped there")
 def test_large_weights_that_need_no_change_lie_in_the_file(tmp_path: Path) -> None:
-    size = {**SMALL["llama"], "hidden_size": 768, "vocab_size": 1024}
-    config = transformers.AutoConfig.for_model("llama", **size)
-    theirs = transformers.AutoModelForCausalLM.from_config(config).bfloat16()
-    theirs.save_pretrained(tmp_path)
+    theirs = save_large(tmp_path, hidden_size=768)
     model, converted = built(tmp_path, torch.bfloat16), built(tmp_path)
     load(model, tmp_path)
     load(converted, tmp_path)
@@ -279,8 +256,7 @@ def test_large_weights_that_need_no_change_lie_in_the_file(tmp_path: Path) -> No
 @pytest.mark.skipif(sys.platform != "linux", reason="files are mapped there")
 def test_a_file_stays_where_pages_are_given_back(tmp_path: Path) -> None:
     """Also if all weights were converted: other memory would be there, and lose what is in it."""
-    config = transformers.AutoConfig.for_model("llama", **{**SMALL["llama"], "hidden_size": 768, "vocab_size": 1024})
-    transformers.AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(tmp_path)
+    save_large(tmp_path, hidden_size=768)
     model = built(tmp_path)
     load(model, tmp_path)
     [mapped] = model.mapped
@@ -297,9 +273,7 @@ def test_a_file_stays_where_pages_are_given_back(tmp_path: Path) -> None:
 def test_weights_that_are_changed_wait_in_the_file(dtype: torch.dtype, tmp_path: Path) -> None:
     """Parts of a stacked one, and what is converted, until their layer is prepared; nothing of the file is in memory
     afterwards."""
-    config = transformers.AutoConfig.for_model("llama", **{**SMALL["llama"], "hidden_size": 1024, "vocab_size": 1024})
-    theirs = transformers.AutoModelForCausalLM.from_config(config).bfloat16()
-    theirs.save_pretrained(tmp_path)
+    theirs = save_large(tmp_path, hidden_size=1024)
     model = built(tmp_path, dtype)
     load(model, tmp_path)
     product, [mapped] = model.layers[0].attention.qkv, model.mapped
@@ -364,10 +338,8 @@ print(json.dumps([1024 * (kib("VmHWM") - before), built.plan.weights]))
 @pytest.mark.skipif(library() is None, reason="there are no kernels for this CPU (no compiler?)")
 def test_a_start_takes_little_more_memory_than_its_weights(tmp_path: Path) -> None:
     """Neither a copy of all weights beside the packed ones, nor all of the file, converted or not."""
-    size = {**SMALL["llama"], "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 6}
-    size |= {"vocab_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 16, "torch_dtype": "bfloat16"}
-    config = transformers.AutoConfig.for_model("llama", **size)
-    transformers.AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(tmp_path)
+    size = {"intermediate_size": 4096, "num_hidden_layers": 6, "num_attention_heads": 16, "num_key_value_heads": 16}
+    save_large(tmp_path, hidden_size=1024, torch_dtype="bfloat16", **size)
     for dtype, itemsize in (("bfloat16", 2), ("float32", 4)):
         program = [sys.executable, "-c", LOADING, str(tmp_path), dtype]
         taken, weights = json.loads(subprocess.run(program, capture_output=True, text=True, timeout=100).stdout)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from quire.data.weights import dummy, few, fp8
 from quire.data.weights.checkpoint import read_config
 from quire.data.weights.dummy import fill_dummy
 from quire.data.weights.fp8 import places
-from quire.data.weights.gguf import read_gguf
+from quire.data.weights.gguf import GGUF, read_gguf
 from quire.data.weights.gguf_loader import load_gguf
 from quire.data.weights.gguf_model import config_of
 from quire.data.weights.loader import load
@@ -97,19 +98,25 @@ def blank(model: Any) -> Any:
     return model
 
 
+def built_by(make: Callable[[Part], Any], fill: Callable[..., object]) -> Build:
+    """A rank's model by `make`, filled by `fill`. Its parameters begin as NaN, so that one that isn't filled shows."""
+
+    def build(part: Part, most: Any) -> Any:
+        model = blank(make(part))
+        fill(model, most=most)
+        return model
+
+    return build
+
+
 @pytest.mark.parametrize("in_fp8", [False, True], ids=["dequantised", "in FP8"])
 @pytest.mark.parametrize("name", ["llama", "llama, copied heads", "gemma2", "jamba", "mamba"])
 def test_weights_that_become_fp8(name: str, in_fp8: bool, tmp_path: Path) -> None:
     """A rank's columns are a multiple of 16, which the kernels take; else they would be in the model's dtype."""
     config = {**CONFIGS[name], "intermediate_size": 192}
     publish(config, tmp_path)
-
-    def build(part: Part, most: Any) -> Any:
-        make = fp8.in_fp8 if in_fp8 else fp8.made
-        model = blank(make(config, torch.float32, CPU, MADE, part))
-        load(model, tmp_path, scheme=MADE, most=most)
-        return model
-
+    make, fill = fp8.in_fp8 if in_fp8 else fp8.made, partial(load, folder=tmp_path, scheme=MADE)
+    build = built_by(lambda part: make(config, torch.float32, CPU, MADE, part), fill)
     shards = assert_slices(build, 4 if "copied" in name else 2)
     alone = blank(fp8.made(config, torch.float32, CPU, MADE, Part(0, 2)))
     load(alone, tmp_path, scheme=MADE)
@@ -129,12 +136,8 @@ def test_checkpoints_in_fp8(said: dict[str, Any], kind: str, in_fp8: bool, tmp_p
     config = read_config(tmp_path)
     scheme = fp8_of(config, None)
     assert isinstance(scheme, FP8)
-
-    def build(part: Part, most: Any) -> Any:
-        model = blank((fp8.in_fp8 if in_fp8 else fp8.made)(config, torch.float32, CPU, scheme, part))
-        load(model, tmp_path, scheme=scheme, most=most)
-        return model
-
+    make, fill = fp8.in_fp8 if in_fp8 else fp8.made, partial(load, folder=tmp_path, scheme=scheme)
+    build = built_by(lambda part: make(config, torch.float32, CPU, scheme, part), fill)
     shards, whole = assert_slices(build, 2), build(WHOLE, None)
     spare = 2 * 97 * 512 * 4 + 5 * 512 * 4 + 64 * 1024  # embedding, head, norms, scales
     for shard in shards:
@@ -160,50 +163,27 @@ ROUND = {**CONFIGS["llama, padded"], "hidden_size": 512, "intermediate_size": 51
          "num_key_value_heads": 2}  # fmt: skip
 
 
-@pytest.mark.parametrize("asked", BITS)
+@pytest.mark.parametrize(("asked", "vocab", "ranks"), [("int8", 331, 2), ("int4", 331, 2), ("int8", 150, 4)])
 @pytest.mark.parametrize("source", ["loaded", "dummy"])
-def test_weights_of_few_bits(asked: str, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_of_few_bits(
+    asked: str, source: str, vocab: int, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 150 rows of the vocabulary the fourth of four ranks has none: its head is padding, in few bits too."""
     monkeypatch.setattr(dummy, "NOISE", 10_007)
-    publish(ROUND, tmp_path)
-    scheme = BITS[asked]
-    config = ROUND
-
-    def build(part: Part, most: Any) -> Any:
-        model = blank(few.made(config, torch.bfloat16, CPU, scheme, part=part))
-        if source == "dummy":
-            fill_dummy(model, 5, scheme)
-        else:
-            load(model, tmp_path, scheme=scheme, most=most)
-        return model
-
-    assert_slices(build, 2)
-
-
-def test_a_rank_without_rows_of_the_vocabulary(tmp_path: Path) -> None:
-    """The fourth of four: its head is padding, in few bits too."""
-    config = {**ROUND, "vocab_size": 150}
+    config, scheme = {**ROUND, "vocab_size": vocab}, BITS[asked]
     publish(config, tmp_path)
-
-    def build(part: Part, most: Any) -> Any:
-        model = blank(few.made(config, torch.bfloat16, CPU, BITS["int8"], part=part))
-        load(model, tmp_path, scheme=BITS["int8"], most=most)
-        return model
-
-    assert not len(Part(3, 4).vocabulary(150))
-    assert_slices(build, 4)
+    read = partial(load, folder=tmp_path, scheme=scheme)
+    fill = read if source == "loaded" else lambda model, most: fill_dummy(model, 5, scheme)
+    assert_slices(built_by(lambda part: few.made(config, torch.bfloat16, CPU, scheme, part=part), fill), ranks)
+    assert bool(Part(ranks - 1, ranks).vocabulary(vocab)) == (vocab > 150)
 
 
 @pytest.mark.parametrize("name", ["llama", "jamba"])
 def test_dummy_weights_in_fp8(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dummy, "NOISE", 10_007)
-
-    def build(part: Part, most: Any) -> Any:
-        config = {**CONFIGS[name], "intermediate_size": 192}
-        model = fp8.in_fp8(config, torch.float32, CPU, MADE, part)
-        fill_dummy(model, 5, MADE)
-        return model
-
-    assert_slices(build, 2)
+    config = {**CONFIGS[name], "intermediate_size": 192}
+    make = partial(fp8.in_fp8, config, torch.float32, CPU, MADE)
+    assert_slices(built_by(make, lambda model, most: fill_dummy(model, 5, MADE)), 2)
 
 
 def test_columns_that_are_no_whole_groups_are_refused() -> None:
@@ -214,34 +194,24 @@ def test_columns_that_are_no_whole_groups_are_refused() -> None:
         few.made({**config, "intermediate_size": 192}, torch.float32, CPU, BITS["int8"], part=Part(0, 4))
 
 
+def converted(folder: Path, kind: str, vocab: int = 352, **more: Any) -> GGUF:
+    """A GGUF file with tensors of that kind."""
+    test_fp8.save(folder, **{**BIG, "vocab_size": vocab, **more})
+    return read_gguf(gguf_files.convert(folder, "llama", folder / "model.gguf", kind, vocab_size=vocab))
+
+
 def test_blocks_that_become_fp8_are_cut_anywhere(tmp_path: Path) -> None:
     """A rank has 528 columns of 1,056, whose blocks have 32."""
-    test_fp8.save(tmp_path, **{**BIG, "intermediate_size": 1056, "vocab_size": 352})
-    file = read_gguf(gguf_files.convert(tmp_path, "llama", tmp_path / "model.gguf", "q8_0", vocab_size=352))
-    settings = config_of(file)
-
-    def build(part: Part, most: Any) -> Any:
-        model = blank(fp8.in_fp8(settings, torch.float32, CPU, MADE, part))
-        load_gguf(model, file, scheme=MADE, most=most)
-        return model
-
-    assert_slices(build, 2)
+    file = converted(tmp_path, "q8_0", intermediate_size=1056)
+    make = partial(fp8.in_fp8, config_of(file), torch.float32, CPU, MADE)
+    assert_slices(built_by(make, partial(load_gguf, file=file, scheme=MADE)), 2)
 
 
 @pytest.mark.parametrize(
     ("kind", "vocab", "ranks"), [("f32", 352, 2), ("bf16", 352, 2), ("q8_0", 352, 2), ("q8_0", 150, 4)]
 )
 def test_files_of_blocks(kind: str, vocab: int, ranks: int, tmp_path: Path) -> None:
-    test_fp8.save(tmp_path, **{**BIG, "vocab_size": vocab})
-    path = gguf_files.convert(tmp_path, "llama", tmp_path / "model.gguf", kind, vocab_size=vocab)
-    file = read_gguf(path)
-    settings = config_of(file)
-    scheme = Few(0, "gguf")
-
-    def build(part: Part, most: Any) -> Any:
-        model = blank(few.made(settings, torch.float32, CPU, scheme, file, part))
-        load_gguf(model, file, scheme=scheme, most=most)
-        return model
-
-    shards = assert_slices(build, ranks)
+    file, scheme = converted(tmp_path, kind, vocab), Few(0, "gguf")
+    make = partial(few.made, config_of(file), torch.float32, CPU, scheme, file)
+    shards = assert_slices(built_by(make, partial(load_gguf, file=file, scheme=scheme)), ranks)
     assert with_bits(shards[0]) == (kind == "q8_0") or not few.supports(256, torch.float32, CPU)

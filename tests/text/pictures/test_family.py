@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -33,25 +32,6 @@ def eyes(name: str) -> FamilyEyes:
 
 def noise(height: int, width: int) -> Image.Image:
     return Image.fromarray(np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8))
-
-
-def test_a_pictures_tokens_are_as_many_as_its_rows() -> None:
-    for name in TEXTS:
-        one = eyes(name)
-        seen = one.prepare(noise(400, 700))
-        assert len(seen.data) == math.prod(seen.shape)
-        ids, [(start, count)] = one.place([5, one.token, 6], [seen.grid])
-        assert count == one.rows(seen.grid) == ids.count(one.token)
-        assert ids[start : start + count] == [one.token] * count
-        assert one.parts(seen.grid) in (len(seen.data) // (3 * seen.shape[1] ** 2), seen.shape[0] + 1)
-        assert one.token in one.reserved
-
-
-def test_one_of_several_pictures_is_shown_smaller() -> None:
-    one = eyes("llava-onevision-7b")
-    alone, apart = (one.prepare(noise(400, 700), alone) for alone in (True, False))
-    assert alone.grid != apart.grid
-    assert (one.rows(apart.grid), one.parts(apart.grid)) == (27 * 27 + 1, 1)
 
 
 def test_what_stands_around_internvls_pictures() -> None:

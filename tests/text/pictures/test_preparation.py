@@ -4,6 +4,7 @@ transformers lacks, beside the algorithm that was published with its weights, wr
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import numpy.typing as npt
@@ -18,16 +19,7 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 from quire.data.models.vision import VisionSettings, build_encoder
 from quire.errors import StartupError
 from quire.text.pictures import preparation, read_preparation
-from quire.vocabulary.pictures import (
-    AnyResolution,
-    Closest,
-    Fitted,
-    Grid,
-    HighDefinition,
-    Single,
-    Tiling,
-    arrangements,
-)
+from quire.vocabulary.pictures import AnyResolution, Closest, Fitted, Grid, HighDefinition, Single, Tiling
 
 TILE, SIDE = 56, 4
 HALF = (0.5, 0.5, 0.5)
@@ -200,16 +192,12 @@ def test_rows_and_parts_are_bounded_and_what_is_cut(tiling: Tiling) -> None:
 @pytest.mark.parametrize("size", [(10_000, 2), (2, 10_000)])
 def test_a_long_strip_takes_no_square(size: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """A square as wide as it is long would have 10^8 pixels."""
-    areas = []
-
-    def canvas(height: int, width: int, colour: tuple[int, int, int]) -> Image.Image:
-        areas.append(height * width)
-        return Image.new("RGB", (width, height), colour)
-
+    canvas = Mock(wraps=preparation.canvas)
     monkeypatch.setattr(preparation, "canvas", canvas)
     ours = read_preparation({}, AnyResolution(TILE, SIDE, tuple(SIZES_LLAVA), 9), (0.1, 0.5, 0.9))
     pixels = ours.prepare(Image.new("RGB", size, (255, 255, 255)), alone=False).pixels
     assert tuple(pixels[0, 0, 0]) == (25, 127, 229), "the mean around it"
+    areas = [height * width for (height, width, _), _ in canvas.call_args_list]
     assert max(areas) <= max(preparation.BAND, 10_000 * TILE)
 
 
@@ -220,14 +208,6 @@ def test_bands_are_one_square(size: tuple[int, int], monkeypatch: pytest.MonkeyP
     for band in (1, 700, 2000):
         monkeypatch.setattr(preparation, "BAND", band)
         assert np.array_equal(ours.prepare(image, alone=False).pixels, whole)
-
-
-def test_arrangements_are_all_of_them() -> None:
-    assert list(arrangements(4)) == [(1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (3, 1), (4, 1)]
-    for most in range(1, 20):
-        assert set(arrangements(most)) == {
-            (rows, columns) for rows in range(1, 20) for columns in range(1, 20) if rows * columns <= most
-        }
 
 
 @pytest.mark.parametrize(

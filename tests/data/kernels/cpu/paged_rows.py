@@ -1,6 +1,4 @@
-"""Rows over poisoned pages for the kernels of attention on a CPU, what they should get in fp64, and the libraries that
-are built and that this machine runs.
-"""
+"""Rows over poisoned pages for the kernels of attention on a CPU, and what they should get in fp64."""
 
 from __future__ import annotations
 
@@ -14,10 +12,7 @@ from torch import Tensor
 
 from quire.data.kernels.batch import Batch, LayerCache
 from quire.data.kernels.cpu.library import Library
-from quire.data.kernels.cpu.loading import BUILT, suited
-from quire.data.kernels.cpu.variants import variants
-
-VARIANTS = [variant.name for variant in variants() if suited(variant.name) is not None]
+from quire.data.kernels.cpu.loading import BUILT
 
 
 @lru_cache
@@ -63,6 +58,15 @@ def memory(shape: Shape, pages: int, page: int) -> tuple[Tensor, Tensor]:
         keys, values = numbers[:, 1].permute(2, 0, 3, 1, 4)
         return keys, values
     return numbers[:, 1, 0], numbers[:, 1, 1]
+
+
+def cells(cache: LayerCache) -> tuple[Tensor, Tensor]:
+    """Keys and values in 8 bits with their scales: [pages, kv_heads, page_tokens, dim + 4]."""
+    keys, values = (
+        x.as_strided((*x.shape[:3], cache.head_dim + 4), x.stride(), x.storage_offset())
+        for x in (cache.keys, cache.values)
+    )
+    return keys, values
 
 
 def cells_of(x: Tensor) -> Tensor:

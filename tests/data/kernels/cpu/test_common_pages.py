@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from paged_rows import VARIANTS, Rows, Shape, dense, filled, kernels, of_cells
-from torch import Tensor
+from native_kernels import NONE, VARIANTS
+from paged_rows import Rows, Shape, cells, dense, filled, kernels, of_cells
+from test_native_attention import answers, assert_close, taped
 
 from quire.data.kernels.cpu.backend import COMMON_ROWS, NativeBackend
-from quire.data.kernels.cpu.library import Tape
 
-pytestmark = pytest.mark.skipif(not VARIANTS, reason="no kernels are built that this machine runs")
+pytestmark = pytest.mark.skipif(not VARIANTS, reason=NONE)
 SOME = [pytest.param(one, marks=() if one in (VARIANTS[0], VARIANTS[-1]) else pytest.mark.soak) for one in VARIANTS]
 Group = tuple[list[int], int]
 """Rows, and how many tokens of their first pages are the same."""
@@ -41,7 +41,7 @@ def together(shape: Shape, groups: list[Group] = MIXED, own: list[int] = OWN) ->
         assert tokens % shape.page == 0, "whole pages"
         for other in others:
             table[other + 1, : tokens // shape.page] = table[first + 1, : tokens // shape.page]
-    kept = [_cells(x, cache.head_dim) if cache.rounded else x for x in (cache.keys, cache.values)]
+    kept = [of_cells(x) for x in cells(cache)] if cache.rounded else [cache.keys, cache.values]
     expected = []
     for i, position in enumerate(rows.batch.positions.tolist()):
         at = torch.arange(position)
@@ -49,14 +49,6 @@ def together(shape: Shape, groups: list[Group] = MIXED, own: list[int] = OWN) ->
         parts = [torch.cat((x[pages, :, at % shape.page], now[i : i + 1])) for x, now in zip(kept, (rows.k, rows.v))]
         expected.append(dense(rows.q[i : i + 1], torch.stack(parts), position, shape))
     return rows._replace(expected=torch.cat(expected))
-
-
-def _cells(x: Tensor, dim: int) -> Tensor:
-    return of_cells(x.as_strided((*x.shape[:3], dim + 4), x.stride(), x.storage_offset()))
-
-
-def answers(rows: Rows, backend: NativeBackend) -> Tensor:
-    return backend.attend(rows.q, rows.k, rows.v, rows.cache, backend.plan(rows.batch, rows.cache))
 
 
 def found(rows: Rows, backend: NativeBackend) -> dict[tuple[int, ...], int]:
@@ -74,9 +66,7 @@ def found(rows: Rows, backend: NativeBackend) -> dict[tuple[int, ...], int]:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_rows_with_common_pages_equal_dense_attention(variant, dtype, shape) -> None:
     rows = together(SHAPES[shape]._replace(dtype=dtype))
-    near = 1e-5 if dtype == torch.float32 else 0.02
-    got = answers(rows, NativeBackend(kernels=kernels(variant, 2)))
-    torch.testing.assert_close(got.double(), rows.expected, atol=near, rtol=near)
+    assert_close(answers(rows, NativeBackend(kernels=kernels(variant, 2))), rows.expected)
 
 
 def test_who_has_what_in_common_is_found() -> None:
@@ -115,7 +105,7 @@ def test_many_rows_are_cut_into_tiles() -> None:
     rows = together(Shape(), [(list(range(70)), 112)], [3] * 70)
     backend = NativeBackend(kernels=kernels(VARIANTS[0], 2))
     assert sorted(map(len, found(rows, backend))) == [35, 35]
-    torch.testing.assert_close(answers(rows, backend).double(), rows.expected, atol=1e-5, rtol=1e-5)
+    assert_close(answers(rows, backend), rows.expected)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -147,16 +137,11 @@ def test_a_tape_finds_anew_what_rows_have_in_common(variant) -> None:
         torch.zeros_like(x) for x in (rows.batch.token_slots, rows.batch.positions, rows.batch.tables[0])
     )
     qkv = torch.zeros(len(rows.q), 10, 64, dtype=torch.bfloat16)
-    library.tape = tape = Tape()
-    try:
-        plan = backend.plan_singles(backend.singles(slots, positions), table, rows.cache)
-        out = backend.rotate_and_attend(qkv, None, None, rows.cache, plan)
-    finally:
-        library.tape = None
+    tape, out = taped(backend, qkv, (slots, positions), table, rows.cache)
     table.copy_(rows.batch.tables[0])
     for order in (torch.arange(10), torch.tensor([3, 1, 4, 0, 5, 9, 2, 6, 8, 7])):
         qkv.copy_(torch.cat((rows.q, rows.k, rows.v), 1)[order])
         slots.copy_(rows.batch.token_slots[order])
         positions.copy_(rows.batch.positions[order])
         library.run(tape)
-        torch.testing.assert_close(out.double(), rows.expected[order], atol=0.02, rtol=0.02)
+        assert_close(out, rows.expected[order])

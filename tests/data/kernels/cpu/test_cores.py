@@ -33,8 +33,14 @@ def test_threads_of_a_core_count_once(tmp_path: Path, allowed: set[int], physica
     assert found.threads == physical
 
 
-V1 = {"proc/self/cgroup": "5:memory:/a\n4:cpu,cpuacct:/docker/b\n1:cpuset:/c"}
 V2 = {"proc/self/cgroup": "0::/user/app"}
+
+
+def v1(group: str, quota: int) -> dict[str, str]:
+    """Files of the older cgroups."""
+    said = {"quota": quota, "period": 100_000}
+    files = {f"sys/fs/cgroup/{group}/cpu.cfs_{name}_us": str(value) for name, value in said.items()}
+    return {"proc/self/cgroup": "5:memory:/a\n4:cpu,cpuacct:/docker/b\n1:cpuset:/c", **files}
 
 
 @pytest.mark.parametrize(
@@ -48,33 +54,9 @@ V2 = {"proc/self/cgroup": "0::/user/app"}
         ({**V2, "sys/fs/cgroup/user/other/cpu.max": "5000 5000"}, None, 3),
         ({"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "800000 100000"}, 8, 3),
         ({"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "nonsense"}, None, 3),
-        (
-            {
-                **V1,
-                "sys/fs/cgroup/cpu/docker/b/cpu.cfs_quota_us": "200000",
-                "sys/fs/cgroup/cpu/docker/b/cpu.cfs_period_us": "100000",
-            },
-            2,
-            2,
-        ),
-        (
-            {
-                **V1,
-                "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "50000",
-                "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000",
-            },
-            0.5,
-            1,
-        ),
-        (
-            {
-                **V1,
-                "sys/fs/cgroup/cpu/docker/b/cpu.cfs_quota_us": "-1",
-                "sys/fs/cgroup/cpu/docker/b/cpu.cfs_period_us": "100000",
-            },
-            None,
-            3,
-        ),
+        (v1("cpu/docker/b", 200_000), 2, 2),
+        (v1("cpu,cpuacct", 50_000), 0.5, 1),
+        (v1("cpu/docker/b", -1), None, 3),
     ],
 )
 def test_quotas(tmp_path: Path, files: dict[str, str], quota: float | None, threads: int) -> None:

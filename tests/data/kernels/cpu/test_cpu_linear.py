@@ -2,51 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
+from native_kernels import NONE, VARIANTS
 from torch import Tensor, nn
 
 from quire.data.kernels.cpu import linear as products
-from quire.data.kernels.cpu.library import Library, Tape
+from quire.data.kernels.cpu.library import Library
 from quire.data.kernels.cpu.linear import Packed, linear, rows_of
-from quire.data.kernels.cpu.loading import BUILT
-from quire.data.kernels.cpu.variants import features, variants
 from quire.data.layers.embedding import Embedding
 from quire.data.layers.linear import Linear
 from quire.data.layers.mlp import ACTIVATIONS, MLP, GatedMLP
 from quire.data.layers.prepare import prepare_layers
 
-PATHS = [BUILT / f"{variant.name}.so" for variant in variants() if variant.needs <= features()]
 BOTH = (torch.bfloat16, torch.float32)
 CPU = torch.device("cpu")
 SIZES = (
     (1, 64, 64), (2, 1, 1), (3, 100, 33), (5, 31, 2), (13, 96, 576), (32, 65, 100), (47, 7, 1101), (300, 130, 65),
-    (145, 70, 2080),
+    (145, 70, 2080), (7, 960, 576), (1, 576, 1536), (64, 200, 2100), (7, 64, 5000),
 )  # fmt: skip
 
-pytestmark = pytest.mark.skipif(not any(path.exists() for path in PATHS), reason="the kernels for CPUs aren't built")
-
-
-@pytest.fixture(params=PATHS, ids=lambda path: path.stem)
-def use(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Library]]:
-    """Puts a library with so many threads in place of the process's own."""
-    if not request.param.exists():
-        pytest.skip(f"{request.param.stem} isn't built")
-    made = []
-
-    def place(threads: int) -> Library:
-        own = Library(request.param, threads)
-        made.append(own)
-        monkeypatch.setattr(products, "library", lambda: own)
-        return own
-
-    monkeypatch.setattr(products, "pairs", lambda: False)
-    yield place
-    for own in made:
-        own.close()
+pytestmark = pytest.mark.skipif(not VARIANTS, reason=NONE)
 
 
 def numbers(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -89,16 +68,6 @@ def test_products_of_pairs(use: Callable[[int], Library], monkeypatch: pytest.Mo
         close(got, x.double() @ weight.double().T, columns)
         if "amx" not in products.library().path.name:  # type: ignore[union-attr]
             assert all(torch.equal(linear(x[i : i + 1], packed)[0], got[i]) for i in range(rows))
-
-
-@pytest.mark.parametrize("dtype", BOTH)
-def test_shapes_of_models(use: Callable[[int], Library], dtype: torch.dtype) -> None:
-    use(2)
-    for size, columns in ((960, 576), (576, 1536), (200, 2100), (64, 5000)):
-        weight = numbers(size, columns, dtype=dtype)
-        for rows in (1, 7, 64):
-            x = numbers(rows, columns, dtype=dtype, seed=rows)
-            close(linear(x, Packed(weight)), x.double() @ weight.double().T, columns)
 
 
 @pytest.mark.parametrize("dtype", BOTH)
@@ -157,17 +126,6 @@ def test_rows_of_a_packed_weight(use: Callable[[int], Library], dtype: torch.dty
         assert torch.equal(rows_of(packed, ids[:0]), weight[:0])
         scale = torch.tensor(8.5).item()
         assert torch.equal(rows_of(packed, ids, scale), weight[ids] * scale)
-
-
-def test_products_on_a_tape(use: Callable[[int], Library]) -> None:
-    own = use(2)
-    packed, x = Packed(numbers(96, 64, dtype=torch.bfloat16)), numbers(3, 64, dtype=torch.bfloat16, seed=1)
-    want, own.tape = linear(x, packed).clone(), Tape()
-    tape, got = own.tape, linear(x, packed)
-    own.tape = None
-    got.zero_()
-    own.run(tape)
-    assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("dtype", BOTH)

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
-from native_kernels import fenced
+from native_kernels import NONE, VARIANTS, fenced
 from torch import Tensor
 
-from quire.data.kernels.cpu import linear as dense
-from quire.data.kernels.cpu import quantised
 from quire.data.kernels.cpu.library import Library, Tape
-from quire.data.kernels.cpu.loading import BUILT
 from quire.data.kernels.cpu.quantised import Form, Numbers, Packed, Several, linear, rows_of
-from quire.data.kernels.cpu.variants import features, variants
 
-PATHS = [BUILT / f"{variant.name}.so" for variant in variants() if variant.needs <= features()]
 BF16, FP32 = torch.bfloat16, torch.float32
 FORMS = (
     Form(8, 0, 128, False), Form(8, 0, 0, True), Form(8, 128, 128, True), Form(4, 0, 8, False), Form(4, 0, 0, True),
@@ -26,26 +21,7 @@ FORMS = (
 ROUNDED = {torch.bfloat16: 0.04, torch.float32: 1e-4}
 """Of two vectors' lengths: what rounding one to 8 bits, or summing in fp32, adds to their product at most."""
 
-pytestmark = pytest.mark.skipif(not any(path.exists() for path in PATHS), reason="the kernels for CPUs aren't built")
-
-
-@pytest.fixture(params=PATHS, ids=lambda path: path.stem)
-def use(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Library]]:
-    """Puts a library with so many threads in place of the process's own."""
-    if not request.param.exists():
-        pytest.skip(f"{request.param.stem} isn't built")
-    made = []
-
-    def place(threads: int) -> Library:
-        own = Library(request.param, threads)
-        made.append(own)
-        for module in (dense, quantised):
-            monkeypatch.setattr(module, "library", lambda: own)
-        return own
-
-    yield place
-    for own in made:
-        own.close()
+pytestmark = pytest.mark.skipif(not VARIANTS, reason=NONE)
 
 
 def weight_of(form: Form, rows: int, columns: int, seed: int = 0) -> Numbers:

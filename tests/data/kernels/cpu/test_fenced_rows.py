@@ -3,11 +3,9 @@ right before a page that may not be touched. Attention and weights of few bits h
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-from native_kernels import NONE, VARIANTS, fenced, served_by
+from native_kernels import NONE, VARIANTS, fenced
 
 from quire.data.kernels.cpu import activation
 from quire.data.kernels.cpu.embedding import embedding
@@ -16,12 +14,6 @@ from quire.data.kernels.cpu.norm import layer_norm, rms_norm
 from quire.data.kernels.cpu.sampling import sample
 
 pytestmark = pytest.mark.skipif(not VARIANTS, reason=NONE)
-
-
-@pytest.fixture(params=VARIANTS or ["none"])
-def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with served_by(request.param, 2, monkeypatch):
-        yield
 
 
 def some(*shape: int, dtype: torch.dtype) -> torch.Tensor:

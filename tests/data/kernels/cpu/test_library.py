@@ -7,7 +7,8 @@ import os
 import subprocess
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from threading import Barrier, Thread
 
@@ -22,6 +23,7 @@ from quire.data.kernels.cpu.variants import FLAGS, LINKED
 
 THREADS = (1, 2, 3, 8)
 SIZE = 64
+Opened = Callable[[int], Library]
 
 
 @pytest.fixture(scope="module")
@@ -36,11 +38,16 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture
+def opened(built: Path) -> Iterator[Opened]:
+    """Opens the library with so many threads."""
+    with ExitStack() as stack:
+        yield lambda threads: stack.enter_context(closing(Library(built, threads)))
+
+
 @pytest.fixture(params=THREADS)
-def library(built: Path, request: pytest.FixtureRequest) -> Iterator[Library]:
-    library = Library(built, request.param)
-    yield library
-    library.close()
+def library(opened: Opened, request: pytest.FixtureRequest) -> Library:
+    return opened(request.param)
 
 
 def recorded(library: Library, calls: list[tuple[object, ...]]) -> Tape:
@@ -58,6 +65,7 @@ def test_each_chunk_runs_once(library: Library, chunks: int) -> None:
     counts = torch.zeros(chunks + 1, dtype=torch.int64)
     library.call("count", chunks, counts)
     assert counts.tolist() == [1] * chunks + [0]
+    library.run(Tape())
     tape = recorded(library, [("count", chunks, counts)] * 50)
     assert counts.sum() == chunks, "recording runs nothing"
     library.run(tape)
@@ -90,10 +98,6 @@ def test_100_000_programs(library: Library) -> None:
     assert counts.tolist() == [3 * times, 2 * times, times, times, times]
 
 
-def test_an_empty_tape_does_nothing(library: Library) -> None:
-    library.run(Tape())
-
-
 def test_arguments_arrive(library: Library) -> None:
     out = torch.zeros(3, dtype=torch.float64)
     library.call("echo", 1, out, -(2**62), 0.1, out)
@@ -108,9 +112,8 @@ def test_scratch_is_a_threads_own(library: Library) -> None:
     assert own.all()
 
 
-def test_tapes_keep_tensors(built: Path) -> None:
-    library = Library(built, 2)
-    counts = torch.zeros(8, dtype=torch.int64)
+def test_tapes_keep_tensors(opened: Opened) -> None:
+    library, counts = opened(2), torch.zeros(8, dtype=torch.int64)
     kept = weakref.ref(counts)
     tape = recorded(library, [("count", 8, counts)])
     del counts
@@ -120,12 +123,11 @@ def test_tapes_keep_tensors(built: Path) -> None:
     assert kept().tolist() == [1] * 8
     del tape
     assert kept() is None
-    library.close()
 
 
-def test_several_threads_use_it(built: Path) -> None:
+def test_several_threads_use_it(opened: Opened) -> None:
     """Each has its programs; and what one calls while another records isn't on that tape."""
-    library = Library(built, 3)
+    library = opened(3)
     counts = [torch.zeros(16, dtype=torch.int64) for _ in range(4)]
     taped = torch.zeros(16, dtype=torch.int64)
 
@@ -146,13 +148,12 @@ def test_several_threads_use_it(built: Path) -> None:
     assert len(tape.operations) == 100
     for mine in counts:
         assert mine.tolist() == [500] * 16
-    library.close()
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_what_is_read_next_is_brought_to_the_cache_and_changes_nothing(built: Path, threads: int) -> None:
+def test_what_is_read_next_is_brought_to_the_cache_and_changes_nothing(opened: Opened, threads: int) -> None:
     """Whatever is said to be read: more than there are chunks, less than a line, or nothing."""
-    library, counts = Library(built, threads), torch.zeros(64, dtype=torch.int64)
+    library, counts = opened(threads), torch.zeros(64, dtype=torch.int64)
     library.tape = tape = Tape()
     weights = [torch.ones(size) for size in (1, 100, 1 << 18)]
     for chunks, weight in ((1, None), (16, weights[0]), (64, weights[2]), (1, weights[1]), (2, weights[2]), (3, None)):
@@ -163,12 +164,11 @@ def test_what_is_read_next_is_brought_to_the_cache_and_changes_nothing(built: Pa
         library.run(tape)
     assert counts.tolist() == [200 * times for times in (6, 4, 3, *(2,) * 13, *(1,) * 48)]
     assert all(weight.eq(1).all() for weight in weights)
-    library.close()
 
 
-def test_two_threads_record_at_a_time(built: Path) -> None:
+def test_two_threads_record_at_a_time(opened: Opened) -> None:
     """Two models of a process may: each tape has its own operations, all of them, and none of them runs."""
-    library, both, counts = Library(built, 1), Barrier(2), torch.zeros(1, dtype=torch.int64)
+    library, both, counts = opened(1), Barrier(2), torch.zeros(1, dtype=torch.int64)
     tapes = {1: Tape(), 2: Tape()}
 
     def record(calls: int) -> None:
@@ -187,18 +187,16 @@ def test_two_threads_record_at_a_time(built: Path) -> None:
         other.join()
     assert {calls: len(tape.operations) for calls, tape in tapes.items()} == {1: 1, 2: 2}
     assert not counts.any()
-    library.close()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere threads aren't brought anywhere")
-def test_neighbours_change_nothing(built: Path) -> None:
+def test_neighbours_change_nothing(opened: Opened) -> None:
     """Threads that lose their cores are brought to others while they compute; then each may run where it might."""
 
     def places() -> dict[str, set[int]]:
         return {task.name: os.sched_getaffinity(int(task.name)) for task in Path("/proc/self/task").iterdir()}
 
-    library, own = Library(built, 3), torch.zeros(12, dtype=torch.int64)
-    counts = torch.zeros(12, dtype=torch.int64)
+    library, own, counts = opened(3), torch.zeros(12, dtype=torch.int64), torch.zeros(12, dtype=torch.int64)
     tape = recorded(library, [("fill", 12, own, SCRATCH // 8), ("count", 12, counts)] * 10)
     before, busy = places(), "while True: pass"
     neighbours = [subprocess.Popen([sys.executable, "-c", busy]) for _ in range(len(os.sched_getaffinity(0)))]
@@ -216,17 +214,15 @@ def test_neighbours_change_nothing(built: Path) -> None:
         return all(place == before.get(task, place) for task, place in places().items())
 
     wait_until(back, lambda: f"threads may run where they might before: {before}, {places()}")
-    library.close()
 
 
-def test_threads_are_exchanged(built: Path) -> None:
-    library, counts = Library(built, 1), torch.zeros(16, dtype=torch.int64)
+def test_threads_are_exchanged(opened: Opened) -> None:
+    library, counts = opened(1), torch.zeros(16, dtype=torch.int64)
     tape = recorded(library, [("count", 16, counts)])
     for threads in (4, 1, 2):
         library.resize(threads)
         library.run(tape)
     assert counts.tolist() == [3] * 16
-    library.close()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere memory has other limits")

@@ -1,18 +1,22 @@
-"""Attention on a CPU by kernels of our own equals dense attention in fp64, on every instruction set that is built here;
-nothing depends on threads or on neighbours, and nothing outside of a sequence is read."""
+"""Attention on a CPU by kernels of our own equals dense attention in fp64, on every instruction set that is built here,
+and over keys and values in 8 bits over what their cells hold (`rounded`); nothing depends on threads or on neighbours,
+and nothing outside of a sequence is read."""
 
 from __future__ import annotations
 
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from paged_rows import VARIANTS, Rows, Shape, filled, kernels
+from native_kernels import NONE, VARIANTS
+from paged_rows import Rows, Shape, filled, kernels
 from torch import Tensor
 
 from quire.data.kernels.batch import LayerCache
@@ -20,12 +24,13 @@ from quire.data.kernels.cpu.backend import NativeBackend, takes, tile_queries
 from quire.data.kernels.cpu.library import Tape
 from quire.errors import StartupError
 
-pytestmark = pytest.mark.skipif(not VARIANTS, reason="no kernels are built that this machine runs")
+pytestmark = pytest.mark.skipif(not VARIANTS, reason=NONE)
 SIZES = {
     "decode": [(0, 1), (5, 1), (16, 1), (63, 1), (300, 1)],
     "long": [(5000, 1), (700, 1)],
     "prompts": [(0, 1), (0, 16), (0, 29), (0, 200)],
     "mixed": [(12, 1), (0, 20), (4, 6), (140, 3), (200, 70), (300, 1)],
+    "longer": [(12, 1), (0, 20), (4, 6), (140, 3), (200, 70), (300, 1), (600, 1), (0, 1)],
 }
 SHAPES = {
     "plain": Shape(),
@@ -42,14 +47,34 @@ SHAPES = {
     "tokens first": Shape(dim=40, layout="tokens first"),
     "contiguous": Shape(layout="contiguous", window=30),
 }
-
 LONG = ("plain", "window", "softcap", "odd")
+LONGER = ("plain", "softcap", "eight and one")
 
 
 def answers(rows: Rows, backend: NativeBackend, cache: LayerCache | None = None) -> Tensor:
     cache = cache or rows.cache
     backend.check(cache)
     return backend.attend(rows.q, rows.k, rows.v, cache, backend.plan(rows.batch, cache))
+
+
+def part_of(rows: Rows, cut: slice, **more: Any) -> Rows:
+    """A step of some of its tokens alone."""
+    positions, slots = rows.batch.positions[cut], rows.batch.token_slots[cut]
+    batch = replace(rows.batch, positions=positions, token_slots=slots, _inside={}, _places={}, **more)
+    return rows._replace(batch=batch, q=rows.q[cut], k=rows.k[cut], v=rows.v[cut])
+
+
+def taped(
+    backend: NativeBackend, qkv: Tensor, singles: Sequence[Any], table: Tensor, cache: LayerCache
+) -> tuple[Tape, Tensor]:
+    """A tape of a step of single tokens, and where it will leave what it finds."""
+    library = backend.library
+    library.tape = tape = Tape()
+    try:
+        plan = backend.plan_singles(backend.singles(*singles), table, cache)
+        return tape, backend.rotate_and_attend(qkv, None, None, cache, plan)
+    finally:
+        library.tape = None
 
 
 def assert_close(got: Tensor, want: Tensor) -> None:
@@ -61,45 +86,47 @@ def assert_close(got: Tensor, want: Tensor) -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("shape", "sizes"),
-    [(shape, sizes) for shape in SHAPES for sizes in SIZES if sizes != "long" or shape in LONG],
+    ("shape", "sizes", "rounded"),
+    [(shape, sizes, False) for shape in SHAPES for sizes in ("decode", "prompts", "mixed")]
+    + [(shape, "long", False) for shape in LONG]
+    + [(shape, "longer" if shape in LONGER else "mixed", True) for shape in SHAPES],
 )
-def test_rows_equal_dense_attention(variant, dtype, shape, sizes) -> None:
-    rows = filled(SHAPES[shape]._replace(dtype=dtype), SIZES[sizes])
+def test_rows_equal_dense_attention(variant, dtype, shape, sizes, rounded) -> None:
+    rows = filled(SHAPES[shape]._replace(dtype=dtype, rounded=rounded), SIZES[sizes])
+    assert rows.cache.rounded == rounded
     assert_close(answers(rows, NativeBackend(kernels=kernels(variant, 2))), rows.expected)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_tokens_that_see_one_another_both_ways(variant, dtype) -> None:
+@pytest.mark.parametrize("rounded", [False, True])
+def test_tokens_that_see_one_another_both_ways(variant, dtype, rounded) -> None:
     for window in (None, 5):
-        rows = filled(Shape(whole=True, window=window, dtype=dtype), [(0, 1), (0, 40), (0, 290)])
+        shape = Shape(whole=True, window=window, dtype=dtype, rounded=rounded)
+        rows = filled(shape, [(0, 1), (0, 40), (0, 290)])
         assert_close(answers(rows, NativeBackend(kernels=kernels(variant, 2))), rows.expected)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_threads_change_no_bit(variant, dtype) -> None:
-    rows = filled(Shape(dtype=dtype), [*SIZES["mixed"], (2000, 1)])
+@pytest.mark.parametrize("rounded", [False, True])
+def test_threads_change_no_bit(variant, dtype, rounded) -> None:
+    rows = filled(Shape(dtype=dtype, rounded=rounded), [*SIZES["mixed"], (2000, 1)])
     one, *others = (answers(rows, NativeBackend(kernels=kernels(variant, threads))) for threads in (1, 2, 3, 8))
     assert all(torch.equal(one, other) for other in others)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_neighbours_change_no_bit(deterministic) -> None:
+@pytest.mark.parametrize("rounded", [False, True])
+def test_neighbours_change_no_bit(deterministic, rounded) -> None:
     backend = NativeBackend(deterministic=deterministic, kernels=kernels(VARIANTS[0], 2))
-    rows = filled(Shape(window=90, dtype=torch.bfloat16), SIZES["mixed"])
+    rows = filled(Shape(window=90, dtype=torch.bfloat16, rounded=rounded), SIZES["mixed"])
     together = answers(rows, backend)
     for i in range(len(rows.batch.slots)):
         a, n = int(rows.batch.offsets[i]), int(rows.batch.lengths[i])
-        part, own = slice(a, a + n), slice(i, i + 1)
-        batch = replace(
-            rows.batch, positions=rows.batch.positions[part], token_slots=rows.batch.token_slots[part],
-            slots=rows.batch.slots[own], starts=rows.batch.starts[own], lengths=rows.batch.lengths[own],
-            offsets=np.zeros(1, dtype=np.int64), _inside={}, _places={},
-        )  # fmt: skip
-        alone = rows._replace(batch=batch, q=rows.q[part], k=rows.k[part], v=rows.v[part])
-        assert torch.equal(answers(alone, backend), together[part])
+        own = {name: getattr(rows.batch, name)[i : i + 1] for name in ("slots", "starts", "lengths")}
+        alone = part_of(rows, slice(a, a + n), offsets=np.zeros(1, dtype=np.int64), **own)
+        assert torch.equal(answers(alone, backend), together[a : a + n])
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -108,34 +135,24 @@ def test_a_prompt_in_any_pieces_has_the_same_bits_if_asked(variant) -> None:
     whole = filled(Shape(window=70, dtype=torch.bfloat16), [(0, 150)])
     expected = answers(whole, backend)
     for first, last in ((100, 150), (149, 150), (37, 40)):
-        cut = slice(first, last)
-        batch = replace(
-            whole.batch, positions=whole.batch.positions[cut], token_slots=whole.batch.token_slots[cut],
-            starts=np.array([first]), lengths=np.array([last - first]), _inside={}, _places={},
-        )  # fmt: skip
-        piece = whole._replace(batch=batch, q=whole.q[cut], k=whole.k[cut], v=whole.v[cut])
-        assert torch.equal(answers(piece, backend), expected[cut])
+        piece = part_of(whole, slice(first, last), starts=np.array([first]), lengths=np.array([last - first]))
+        assert torch.equal(answers(piece, backend), expected[first:last])
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("budget", [None, 24])
+@pytest.mark.parametrize(("budget", "rounded"), [(None, False), (24, False), (None, True)])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_tape_serves_whatever_its_memory_holds(variant, budget, deterministic) -> None:
+def test_a_tape_serves_whatever_its_memory_holds(variant, budget, rounded, deterministic) -> None:
     """Recorded with rows of padding, replayed with others."""
     library = kernels(variant, 2)
     backend = NativeBackend(deterministic=deterministic, kernels=library)
-    rows = filled(Shape(dtype=torch.bfloat16), [(40, 1), (7, 1), (1300, 1)])
+    rows = filled(Shape(dtype=torch.bfloat16, rounded=rounded), [(40, 1), (7, 1), (1300, 1)])
     cache = replace(rows.cache, budget=budget)
     step = rows.batch.token_slots, rows.batch.positions, rows.batch.tables[0]
     slots, positions, table = (torch.zeros_like(x) for x in step)
     prompts = torch.tensor([0, 30, 8, 9]) if budget else None
     qkv = torch.zeros(3, 10, 64, dtype=torch.bfloat16)
-    library.tape = tape = Tape()
-    try:
-        plan = backend.plan_singles(backend.singles(slots, positions, prompts), table, cache)
-        out = backend.rotate_and_attend(qkv, None, None, cache, plan)
-    finally:
-        library.tape = None
+    tape, out = taped(backend, qkv, (slots, positions, prompts), table, cache)
     qkv.copy_(torch.cat((rows.q, rows.k, rows.v), 1))
     for place, x in zip((slots, positions, table), step):
         place.copy_(x)

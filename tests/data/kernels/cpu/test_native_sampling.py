@@ -3,7 +3,6 @@ sampler with these kernels beside the sampler without."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -23,22 +22,10 @@ from quire.vocabulary.plan import Birth, Sampled
 
 pytestmark = pytest.mark.skipif(not VARIANTS, reason=NONE)
 SHAPES = [
-    (0.0, 0.0, 0.0, 1.0),
-    (1.0, 0.0, 0.0, 1.0),
-    (0.6, 0.0, 0.0, 1.0),
-    (1.3, 0.1, 0.0, 1.0),
-    (1.0, 0.0, 7.0, 1.0),
-    (1.0, 0.0, 0.0, 0.7),
-    (0.8, 0.01, 40.0, 0.9),
-    (2.0, 0.0, 1e6, 0.999),
-]
+    (0.0, 0.0, 0.0, 1.0), (1.0, 0.0, 0.0, 1.0), (0.6, 0.0, 0.0, 1.0), (1.3, 0.1, 0.0, 1.0), (1.0, 0.0, 7.0, 1.0),
+    (1.0, 0.0, 0.0, 0.7), (0.8, 0.01, 40.0, 0.9), (2.0, 0.0, 1e6, 0.999),
+]  # fmt: skip
 NEAR = 1e-6  # of the noise: where likelihoods that differ in their last bits may draw another token
-
-
-@pytest.fixture(params=VARIANTS or ["none"])
-def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with served_by(request.param, 2, monkeypatch):
-        yield
 
 
 def some_logits(rows: int, vocab: int, seed: int, spread: float = 2.0) -> Tensor:
@@ -178,8 +165,6 @@ def test_the_sampler_draws_as_without_kernels(monkeypatch: pytest.MonkeyPatch) -
 
     with served_by(VARIANTS[0], 2, monkeypatch):
         ours = finished(VARIANTS[0])
-        from quire.data.kernels.cpu.loading import library
-
         library.cache_clear()
         theirs = finished("off")
         library.cache_clear()

@@ -1,94 +1,17 @@
-"""Attention over keys and values in 8 bits equals dense attention in fp64 over what the cells hold, on each instruction
-set that is built here; what is written is the nearest that a cell holds, and nothing else is written."""
+"""Keys and values in 8 bits: what is written is the nearest that a cell holds, and nothing else is written. Attention
+over them is in test_native_attention.py."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-import numpy as np
 import pytest
 import torch
-from paged_rows import VARIANTS, Shape, cells_of, filled, kernels, of_cells
-from test_native_attention import SHAPES, SIZES, answers, assert_close
-from torch import Tensor
+from native_kernels import NONE, VARIANTS
+from paged_rows import Shape, cells, cells_of, filled, kernels, of_cells
 
-from quire.data.kernels.batch import LayerCache
 from quire.data.kernels.cpu.backend import NativeBackend
-from quire.data.kernels.cpu.library import Tape
 
-pytestmark = pytest.mark.skipif(not VARIANTS, reason="no kernels are built that this machine runs")
+pytestmark = pytest.mark.skipif(not VARIANTS, reason=NONE)
 DTYPES = [torch.float32, torch.bfloat16]
-MIXED = [*SIZES["mixed"], (600, 1), (0, 1)]
-
-
-def cells(cache: LayerCache) -> tuple[Tensor, Tensor]:
-    """Keys and values with their scales: [pages, kv_heads, page_tokens, dim + 4]."""
-    keys, values = (
-        x.as_strided((*x.shape[:3], cache.head_dim + 4), x.stride(), x.storage_offset())
-        for x in (cache.keys, cache.values)
-    )
-    return keys, values
-
-
-@pytest.mark.share(6)
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_rows_equal_dense_attention(variant, dtype, shape) -> None:
-    sizes = MIXED if shape in ("plain", "softcap", "eight and one") else SIZES["mixed"]
-    rows = filled(SHAPES[shape]._replace(dtype=dtype, rounded=True), sizes)
-    assert rows.cache.rounded
-    assert_close(answers(rows, NativeBackend(kernels=kernels(variant, 2))), rows.expected)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_tokens_that_see_one_another_both_ways(dtype) -> None:
-    rows = filled(Shape(whole=True, window=5, dtype=dtype, rounded=True), [(0, 1), (0, 40), (0, 290)])
-    assert_close(answers(rows, NativeBackend(kernels=kernels(VARIANTS[0], 2))), rows.expected)
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_threads_change_no_bit(variant, dtype) -> None:
-    rows = filled(Shape(dtype=dtype, rounded=True), MIXED)
-    one, *others = (answers(rows, NativeBackend(kernels=kernels(variant, threads))) for threads in (1, 2, 3, 8))
-    assert all(torch.equal(one, other) for other in others)
-
-
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_neighbours_change_no_bit(deterministic) -> None:
-    backend = NativeBackend(deterministic=deterministic, kernels=kernels(VARIANTS[0], 2))
-    rows = filled(Shape(window=90, dtype=torch.bfloat16, rounded=True), SIZES["mixed"])
-    together = answers(rows, backend)
-    for i in range(len(rows.batch.slots)):
-        a, n = int(rows.batch.offsets[i]), int(rows.batch.lengths[i])
-        part, own = slice(a, a + n), slice(i, i + 1)
-        batch = replace(
-            rows.batch, positions=rows.batch.positions[part], token_slots=rows.batch.token_slots[part],
-            slots=rows.batch.slots[own], starts=rows.batch.starts[own], lengths=rows.batch.lengths[own],
-            offsets=np.zeros(1, dtype=np.int64), _inside={}, _places={},
-        )  # fmt: skip
-        alone = rows._replace(batch=batch, q=rows.q[part], k=rows.k[part], v=rows.v[part])
-        assert torch.equal(answers(alone, backend), together[part])
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_a_tape_gives_what_a_step_gives(variant, deterministic) -> None:
-    library = kernels(variant, 2)
-    backend = NativeBackend(deterministic=deterministic, kernels=library)
-    rows = filled(Shape(dtype=torch.bfloat16, rounded=True), [(40, 1), (7, 1), (600, 1)])
-    qkv = torch.cat((rows.q, rows.k, rows.v), 1)
-    library.tape = tape = Tape()
-    try:
-        step = backend.singles(rows.batch.token_slots, rows.batch.positions)
-        plan = backend.plan_singles(step, rows.batch.tables[0], rows.cache)
-        out = backend.rotate_and_attend(qkv, None, None, rows.cache, plan)
-    finally:
-        library.tape = None
-    library.run(tape)
-    assert torch.equal(out, answers(rows, backend))
-    assert_close(out, rows.expected)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -25,7 +25,6 @@ from triton.runtime.interpreter import InterpreterBuilder
 from quire.data.kernels import peer_sizes
 from quire.data.kernels.triton import carried, norm, reduce
 from quire.parallel import carrier, peer_memory
-from quire.parallel.carrier import Owners
 
 EPS = 1e-5
 MORE = 1 << 16  # bytes for rows that are carried
@@ -43,14 +42,32 @@ def summed(every: list[Tensor]) -> Tensor:
     return total.to(every[0].dtype)
 
 
+def following(kind: str, rows: int, size: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """What a norm behind a sum is given: x, its weight, a bias, and the weight of a norm that the sum goes through."""
+    bias = random(size, seed=3) if kind == "layer" else None
+    behind = random(size, seed=4) if kind == "behind" else None
+    return random(rows, size, seed=1), random(size, seed=2), bias, behind
+
+
+def normed(total: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, behind: Tensor | None) -> Tensor:
+    """As one rank does it: x changes."""
+    if bias is not None:
+        return norm.layer_norm(x, weight, bias, EPS, delta=total)
+    return norm.rms_norm(x, weight, EPS, delta=total, behind=behind)
+
+
+def peers_of(rank: int, addresses: Sequence[int], polls: int, more: int) -> reduce.Peers:
+    counters, error = torch.zeros(reduce.PROGRAMS, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    table = torch.tensor(addresses, dtype=torch.int64)
+    return reduce.Peers(table, counters, error, rank, len(addresses), polls, tuple(addresses), more)
+
+
 class Rank:
     """One end; `case` counts, so that each has numbers of its own."""
 
-    def __init__(self, rank: int, ranks: int, addresses: list[int], polls: int = 1 << 24) -> None:
-        self.counters = torch.zeros(reduce.PROGRAMS, dtype=torch.int64)
-        self.error = torch.zeros(1, dtype=torch.int64)
-        table = torch.tensor(addresses, dtype=torch.int64)
-        self.peers = reduce.Peers(table, self.counters, self.error, rank, ranks, polls, tuple(addresses), MORE)
+    def __init__(self, rank: int, addresses: list[int]) -> None:
+        self.peers = peers_of(rank, addresses, 1 << 24, MORE)
+        self.counters, self.error = self.peers.counters, self.peers.error
         self.case = self.call = 0
 
     def every(self, *shape: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -69,16 +86,11 @@ class Rank:
         assert not (got[want == 0]).signbit().any(), f"{rows} rows of {size}, {shots} shots: a zero has a sign"
 
     def norm(self, rows: int, size: int, shots: int, kind: str) -> None:
-        every, x, weight = self.every(rows, size), random(rows, size, seed=1), random(size, seed=2)
-        bias = random(size, seed=3) if kind == "layer" else None
-        behind = random(size, seed=4) if kind == "behind" else None
+        every, (x, weight, bias, behind) = self.every(rows, size), following(kind, rows, size)
         wide = torch.zeros(rows, size + 16)  # rows of another stride
         wide[:, :size] = every[self.peers.rank]
-        want_x, delta = x.clone(), summed(every)
-        if bias is not None:
-            want = norm.layer_norm(want_x, weight, bias, EPS, delta=delta)
-        else:
-            want = norm.rms_norm(want_x, weight, EPS, delta=delta, behind=behind)
+        want_x = x.clone()
+        want = normed(summed(every), want_x, weight, bias, behind)
         got = reduce.add_norm(self.peers, x, wide[:, :size], weight, bias, EPS, behind=behind, shots=shots)
         assert torch.equal(x, want_x), f"{kind}, {rows} rows of {size}, {shots} shots: x differs"
         assert torch.equal(got, want), f"{kind}, {rows} rows of {size}, {shots} shots: norms differ"
@@ -157,16 +169,13 @@ def late(rank: Rank, sent: ctypes.c_int64) -> None:
 
 
 def by_carriers(rank: Rank) -> None:
-    """Rows that come piece by piece, some late, with flags; regions are used in turn."""
-    if rank.peers.ranks > 2:
-        by_owners(rank)
+    """Rows of two ranks that come piece by piece, some late, with flags; regions are used in turn."""
+    if rank.peers.ranks > 2:  # their Owners: test_owners.py, and tests/parallel/test_carried_ranks.py
         return
     size, piece = 48, 2
     for call, kind in enumerate(("rms", "layer", "behind", "sum", "rms"), 1):
         rows = 2 * piece + call % 3
-        every, x, weight = rank.every(rows, size), random(rows, size, seed=1), random(size, seed=2)
-        bias = random(size, seed=3) if kind == "layer" else None
-        behind = random(size, seed=4) if kind == "behind" else None
+        every, (x, weight, bias, behind) = rank.every(rows, size), following(kind, rows, size)
         mine, there = every[rank.peers.rank], rank.peers.addresses[1 - rank.peers.rank]
         for at in range(0, rows, piece):
             time.sleep(0.02 * ((call + rank.peers.rank) % 2))
@@ -181,41 +190,13 @@ def by_carriers(rank: Rank) -> None:
             continue
         got = torch.empty_like(x)
         carried.add_norm(rank.peers, call, piece, x, mine, weight, bias, EPS, behind, got)
-        if bias is not None:
-            want = norm.layer_norm(want_x, weight, bias, EPS, delta=total)
-        else:
-            want = norm.rms_norm(want_x, weight, EPS, delta=total, behind=behind)
+        want = normed(total, want_x, weight, bias, behind)
         assert torch.equal(x, want_x), f"{kind}, call {call}: x differs"
         assert torch.equal(got, want), f"{kind}, call {call}: norms differ"
     assert rank.error.item() == 0, "somebody was waited for in vain"
     missed = rank.peers._replace(polls=20)
     carried.add_norm(missed, 6, 1, None, torch.ones(1, size), None, None, 0.0, None, None)
     assert rank.error.item() == 2 - rank.peers.rank, f"the other is missed, and the word is {rank.error.item()}"
-
-
-def by_owners(rank: Rank) -> None:
-    """The same by an Owners, whose streams do at once what they are given: all that ranks wait for was sent before.
-    Sums have the bits of those in two phases."""
-    immediate()
-    one, size = Owners(rank.peers, torch.device("cpu")), 48
-    for call, kind in enumerate(("rms", "layer", "behind", "sum", "rms"), 1):
-        rows = (11, 8, 13, 9, 14)[call - 1]
-        every, x, weight = rank.every(rows, size), random(rows, size, seed=1), random(size, seed=2)
-        bias = random(size, seed=3) if kind == "layer" else None
-        behind = random(size, seed=4) if kind == "behind" else None
-        mine, want_x = every[rank.peers.rank], x.clone()
-        want = mine.clone()
-        if kind == "sum":
-            reduce.add(rank.peers, want, shots=2)
-        else:
-            want = reduce.add_norm(rank.peers, want_x, want, weight, bias, EPS, behind=behind, shots=2)
-        for piece in one.pieces(rows, mine.nbytes):
-            time.sleep(0.02 * ((call + rank.peers.rank) % 3))
-            one.send(mine, piece)
-        got = one.finish(None, None, None, 0.0, None) if kind == "sum" else one.finish(x, weight, bias, EPS, behind)
-        assert torch.equal(got.view(torch.int32), want.view(torch.int32)), f"{kind}, call {call}: bits differ"
-        assert torch.equal(x, want_x), f"{kind}, call {call}: x differs"
-    assert rank.error.item() == 0, "somebody was waited for in vain"
 
 
 class Immediate:
@@ -228,8 +209,8 @@ class Immediate:
     def wait_event(self, event: Any) -> None: ...
 
 
-def immediate() -> None:
-    """A device without streams."""
+def immediate(patch: Callable[[Any, str, Any], None] = setattr, least: int = 4) -> None:
+    """A device without streams; pieces are of `least` rows."""
 
     def wait(address: int, value: int, stream: int) -> None:
         end = time.monotonic() + 60
@@ -238,11 +219,14 @@ def immediate() -> None:
         assert seen == value, f"a flag is {seen}, not {value}"
 
     for name in ("Stream", "Event", "current_stream"):
-        setattr(torch.cuda, name, lambda *args, **options: Immediate())
-    torch.cuda.stream, torch.cuda.is_current_stream_capturing = nullcontext, lambda: False
-    peer_memory.copy = lambda target, source, nbytes, stream: ctypes.memmove(target, source, nbytes)
-    peer_memory.write = lambda at, value, stream: setattr(ctypes.c_int64.from_address(at), "value", value)
-    peer_memory.wait, carrier.LEAST, carrier.LEAST_BYTES = wait, 4, 1
+        patch(torch.cuda, name, lambda *args, **options: Immediate())
+    patch(torch.cuda, "stream", nullcontext)
+    patch(torch.cuda, "is_current_stream_capturing", lambda: False)
+    patch(peer_memory, "copy", lambda target, source, nbytes, stream: ctypes.memmove(target, source, nbytes))
+    patch(peer_memory, "write", lambda at, value, stream: setattr(ctypes.c_int64.from_address(at), "value", value))
+    patch(peer_memory, "wait", wait)
+    patch(carrier, "LEAST", least)
+    patch(carrier, "LEAST_BYTES", 1)
 
 
 def silent(rank: Rank) -> None:
@@ -261,7 +245,7 @@ def forked(ranks: int, work: Callable[[Rank], None]) -> int:
         child = os.fork()
         if not child:
             try:
-                work(Rank(rank, ranks, addresses))
+                work(Rank(rank, addresses))
             except BaseException:
                 traceback.print_exc()
                 os._exit(1)

@@ -7,13 +7,11 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from grids import DEVICE, random
 from torch import Tensor
 
 from quire.data.kernels.batch import Batch
 from quire.data.kernels.states import StateCache, StatePlan
-
-CUDA = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if CUDA else "cpu")
 
 
 class Shape(NamedTuple):
@@ -24,16 +22,12 @@ class Shape(NamedTuple):
 
 
 PLAIN = Shape()
+TOKENS = ("x", "z", "dt", "B", "C")
 
 
 class Row(NamedTuple):
     start: int
     length: int
-
-
-def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).to(DEVICE)
 
 
 class Step(NamedTuple):
@@ -57,6 +51,10 @@ class Step(NamedTuple):
     @property
     def plan(self) -> StatePlan:
         return StatePlan.of(self.batch, self.cache)
+
+    def picked(self, at: Tensor | slice) -> Step:
+        """Only some of the tokens, or some again."""
+        return self._replace(**{name: getattr(self, name)[at] for name in TOKENS})
 
     def page(self, row: int, position: int) -> int:
         """Where the state after the token at `position` lies."""

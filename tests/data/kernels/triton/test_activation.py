@@ -2,43 +2,30 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from grids import DEVICE, INFINITE, LAUNCHES, TYPES, assert_rounded
+from grids import random as normal
 from torch import Tensor
 
-from quire.data.kernels.triton.activation import ACTIVATIONS, act, gate, softcap
+from quire.data.kernels.triton.activation import act, gate, softcap
 from quire.data.layers import mlp
 
-CUDA = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if CUDA else "cpu")
-DTYPES = (torch.float32, torch.float16, torch.bfloat16) if CUDA else (torch.float32,)
-PDL = (False, True) if CUDA and torch.cuda.get_device_capability()[0] >= 9 else (False,)
-NAMES = sorted(mlp.ACTIVATIONS)
-# exp(-x) of a far value is infinite, and 1 / (1 + that) is the 0 wanted; NumPy warns of it in the interpreter.
-FAR = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
+NAMES = pytest.mark.parametrize("name", sorted(mlp.ACTIVATIONS))
+FAR = INFINITE  # exp(-x) of a far value, and 1 / (1 + that) is the 0 wanted
 
 
-def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+def random(*shape: int, **options: Any) -> Tensor:
     """Mostly in [-6, 6], where activations bend."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64).mul_(2).to(dtype).to(DEVICE)
-
-
-def assert_rounded(got: Tensor, want: Tensor, atol: float = 2e-6) -> None:
-    """got is want (fp64) rounded to got's dtype, but for fp32's own errors on the way."""
-    half_ulp = 0.5 * torch.finfo(got.dtype).eps
-    torch.testing.assert_close(got.double(), want, rtol=1.01 * half_ulp + 2e-6, atol=atol)
-
-
-def test_every_activation_of_the_layers_is_here() -> None:
-    assert set(mlp.ACTIVATIONS) <= set(ACTIVATIONS)
+    return normal(*shape, **options).mul_(2)
 
 
 @FAR
-@pytest.mark.parametrize("pdl", PDL)
-@pytest.mark.parametrize("dtype", DTYPES)
+@LAUNCHES
 @pytest.mark.parametrize("size", [16, 100, 1376, 14336])
-@pytest.mark.parametrize("name", NAMES)
+@NAMES
 def test_gate(name: str, size: int, dtype: torch.dtype, pdl: bool) -> None:
     for rows in (1, 3):
         x = random(rows, 2 * size, dtype=dtype)
@@ -48,7 +35,7 @@ def test_gate(name: str, size: int, dtype: torch.dtype, pdl: bool) -> None:
         assert torch.equal(x, before)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@TYPES
 def test_gate_of_many_rows(dtype: torch.dtype) -> None:
     """Rows with gaps into rows with gaps; the gaps stay."""
     x, out = random(70, 1500, dtype=dtype)[:, :1400], random(70, 800, dtype=dtype, seed=1)
@@ -60,10 +47,9 @@ def test_gate_of_many_rows(dtype: torch.dtype) -> None:
 
 
 @FAR
-@pytest.mark.parametrize("pdl", PDL)
-@pytest.mark.parametrize("dtype", DTYPES)
+@LAUNCHES
 @pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("name", NAMES)
+@NAMES
 def test_act_in_place(name: str, biased: bool, dtype: torch.dtype, pdl: bool) -> None:
     for rows, size in ((1, 20480), (70, 600)):
         x = random(rows, size, dtype=dtype)
@@ -74,23 +60,22 @@ def test_act_in_place(name: str, biased: bool, dtype: torch.dtype, pdl: bool) ->
 
 
 @FAR
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", NAMES)
-def test_far_values(name: str, dtype: torch.dtype) -> None:
-    """No overflow on the way, and NaN is not hidden."""
+@TYPES
+def test_far_values(dtype: torch.dtype) -> None:
+    """No overflow on the way, and NaN is not hidden; by every activation of the layers."""
     x = torch.tensor([[-3e4, -100.0, -0.0, 0.0, 100.0, 3e4, torch.nan]], dtype=dtype, device=DEVICE)
-    want = mlp.activation(name)(x.double())
-    assert want.isnan().sum() == 1
-    torch.testing.assert_close(act(x.clone(), name).double(), want, rtol=1e-6, atol=1e-6, equal_nan=True)
+    for name in mlp.ACTIVATIONS:
+        want = mlp.activation(name)(x.double())
+        assert want.isnan().sum() == 1
+        torch.testing.assert_close(act(x.clone(), name).double(), want, rtol=1e-6, atol=1e-6, equal_nan=True)
 
 
 @FAR
-@pytest.mark.parametrize("pdl", PDL)
-@pytest.mark.parametrize("dtype", DTYPES)
+@LAUNCHES
 @pytest.mark.parametrize(("rows", "size"), [(1, 7), (3, 5000), (70, 1500)])
 def test_softcap_in_place(rows: int, size: int, dtype: torch.dtype, pdl: bool) -> None:
     """Also of logits far beyond the bound, in rows with gaps, which stay."""
-    wide = (random(rows, size + 9, dtype=torch.float32) * 20).to(dtype)
+    wide = (random(rows, size + 9) * 20).to(dtype)
     wide[0, :2] = torch.tensor([1e4, -torch.inf])
     x, before = wide[:, :size], wide.clone()
     assert softcap(x, 30.0, pdl=pdl).data_ptr() == wide.data_ptr()

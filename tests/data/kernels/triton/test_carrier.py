@@ -3,21 +3,20 @@ at once."""
 
 from __future__ import annotations
 
-import ctypes
-from typing import Any
+from collections.abc import Iterator
 
 import memory_checker
 import pytest
 import torch
+from reduce_ranks import immediate, peers_of
 from torch import Tensor
 
 from quire.data.kernels import peer_sizes
-from quire.data.kernels.triton import carried, norm, reduce
+from quire.data.kernels.triton import carried, norm
 from quire.data.layers.cut import columns
 from quire.data.layers.linear import Linear
 from quire.data.layers.norm import RMSNorm
 from quire.data.layers.prepare import join
-from quire.parallel import carrier as module
 from quire.parallel.carrier import Carrier
 from quire.parallel.device_exchange import LARGE, DeviceExchange
 from quire.vocabulary.layout import Part
@@ -29,43 +28,15 @@ CPU = torch.device("cpu")
 SIZE, EPS, ROOM = 48, 1e-5, 1 << 16
 
 
-class Nothing:
-    """A stream, and an event."""
-
-    cuda_stream = 0
-
-    def record(self, stream: Any = None) -> None: ...
-
-    def wait_event(self, event: Any) -> None: ...
-
-
 @pytest.fixture
-def carriers(monkeypatch: pytest.MonkeyPatch) -> tuple[Carrier, Carrier]:
+def carriers(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Carrier, Carrier]]:
     monkeypatch.setattr(memory_checker.Bounds, "check", lambda *args: None)  # they write what isn't given to them
-    for name in ("Stream", "Event", "current_stream"):
-        monkeypatch.setattr(torch.cuda, name, lambda *args, **options: Nothing())
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(module, "LEAST", 2)
-    monkeypatch.setattr(module, "LEAST_BYTES", 1)
-    monkeypatch.setattr(
-        module.peer_memory, "copy", lambda target, source, nbytes, stream: ctypes.memmove(target, source, nbytes)
-    )
-
-    def write(address: int, value: int, stream: int) -> None:
-        ctypes.c_int64.from_address(address).value = value
-
-    monkeypatch.setattr(module.peer_memory, "write", write)
+    immediate(monkeypatch.setattr, least=2)
     memories = [torch.zeros(peer_sizes.BYTES + ROOM, dtype=torch.uint8) for _ in range(2)]
-    addresses = tuple(memory.data_ptr() for memory in memories)
-
-    def made(rank: int) -> Carrier:
-        table, counters = torch.tensor(addresses), torch.zeros(reduce.PROGRAMS, dtype=torch.int64)
-        error = torch.zeros(1, dtype=torch.int64)
-        one = Carrier(reduce.Peers(table, counters, error, rank, 2, 20, addresses, ROOM), torch.device("cpu"))
-        one.memories = memories  # type: ignore[attr-defined]
-        return one
-
-    return made(0), made(1)
+    addresses = [memory.data_ptr() for memory in memories]
+    one, two = (Carrier(peers_of(rank, addresses, 20, ROOM), CPU) for rank in range(2))
+    yield one, two
+    del memories  # which carriers know by their addresses alone
 
 
 def test_rows_are_cut_into_no_more_pieces_than_there_are_flags(carriers: tuple[Carrier, Carrier]) -> None:
@@ -114,20 +85,11 @@ def test_what_is_sent_is_added_up_in_turn(carriers: tuple[Carrier, Carrier]) -> 
     assert not any(carrier.peers.error.item() for carrier in carriers)
 
 
-def test_what_never_comes_is_told(carriers: tuple[Carrier, Carrier]) -> None:
-    one, _ = carriers
-    delta = torch.ones(4, SIZE)
-    for piece in one.pieces(4, delta.nbytes):
-        one.send(delta, piece)
-    one.finish(None, None, None, 0.0, None)
-    assert one.peers.error.item() == 2  # rank 1
-
-
 class Alone(DeviceExchange):
     """A rank's exchange without other ways than a carrier; `met` are other sums that were asked for."""
 
     def __init__(self, rank: int, carrier: Carrier) -> None:
-        self.part, self.device, self.carrier, self.alone = Part(rank, 2), torch.device("cpu"), carrier, False
+        self.part, self.device, self.carrier, self.alone = Part(rank, 2), CPU, carrier, False
         self.met: list[Tensor] = []
         self.peers, self.group = carrier.peers, None
 
@@ -146,10 +108,10 @@ def test_a_product_sends_its_rows_to_the_norm_behind(
     for rank, exchange in enumerate(exchanges):
         torch.manual_seed(rank)
         part = Part(rank, 2)
-        product = Linear(columns(part, 32), SIZE, rank == 0, torch.float32, torch.device("cpu"))
+        product = Linear(columns(part, 32), SIZE, rank == 0, torch.float32, CPU)
         for parameter in product.parameters():
             parameter.data.normal_()
-        after = RMSNorm(SIZE, EPS, torch.float32, torch.device("cpu"))
+        after = RMSNorm(SIZE, EPS, torch.float32, CPU)
         after.weight.data.normal_()
         for layer in (product, after):
             join(layer, exchange)  # type: ignore[arg-type]
@@ -179,8 +141,8 @@ def test_a_product_sends_its_rows_to_the_norm_behind(
 
 def test_what_is_replicated_or_small_is_not_sent(carriers: tuple[Carrier, Carrier]) -> None:
     exchange = Alone(0, carriers[0])
-    whole = Linear(32, SIZE, False, torch.float32, torch.device("cpu"))
-    gated = Linear(columns(Part(0, 2), 32), SIZE, False, torch.float32, torch.device("cpu"))
+    whole = Linear(32, SIZE, False, torch.float32, CPU)
+    gated = Linear(columns(Part(0, 2), 32), SIZE, False, torch.float32, CPU)
     gated.changed = True
     for layer in (whole, gated):
         join(layer, exchange)  # type: ignore[arg-type]

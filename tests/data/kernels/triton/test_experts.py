@@ -1,146 +1,207 @@
-"""Products with chosen experts equal a dense loop over tokens in fp64, however the choice falls."""
+"""Products with chosen experts equal a dense loop over tokens in fp64, however the choice falls and however many tokens
+there are: with weights as they are, and in FP8, with scales by row and by group, with what the weights stand for."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 import torch.nn.functional as F
+from grids import CUDA, DEVICE, DTYPES, LAUNCHES, PDL, TYPES
 from same_bits import check_same
+from test_linear import FP8, weights
 from torch import Tensor
 
 from quire.data.kernels.triton import experts
 from quire.data.kernels.triton.experts import FEW, MANY, MOST_UNSORTED, SOME, mixture, route, tile_of
+from quire.data.kernels.triton.linear import E4M3
+from quire.data.layers.moe import SparseMLP
 
-CUDA = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if CUDA else "cpu")
-DTYPES = (torch.float32, torch.float16, torch.bfloat16) if CUDA else (torch.float32,)
-PDL = (False, True) if CUDA and torch.cuda.get_device_capability()[0] >= 9 else (False,)
+KINDS = ("plain", "rows", "groups") if FP8 else ("plain",)
+IN_FP8 = ("rows", "groups", "groups of one", "one in FP8") if FP8 else ()
+SMALL = {"inner": 32, "hidden": 144}
+Tokens = tuple[Tensor, Tensor, Tensor]
+"""Numbers, and each token's shares of the experts that it chose."""
 
 
-def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
     generator = torch.Generator(DEVICE).manual_seed(seed)  # a real layer's weights take a CPU half a minute
     return (0.3 * torch.randn(shape, generator=generator, dtype=torch.float64, device=DEVICE)).to(dtype)
 
 
-def dense(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
-    for token in range(len(x)):
-        for weight, expert in zip(weights[token].tolist(), chosen[token].tolist()):
-            gate, up = (gate_up[expert].double() @ x[token].double()).chunk(2)
-            out[token] += weight * (down[expert].double() @ (F.silu(gate) * up))
-    return out
+class Experts:
+    """Random weights of some experts, stacked, and what they stand for. Sizes of those in FP8 fill no last group."""
 
+    def __init__(
+        self, count: int, kind: str = "plain", dtype: torch.dtype = torch.float32, inner: int = 0, hidden: int = 0
+    ) -> None:
+        self.kind, self.dtype = kind, dtype
+        inner, hidden = inner or (24 if kind == "plain" else 144), hidden or (40 if kind == "plain" else 272)
+        self.weights: list[Tensor] = []
+        self.scales: list[Tensor | None] = []
+        self.full: list[Tensor] = []
+        for seed, (rows, depth) in enumerate(((2 * inner, hidden), (hidden, inner))):
+            shape, scale = (count, rows, depth), None
+            if kind == "plain":
+                numbers = random(*shape, dtype=dtype, seed=2 - 2 * seed)
+            else:
+                groups = kind == "groups" or (kind == "groups of one" and seed == 1)
+                numbers, scale, full = weights(count * rows, depth, groups, seed=10 * seed + 1)
+                if kind == "one in FP8" and seed == 0:
+                    numbers, scale = full.to(dtype), None
+            self.weights.append(numbers.view(shape))
+            self.scales.append(scale)
+            self.full.append((numbers.double() if scale is None else full).view(shape))
 
-def case(tokens: int, count: int, top: int, dtype: torch.dtype, inner: int = 24, hidden: int = 40) -> list[Tensor]:
-    scores = random(tokens, count, dtype=torch.float32).softmax(dim=1)
-    weights, chosen = scores.topk(top, dim=1)
-    gate_up, down = random(count, 2 * inner, hidden, dtype=dtype, seed=2), random(count, hidden, inner, dtype=dtype)
-    wide = random(tokens, hidden + 8, dtype=dtype, seed=1)
-    return [wide[:, :hidden], weights, chosen, gate_up, down]
+    def tokens(self, count: int, top: int) -> Tokens:
+        shares, chosen = random(count, len(self.full[0])).softmax(dim=1).topk(top, dim=1)
+        hidden = self.full[0].shape[2]
+        wide = random(count, hidden + 8, seed=1) * (1 if self.kind == "plain" else 0.07)
+        return wide.to(self.dtype)[:, :hidden], shares, chosen
 
+    def mixture(self, tokens: Tokens, deterministic: bool = False, pdl: bool = False) -> Tensor:
+        gate_up, down = self.scales
+        return mixture(*tokens, *self.weights, "silu", (gate_up, down), deterministic=deterministic, pdl=pdl)
 
-def check(made: list[Tensor], deterministic: bool = False, pdl: bool = False) -> None:
-    got, want = mixture(*made, "silu", deterministic=deterministic, pdl=pdl), dense(*made)
-    eps = torch.finfo(got.dtype).eps  # fp32's too: the sums of a large layer are large, but where their terms cancel
-    torch.testing.assert_close(got.double(), want, rtol=eps + 2e-5, atol=4 * eps * float(want.abs().max()) + 2e-5)
+    def dense(self, x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
+        out, (gate_up, down) = torch.zeros(x.shape, dtype=torch.float64, device=x.device), self.full
+        for token in range(len(x)):
+            for share, expert in zip(shares[token].tolist(), chosen[token].tolist()):
+                gate, up = (gate_up[expert] @ x[token].double()).chunk(2)
+                out[token] += share * (down[expert] @ (F.silu(gate) * up))
+        return out
+
+    def check(self, tokens: Tokens, deterministic: bool = False, pdl: bool = False) -> None:
+        got, want = self.mixture(tokens, deterministic, pdl), self.dense(*tokens)
+        size, plain = float(want.abs().max()), self.kind == "plain"
+        assert size > 1e-3
+        eps = torch.finfo(got.dtype).eps  # fp32's too: the sums of a large layer are large, but where terms cancel
+        eps = eps if plain or got.dtype != torch.float32 else 0.0
+        atol = 4 * eps * size + 2e-5 * (1.0 if plain else size)
+        torch.testing.assert_close(got.double(), want, rtol=eps + 2e-5, atol=atol)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("count", "top"), [(4, 2), (5, 1), (3, 3)])
-def test_equal_to_a_dense_loop(count: int, top: int, dtype: torch.dtype, deterministic: bool) -> None:
+@TYPES
+@pytest.mark.parametrize(
+    ("kind", "count", "top"),
+    [("plain", 4, 2), ("plain", 5, 1), ("plain", 3, 3), *((kind, 3, 2) for kind in IN_FP8)],
+)
+def test_equal_to_a_dense_loop(kind: str, count: int, top: int, dtype: torch.dtype, deterministic: bool) -> None:
     """One token; a few; tiles of an expert that aren't full, and several of them."""
+    made = Experts(count, kind, dtype)
     for tokens in (1, 3, 70):
-        check(case(tokens, count, top, dtype), deterministic)
+        made.check(made.tokens(tokens, top), deterministic)
 
 
 @pytest.mark.parametrize("top", [1, 2])
 def test_sorted_and_not(top: int) -> None:
     """The same, bit by bit, on both sides of the most pairs that programs look through."""
-    made = case(MOST_UNSORTED // top + 1, 5, top, torch.float32)
-    every = mixture(*made, "silu", deterministic=True)
-    torch.testing.assert_close(every.double(), dense(*made), rtol=2e-5, atol=2e-5)
-    fewer = mixture(*(part[:-1] for part in made[:3]), *made[3:], "silu", deterministic=True)
-    assert torch.equal(fewer, every[:-1])
+    made = Experts(5)
+    tokens = made.tokens(MOST_UNSORTED // top + 1, top)
+    every = made.mixture(tokens, deterministic=True)
+    torch.testing.assert_close(every.double(), made.dense(*tokens), rtol=2e-5, atol=2e-5)
+    x, shares, chosen = (part[:-1] for part in tokens)
+    assert torch.equal(made.mixture((x, shares, chosen), deterministic=True), every[:-1])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@TYPES
 @pytest.mark.parametrize("normalised", [False, True])
 @pytest.mark.parametrize(("count", "top"), [(16, 2), (5, 3), (8, 1), (3, 3)])
 def test_choice_equals_torch(count: int, top: int, normalised: bool, dtype: torch.dtype) -> None:
     logits = 9 * random(33, count + 4, dtype=dtype)[:, :count]
     want, at = logits.float().softmax(dim=1).topk(top, dim=1)
-    weights, chosen = route(logits, top, normalised)
+    shares, chosen = route(logits, top, normalised)
     if dtype == torch.float32:  # in others there are ties
         assert torch.equal(chosen, at)
-    torch.testing.assert_close(weights, want / want.sum(dim=1, keepdim=True) if normalised else want)
+    torch.testing.assert_close(shares, want / want.sum(dim=1, keepdim=True) if normalised else want)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # NumPy's, in the interpreter
 def test_what_is_not_a_number_shows() -> None:
     """In its own row alone."""
-    made, logits = case(5, 5, 2, torch.float32), random(5, 5, dtype=torch.float32)
-    want = mixture(made[0], *route(logits, 2, False), *made[3:], "silu")
+    made, logits = Experts(5), random(5, 5)
+    x = made.tokens(5, 2)[0]
+    want = made.mixture((x, *route(logits, 2, False)))
     logits[3, 1] = torch.nan
-    got = mixture(made[0], *route(logits, 2, False), *made[3:], "silu")
+    got = made.mixture((x, *route(logits, 2, False)))
     assert got.isnan().all(dim=1).tolist() == [False, False, False, True, False]
     assert torch.equal(got[[0, 1, 2, 4]], want[[0, 1, 2, 4]])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@TYPES
 def test_many_tokens(dtype: torch.dtype) -> None:
-    made = case(150, 2, 1, dtype, inner=70, hidden=72)
-    assert tile_of(150, 2, False, made[0], *made[3:])._replace(stages=0) == MANY._replace(stages=0)
-    check(made)
+    """Sorted, in the tiles of prompts."""
+    count = MOST_UNSORTED + 20
+    weight = torch.empty(0, dtype=dtype)
+    assert tile_of(count, 2, False, weight, weight, weight)._replace(stages=0) == MANY._replace(stages=0)
+    for kind in KINDS:
+        made = Experts(2, kind, dtype, **({"inner": 70, "hidden": 72} if kind == "plain" else SMALL))
+        made.check(made.tokens(count, 1))
 
 
-@pytest.mark.parametrize("pdl", PDL)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("inner", "hidden"), [(1, 40), (24, 40), (144, 1032), *([(14336, 4096)] if CUDA else [])])
-@pytest.mark.parametrize("top", [1, 2, 3])
-def test_one_token(top: int, inner: int, hidden: int, dtype: torch.dtype, pdl: bool) -> None:
-    """In kernels of its own, which add its experts' outputs in the order of their shares."""
-    check(case(1, 5, top, dtype, inner, hidden), pdl=pdl)
+@LAUNCHES
+@pytest.mark.parametrize(
+    ("kind", "top", "inner", "hidden"),
+    [
+        *(("plain", top, *size) for top in (1, 2, 3) for size in ((1, 40), (24, 40), (144, 1032))),
+        *((kind, 2, *size) for kind in IN_FP8 for size in ((16, 32), (1040, 272), (256, 1040))),
+        *(("plain", top, 14336, 4096) for top in (1, 2, 3) if CUDA),
+    ],
+)
+def test_one_token(kind: str, top: int, inner: int, hidden: int, dtype: torch.dtype, pdl: bool) -> None:
+    """In kernels of its own, which add its experts' outputs in the order of their shares; lines of a tile and less, of
+    several and of parts."""
+    made = Experts(5 if kind == "plain" else 3, kind, dtype, inner, hidden)
+    made.check(made.tokens(1, top), pdl=pdl)
 
 
 @pytest.mark.parametrize("pdl", PDL)
 @pytest.mark.parametrize("tokens", [3, MOST_UNSORTED])
 def test_early_launches(tokens: int, pdl: bool) -> None:
     """The whole of it, from the choice on, sorted and not."""
-    made, logits = case(tokens, 5, 2, DTYPES[-1]), random(tokens, 5, dtype=DTYPES[-1])
-    made[1:3] = route(logits, 2, True, pdl=pdl)
-    check(made, pdl=pdl)
+    made = Experts(5, dtype=DTYPES[-1])
+    shares, chosen = route(random(tokens, 5, dtype=DTYPES[-1]), 2, True, pdl=pdl)
+    made.check((made.tokens(tokens, 2)[0], shares, chosen), pdl=pdl)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@TYPES
 def test_all_choose_one_expert(dtype: torch.dtype) -> None:
     """And nobody the others: the first, the last, one in between."""
+    made = Experts(5, dtype=dtype)
     for expert in (0, 2, 4):
-        made = case(37, 5, 1, dtype)
-        made[2].fill_(expert)
-        check(made)
+        tokens = made.tokens(37, 1)
+        tokens[2].fill_(expert)
+        made.check(tokens)
 
 
-@pytest.mark.parametrize("tokens", [1, 3])
-def test_experts_that_nobody_chose_are_not_read(tokens: int) -> None:
-    made = case(tokens, 4, 2, torch.float32)
-    made[2][:] = torch.tensor([[1, 3], [3, 1], [1, 3]])[:tokens]
-    for weight in made[3:]:
-        weight[[0, 2]] = torch.nan
-    check(made)
+@pytest.mark.parametrize("count", [1, 3])
+def test_experts_that_nobody_chose_are_not_read(count: int) -> None:
+    for kind in KINDS:
+        made = Experts(4, kind, DTYPES[0], **({} if kind == "plain" else SMALL))
+        tokens = made.tokens(count, 2)
+        tokens[2][:] = torch.tensor([[1, 3], [3, 1], [1, 3]])[:count]
+        for weight, scale in zip(made.weights, made.scales):
+            if scale is None:
+                weight[[0, 2]] = torch.nan
+            else:
+                weight.view(torch.uint8)[[0, 2]] = 0x7F  # NaN
+                scale.view(len(scale), 4, -1)[:, [0, 2]] = torch.nan
+        made.check(tokens)
 
 
-def test_rows_do_not_know_each_other() -> None:
-    """With one tile for all numbers of rows, a row's bits are the same alone."""
-    made = case(70, 4, 2, torch.float32)
-    every = mixture(*made, "silu", deterministic=True)
-    for row in (0, 33, 69):
-        alone = mixture(*(part[row : row + 1] for part in made[:3]), *made[3:], "silu", deterministic=True)
-        check_same(alone, every[row : row + 1])
-
-
-def test_no_tokens() -> None:
-    assert mixture(*case(0, 4, 2, torch.float32), "silu").shape == (0, 40)
+@TYPES
+def test_rows_do_not_know_each_other(dtype: torch.dtype) -> None:
+    """With one tile for all numbers of rows, a row's bits are the same alone, sorted and not; there may be none."""
+    most = MOST_UNSORTED // 2
+    for kind in KINDS:
+        made = Experts(3, kind, dtype, **({} if kind == "plain" else SMALL))
+        tokens = made.tokens(most + 1, 2)
+        if kind != "plain":
+            tokens[0].mul_(0.1)  # so that results are about one
+        every = made.mixture(tokens, deterministic=True)
+        for few in (slice(0, 1), slice(33, 34), slice(40, 60), slice(0, most), slice(most, most + 1), slice(0, 0)):
+            x, shares, chosen = (part[few] for part in tokens)
+            check_same(made.mixture((x, shares, chosen), deterministic=True), every[few])
 
 
 def test_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,3 +215,42 @@ def test_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         tile = tile_of(pairs, 16, False, weight, weight)
         assert 2 <= tile.stages <= 4
         assert (2 * tile.columns + tile.pairs) * tile.depth * 2 * tile.stages <= 101_376
+
+
+@pytest.mark.skipif(not FP8, reason="this GPU has no FP8")
+def test_scales_that_do_not_fit_are_a_mistake() -> None:
+    made = Experts(3, "groups", DTYPES[0], 32, 272)
+    good = made.scales[0]
+    assert good is not None
+    for wrong in (None, good[:2].contiguous(), good[:, 1:].contiguous(), good.t().contiguous().t()):
+        made.scales[0] = wrong
+        with pytest.raises(AssertionError):
+            made.mixture(made.tokens(2, 2))
+
+
+def test_tiles_of_groups_hold_whole_ones() -> None:
+    """Every step of a sum has one scale a row; with weights of a byte there is room for more stages."""
+    x, half, byte = (torch.empty(0, dtype=dtype) for dtype in (torch.bfloat16, torch.bfloat16, E4M3))
+    for pairs, tile in ((2, FEW), (257, SOME), (1025, MANY)):
+        found = tile_of(pairs, 16, False, x, byte, byte, group=128)
+        assert 128 % found.depth == 0
+        assert tile_of(pairs, 16, False, x, byte, byte).depth == tile.depth
+        assert tile_of(pairs, 16, False, x, byte, half) == tile_of(pairs, 16, False, x, half, half)
+
+
+@pytest.mark.skipif(not FP8, reason="this GPU has no FP8")
+def test_the_layer_with_its_scales() -> None:
+    """As with weights that hold the same values, which a CPU multiplies."""
+    made = Experts(4, "groups", **SMALL)
+    x, *_ = made.tokens(9, 2)
+    plain, kept = (SparseMLP(144, 32, 4, 2, "silu", True, torch.float32, DEVICE) for _ in range(2))
+    for layer in (plain, kept):
+        assert layer.router.weight is not None
+        layer.router.weight.copy_(x[:4])
+    for name, scale, weight, full in zip(("gate_up", "down"), made.scales, made.weights, made.full):
+        getattr(plain, name).copy_(full.flatten(0, 1))
+        setattr(kept, name, torch.nn.Parameter(weight.flatten(0, 1), requires_grad=False))
+        setattr(kept, SparseMLP.FP8[name], scale)
+    kept.grouped = mixture
+    want = plain(x)
+    torch.testing.assert_close(kept(x), want, rtol=2e-5, atol=2e-5 * float(want.abs().max()))

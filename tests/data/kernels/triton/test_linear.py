@@ -1,32 +1,37 @@
-"""Products for few rows equal torch's in fp64 within the rounding; rows do not see one another; `invariant` gives a row
-the same bits in every batch."""
+"""Products for few rows and for any number equal torch's in fp64 within the rounding, with weights as they are and in
+FP8, with scales by row and by group; rows do not see one another; `invariant` gives a row the same bits in every
+batch."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
 import pytest
 import torch
+from grids import CUDA, DEVICE, HALVES, INFINITE, PDL
 from torch import Tensor
 
 from quire.data.kernels.limits import SCORED_AT_ONCE
 from quire.data.kernels.triton import linear as kernels
 from quire.data.kernels.triton import scaled
-from quire.data.kernels.triton.linear import MAX_ROWS, Tile, gated, invariant, linear, supports
-from quire.data.kernels.triton.tiles import rounded_rows
+from quire.data.kernels.triton.linear import E4M3, MAX_ROWS, gated, invariant, linear, supports
+from quire.data.kernels.triton.tiles import GROUP, TILES_FP8, Tile, few_rows, grouped, rounded_rows
 from quire.data.layers import mlp
 from quire.data.runner.rehearsal import _plans
+from quire.data.weights.fp8 import by_rows, rounded
+from quire.data.weights.fp8 import scaled as product
 
-CUDA = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if CUDA else "cpu")
-DTYPES = (torch.float16, torch.bfloat16) if CUDA else (torch.float32,)
-PDL = (False, True) if CUDA and torch.cuda.get_device_capability()[0] >= 9 else (False,)
-# [N, K]: N not a multiple of a tile, K not of one, but of 16; and the shapes of a real layer.
-SHAPES = [(1, 16), (48, 64), (100, 272), (33, 528), *([(6144, 4096), (20000, 1040), (4096, 14336)] if CUDA else [])]
+FP8 = not CUDA or torch.cuda.get_device_capability() >= (8, 9)
+TYPES = pytest.mark.parametrize("dtype", HALVES)
+LAUNCHES = pytest.mark.parametrize(("dtype", "pdl"), [(dtype, pdl) for dtype in HALVES for pdl in PDL])
+# [N, K], also such as fill no tile and no group; and the shapes of real layers.
+SHAPES = [(1, 16), (48, 64), (100, 272), (33, 528), (130, 256)]
+REAL = [(6144, 4096), (20000, 1040), (28672, 4096), (4096, 14336)] if CUDA else []
 ROWS = [1, 2, 3, 7, 8, 16, 17, MAX_ROWS]
-# Infinite values on the way are wanted; NumPy warns of them in the interpreter.
-INFINITE = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
 
 
-def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator).to(dtype).to(DEVICE)
 
@@ -38,88 +43,135 @@ def assert_rounded(got: Tensor, want: Tensor) -> None:
     torch.testing.assert_close(got.double(), want, rtol=rtol, atol=atol)
 
 
-@pytest.mark.parametrize("pdl", PDL)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
+def weights(size: int, depth: int, groups: bool, seed: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    """A weight in e4m3, its scales, and what both stand for, in fp64."""
+    full = random(size, depth, seed=seed)
+    full *= torch.logspace(-2, 2, size, device=DEVICE)[:, None] ** 0.5  # a wrong row's scale shows
+    if groups:
+        blocks = random(-(-size // GROUP), -(-depth // GROUP), seed=seed + 1).abs() * 0.1 + 0.01
+        scale = by_rows(blocks, size, depth, blocks=True)
+        assert scale is not None
+        scale = scale.contiguous()
+        spread = scale.t().repeat_interleave(GROUP, 1)[:, :depth]
+        numbers = (full / spread).clamp(-448, 448).to(E4M3)
+    else:
+        numbers, scales = rounded(full)
+        scale = scales[None].contiguous()
+    return numbers, scale, product(numbers, scale).double()
+
+
+class Weight(NamedTuple):
+    """One of a kind; rows for it are `small` times as large, so that no product is infinite in fp16."""
+
+    numbers: Tensor
+    scale: Tensor | None
+    full: Tensor
+    small: float
+
+    def wanted(self, x: Tensor, activation: str | None = None) -> Tensor:
+        """In fp64."""
+        out = x.double() @ self.full.T
+        if activation is None:
+            return out
+        gate, up = out.chunk(2, dim=-1)
+        return mlp.activation(activation)(gate) * up
+
+    def check(self, x: Tensor, bias: Tensor, product: Any = linear, **options: bool) -> None:
+        """Without the bias and with it."""
+        want = self.wanted(x)
+        assert_rounded(product(x, self.numbers, None, self.scale, **options), want)
+        assert_rounded(product(x, self.numbers, bias, self.scale, **options), want + bias.double())
+
+    def check_gated(self, x: Tensor, activation: str, pdl: bool) -> None:
+        assert_rounded(gated(x, self.numbers, activation, self.scale, pdl=pdl), self.wanted(x, activation))
+
+
+def every_kind(size: int, depth: int, dtype: torch.dtype) -> Iterator[Weight]:
+    plain = random(size, depth, dtype=dtype, seed=1)
+    yield Weight(plain, None, plain.double(), 1.0)
+    for groups in (False, True) if FP8 else ():
+        yield Weight(*weights(size, depth, groups), 0.1)
+
+
+@LAUNCHES
+@pytest.mark.parametrize("shape", [*SHAPES, *REAL])
 @pytest.mark.parametrize("rows", ROWS)
 def test_linear(rows: int, shape: tuple[int, int], dtype: torch.dtype, pdl: bool) -> None:
-    x, weight = random(rows, shape[1], dtype=dtype), random(*shape, dtype=dtype, seed=1)
-    bias, want = random(shape[0], dtype=dtype, seed=2), x.double() @ weight.double().T
-    assert_rounded(linear(x, weight, pdl=pdl), want)
-    assert_rounded(linear(x, weight, bias, pdl=pdl), want + bias.double())
+    x, bias = random(rows, shape[1], dtype=dtype), random(shape[0], dtype=dtype, seed=2)
+    for weight in every_kind(*shape, dtype):
+        weight.check(x * weight.small, bias, pdl=pdl)
 
 
 @pytest.mark.share(4)
-@pytest.mark.parametrize("pdl", PDL)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("depth", [16, 144, 1040])
+@LAUNCHES
+@pytest.mark.parametrize("depth", [16, 144, 1040, 1024])
 @pytest.mark.parametrize("early", [0, 1, 3])
 @pytest.mark.parametrize("tile", [(0, 8, 64, 3, 4), (0, 2, 128, 3, 2), (8, 16, 64, 3, 1), (16, 64, 64, 3, 4)])
 def test_every_kind_of_tile(
     tile: tuple[int, ...], early: int, depth: int, dtype: torch.dtype, pdl: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tiles loaded early are the whole depth, or a part of it, or more than it has."""
-    monkeypatch.setattr(kernels, "few_rows", lambda rows, size, depth: Tile(*tile, early))
-    rows = max(tile[0] - 1, 1)
-    x, weight = random(rows, depth, dtype=dtype), random(74, depth, dtype=dtype, seed=1).mul_(0.2)
-    bias, want = random(74, dtype=dtype, seed=2), x.double() @ weight.double().T
-    assert_rounded(linear(x, weight, bias, pdl=pdl), want + bias.double())
-    gate, up = want.chunk(2, dim=-1)
-    assert_rounded(gated(x, weight, "silu", pdl=pdl), mlp.activation("silu")(gate) * up)
+    monkeypatch.setattr(kernels, "few_rows", lambda rows, size, depth, fp8=False: Tile(*tile, early))
+    x, bias = random(max(tile[0] - 1, 1), depth, dtype=dtype) * 0.2, random(74, dtype=dtype, seed=2)
+    for weight in every_kind(74, depth, dtype):
+        weight.check(x * weight.small, bias, pdl=pdl)
+        weight.check_gated(x * weight.small, "silu", pdl)
 
 
 @INFINITE
-@pytest.mark.parametrize("pdl", PDL)
-@pytest.mark.parametrize("dtype", DTYPES)
+@LAUNCHES
 @pytest.mark.parametrize("size", [1, 24, 100, *([14336] if CUDA else [])])
 @pytest.mark.parametrize("rows", [1, 3, 16, MAX_ROWS])
 def test_gated(rows: int, size: int, dtype: torch.dtype, pdl: bool) -> None:
-    x, weight = random(rows, 272, dtype=dtype), random(2 * size, 272, dtype=dtype, seed=1).mul_(0.2)
-    gate, up = (x.double() @ weight.double().T).chunk(2, dim=-1)
-    for name in ("silu", "relu", "gelu", "gelu_new"):
-        assert_rounded(gated(x, weight, name, pdl=pdl), mlp.activation(name)(gate) * up)
+    x = random(rows, 272, dtype=dtype) * 0.2
+    for weight in every_kind(2 * size, 272, dtype):
+        for name in ("silu", "relu", "gelu", "gelu_new"):
+            weight.check_gated(x * weight.small, name, pdl)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@TYPES
 def test_rows_with_gaps(dtype: torch.dtype) -> None:
     """Rows of x are parts of wider ones; what lies between is not read."""
-    wide, weight = random(5, 400, dtype=dtype), random(50, 272, dtype=dtype, seed=1)
-    wide[:, 272:], x = torch.nan, wide[:, :272]
-    assert_rounded(linear(x, weight), x.double() @ weight.double().T)
+    wide = random(5, 400, dtype=dtype)
+    wide[:, 272:] = torch.nan
+    for weight in every_kind(50, 272, dtype):
+        weight.check((wide * weight.small)[:, :272], random(50, dtype=dtype, seed=2))
 
 
 @INFINITE
-@pytest.mark.parametrize("dtype", DTYPES)
+@TYPES
 @pytest.mark.parametrize("rows", [2, 16, MAX_ROWS])
 def test_a_row_does_not_see_the_others(rows: int, dtype: torch.dtype) -> None:
-    x, weight = random(rows, 528, dtype=dtype), random(100, 528, dtype=dtype, seed=1)
-    before = linear(x, weight)[0].clone()
-    x[1:] = torch.inf
-    assert torch.equal(linear(x, weight)[0], before)
-    x[1:] = torch.nan
-    assert torch.equal(linear(x, weight)[0], before)
+    for weight in every_kind(100, 528, dtype):
+        x = random(rows, 528, dtype=dtype)
+        before = linear(x, weight.numbers, None, weight.scale)[0].clone()
+        for value in (torch.inf, torch.nan):
+            x[1:] = value
+            assert torch.equal(linear(x, weight.numbers, None, weight.scale)[0], before)
 
 
 def test_what_is_supported() -> None:
-    assert supports(torch.empty(8, 32, dtype=torch.bfloat16), MAX_ROWS)
-    assert supports(torch.empty(8, 32, dtype=torch.float16), 1)
-    assert not supports(torch.empty(8, 32, dtype=torch.bfloat16), MAX_ROWS + 1)
-    assert not supports(torch.empty(8, 32), 1)
-    assert not supports(torch.empty(8, 40, dtype=torch.bfloat16), 1)
-    assert not supports(torch.empty(32, 8, dtype=torch.bfloat16).T, 1)
+    for dtype in (torch.bfloat16, torch.float16, E4M3):
+        weight = torch.empty(8, 32, dtype=dtype)
+        assert supports(weight, 1)
+        assert supports(weight, MAX_ROWS)
+        assert not supports(weight, MAX_ROWS + 1)
+        assert not supports(torch.empty(8, 40, dtype=dtype), 1)
+        assert not supports(torch.empty(32, 8, dtype=dtype).T, 1)
+    for dtype in (torch.float32, torch.float8_e5m2):
+        assert not supports(torch.empty(8, 32, dtype=dtype), 1)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(16, 16), (100, 272), (136, 528)])
+@TYPES
+@pytest.mark.parametrize("shape", [(16, 16), (100, 272), (136, 528), *REAL])
 @pytest.mark.parametrize("rows", [1, 5, 64, 65, 150])
 def test_invariant(rows: int, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    x, weight = random(rows, shape[1], dtype=dtype), random(*shape, dtype=dtype, seed=1)
-    bias, want = random(shape[0], dtype=dtype, seed=2), x.double() @ weight.double().T
-    assert_rounded(invariant(x, weight), want)
-    assert_rounded(invariant(x, weight, bias), want + bias.double())
+    x, bias = random(rows, shape[1], dtype=dtype), random(shape[0], dtype=dtype, seed=2)
+    for weight in every_kind(*shape, dtype):
+        weight.check(x * weight.small, bias, invariant)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@TYPES
 def test_invariant_without_bulk_copies(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = random(130, 272, dtype=dtype), random(100, 272, dtype=dtype, seed=1)
     want = invariant(x, weight)
@@ -127,23 +179,29 @@ def test_invariant_without_bulk_copies(dtype: torch.dtype, monkeypatch: pytest.M
     assert_rounded(invariant(x, weight), x.double() @ weight.double().T)
     if CUDA:
         assert torch.equal(invariant(x, weight), want)
-    assert_rounded(
-        invariant(x[:, 1:257], weight[:, :256].contiguous()), x[:, 1:257].double() @ weight[:, :256].double().T
-    )
+    part, narrow = x[:, 1:257], weight[:, :256].contiguous()
+    assert_rounded(invariant(part, narrow), part.double() @ narrow.double().T)
 
 
 @pytest.mark.skipif(not CUDA, reason="the interpreter multiplies with NumPy, whose order of summation is its own")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("shape", [(4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336), (1000, 1040)])
+@pytest.mark.parametrize(
+    "shape",
+    [(4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336), (1000, 1040), (2304, 768), (6144, 768), (768, 2048)],
+)
 def test_a_row_has_the_same_bits_in_every_batch(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    x, weight = random(2048, shape[1], dtype=dtype), random(*shape, dtype=dtype, seed=1)
-    want = invariant(x, weight)
-    for rows in (1, 2, 5, 16, 33, 64, 65, 100, 257, 1024, 1025):
-        for first in (0, 7, 2048 - rows):
-            for pdl in PDL:
-                assert torch.equal(invariant(x[first : first + rows], weight, pdl=pdl), want[first : first + rows])
-            if rows > 1 and supports(weight, rows):  # the fast product too, but for a single row
-                assert torch.equal(linear(x[first : first + rows], weight), want[first : first + rows])
+    x = random(2048, shape[1], dtype=dtype)
+    for numbers, scale, _, _ in every_kind(*shape, dtype):
+        if scale is not None and dtype == torch.float32:
+            continue
+        want = invariant(x, numbers, None, scale)
+        for rows in (1, 2, 5, 8, 9, 16, 17, 32, 33, 64, 65, 100, 257, 1024, 1025):
+            for first in (0, 7, 2048 - rows):
+                some, same = x[first : first + rows], want[first : first + rows]
+                for pdl in PDL:
+                    assert torch.equal(invariant(some, numbers, None, scale, pdl=pdl), same)
+                if scale is None and rows > 1 and supports(numbers, rows):  # the fast product too, but for a single row
+                    assert torch.equal(linear(some, numbers), same)
 
 
 @pytest.mark.parametrize("slots", [4, 256])
@@ -156,15 +214,15 @@ def test_every_tile_is_rehearsed(tokens: int, slots: int) -> None:
         few |= {rounded_rows(rows, size, 4096, False)} if 1 < rows <= scaled.MAX_ROWS else set()
         return few | {kernels.any_rows(rows, size, torch.bfloat16, bulk) for bulk in (False, rows > 64)}
 
+    def of_all(numbers: Iterable[int], size: int) -> set[Tile]:
+        return set.union(*(tiles(n, size) for n in numbers))
+
     plans = list(_plans(tokens, 4096, slots))
     computed = {sum(len(row.tokens) for row in plan.rows) for plan in plans}
     scored = {len(row.score) for plan in plans for row in plan.rows if row.score}
     for size in (6144, 4096):
-        assert set.union(*(tiles(n, size) for n in range(1, tokens + 1))) == set.union(
-            *(tiles(n, size) for n in computed)
-        )
-    possible = range(1, min(tokens, SCORED_AT_ONCE) + 1)
-    assert set.union(*(tiles(n, 128256) for n in possible)) == set.union(*(tiles(n, 128256) for n in scored))
+        assert of_all(range(1, tokens + 1), size) == of_all(computed, size)
+    assert of_all(range(1, min(tokens, SCORED_AT_ONCE) + 1), 128256) == of_all(scored, 128256)
 
 
 @pytest.mark.parametrize(
@@ -177,3 +235,24 @@ def test_few_rows_of_larger_weights_have_the_tiles_of_more(size: int, depth: int
     assert {kernels.few_rows(few, size, depth).rows for few in (2, 5, 8)} == {rows}
     assert kernels.few_rows(1, size, depth).rows == 0
     assert kernels.few_rows(9, size, depth).rows == 16
+
+
+def test_scales_that_do_not_fit_are_a_mistake() -> None:
+    numbers, scale, _ = weights(48, 272, groups=True)
+    x = random(2, 272, dtype=HALVES[0])
+    for wrong in (None, scale[:2].contiguous(), scale[:, 1:].contiguous()):
+        with pytest.raises(AssertionError):
+            linear(x, numbers, None, wrong)
+    with pytest.raises(AssertionError):
+        linear(x, numbers.to(x.dtype), None, scale)
+
+
+def test_tiles_of_groups_hold_whole_ones() -> None:
+    """Every step of the sum has one scale a row, also where a part of the weight is loaded early."""
+    for rows, shapes in TILES_FP8.items():
+        for tile in shapes.values():
+            for depth in (16, 144, 4096):
+                found = grouped(tile, depth)
+                assert (found.depth, found.rows) == (GROUP, tile.rows)
+                assert not found.early or depth % GROUP == 0
+        assert few_rows(rows, 100_000, 4096, fp8=True) == shapes["tall"]

@@ -1,133 +1,27 @@
-"""Products with weights in FP8, for few rows and for any number, equal those with what the weights stand for within the
-rounding, with scales by row and by group; rows that are rounded to FP8 are scaled by themselves alone, and a few of
-them are multiplied as they are then."""
+"""Rows that are rounded to FP8 are scaled by themselves alone, and a few of them are multiplied as they are then, by
+weights in FP8; products with both equal those with what they stand for within the rounding."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from test_linear import CUDA, DEVICE, INFINITE, PDL, assert_rounded, random
+from grids import CUDA, DEVICE, INFINITE
+from test_linear import FP8, LAUNCHES, REAL, SHAPES, TYPES, assert_rounded, random, weights
 from torch import Tensor
 
-from quire.data.kernels.triton import linear as kernels
 from quire.data.kernels.triton import scaled
-from quire.data.kernels.triton.linear import E4M3, MAX_ROWS, SHARED, gated, invariant, linear, supports
-from quire.data.kernels.triton.tiles import (
-    GROUP,
-    TILES_FP8,
-    TILES_ROUNDED,
-    Tile,
-    few_rows,
-    grouped,
-    rounded_rows,
-)
+from quire.data.kernels.triton.linear import E4M3, SHARED
+from quire.data.kernels.triton.tiles import GROUP, TILES_ROUNDED, Tile, rounded_rows
 from quire.data.layers import mlp
-from quire.data.weights.fp8 import by_rows, rounded
-from quire.data.weights.fp8 import scaled as product
+from quire.data.weights.fp8 import rounded
 
-FP8 = not CUDA or torch.cuda.get_device_capability() >= (8, 9)
 pytestmark = pytest.mark.skipif(not FP8, reason="this GPU has no FP8")
-DTYPES = (torch.float16, torch.bfloat16) if CUDA else (torch.float32,)
-# [N, K], also such as fill no tile and no group; and the shapes of real layers.
-SHAPES = [(1, 16), (48, 64), (100, 272), (33, 528), (130, 256)]
-REAL = [(6144, 4096), (28672, 4096), (4096, 14336)] if CUDA else []
-ROWS = [1, 2, 3, 7, 8, 16, 17, MAX_ROWS]
-
-
-def weights(size: int, depth: int, groups: bool, seed: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """A weight in e4m3, its scales, and what both stand for, in fp64."""
-    full = random(size, depth, dtype=torch.float32, seed=seed)
-    full *= torch.logspace(-2, 2, size, device=DEVICE)[:, None] ** 0.5  # a wrong row's scale shows
-    if groups:
-        blocks = random(-(-size // GROUP), -(-depth // GROUP), dtype=torch.float32, seed=seed + 1).abs() * 0.1 + 0.01
-        scale = by_rows(blocks, size, depth, blocks=True)
-        assert scale is not None
-        scale = scale.contiguous()
-        spread = scale.t().repeat_interleave(GROUP, 1)[:, :depth]
-        numbers = (full / spread).clamp(-448, 448).to(E4M3)
-    else:
-        numbers, scales = rounded(full)
-        scale = scales[None].contiguous()
-    return numbers, scale, product(numbers, scale).double()
-
-
-@pytest.mark.parametrize("pdl", PDL)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("groups", [False, True])
-@pytest.mark.parametrize("shape", [*SHAPES, *REAL])
-@pytest.mark.parametrize("rows", ROWS)
-def test_few_rows(rows: int, shape: tuple[int, int], groups: bool, dtype: torch.dtype, pdl: bool) -> None:
-    numbers, scale, full = weights(*shape, groups)
-    x = random(rows, shape[1], dtype=dtype) * 0.05
-    bias, want = random(shape[0], dtype=dtype, seed=2), x.double() @ full.T
-    assert_rounded(linear(x, numbers, None, scale, pdl=pdl), want)
-    assert_rounded(linear(x, numbers, bias, scale, pdl=pdl), want + bias.double())
-
-
-@pytest.mark.share(4)
-@pytest.mark.parametrize("groups", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("depth", [16, 144, 1040, 1024])
-@pytest.mark.parametrize("early", [0, 1, 3])
-@pytest.mark.parametrize("tile", [(0, 8, 64, 3, 4), (0, 2, 128, 3, 2), (8, 16, 64, 3, 1), (16, 64, 64, 3, 4)])
-def test_every_kind_of_tile(
-    tile: tuple[int, ...], early: int, depth: int, dtype: torch.dtype, groups: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kernels, "few_rows", lambda rows, size, depth, fp8: Tile(*tile, early))
-    rows = max(tile[0] - 1, 1)
-    numbers, scale, full = weights(74, depth, groups)
-    x = random(rows, depth, dtype=dtype) * 0.02
-    want = x.double() @ full.T
-    assert_rounded(linear(x, numbers, None, scale), want)
-    gate, up = want.chunk(2, dim=-1)
-    assert_rounded(gated(x, numbers, "silu", scale), mlp.activation("silu")(gate) * up)
-
-
-@INFINITE
-@pytest.mark.parametrize("pdl", PDL)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("groups", [False, True])
-@pytest.mark.parametrize("size", [1, 24, 100, *([14336] if CUDA else [])])
-@pytest.mark.parametrize("rows", [1, 3, 16, MAX_ROWS])
-def test_gated(rows: int, size: int, groups: bool, dtype: torch.dtype, pdl: bool) -> None:
-    numbers, scale, full = weights(2 * size, 272, groups)
-    x = random(rows, 272, dtype=dtype) * 0.02
-    gate, up = (x.double() @ full.T).chunk(2, dim=-1)
-    for name in ("silu", "gelu_new"):
-        assert_rounded(gated(x, numbers, name, scale, pdl=pdl), mlp.activation(name)(gate) * up)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("groups", [False, True])
-@pytest.mark.parametrize("shape", [(16, 16), (100, 272), (136, 528), *REAL])
-@pytest.mark.parametrize("rows", [1, 5, 64, 65, 150])
-def test_any_rows_of_their_own_bits(rows: int, shape: tuple[int, int], groups: bool, dtype: torch.dtype) -> None:
-    numbers, scale, full = weights(*shape, groups)
-    x = random(rows, shape[1], dtype=dtype) * 0.05
-    bias, want = random(shape[0], dtype=dtype, seed=2), x.double() @ full.T
-    assert_rounded(invariant(x, numbers, None, scale), want)
-    assert_rounded(invariant(x, numbers, bias, scale), want + bias.double())
-
-
-@pytest.mark.skipif(not CUDA, reason="the interpreter multiplies with NumPy, whose order of summation is its own")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("groups", [False, True])
-@pytest.mark.parametrize(
-    "shape",
-    [(4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336), (1000, 1040), (2304, 768), (6144, 768), (768, 2048)],
-)
-def test_a_row_has_the_same_bits_in_every_batch(shape: tuple[int, int], groups: bool, dtype: torch.dtype) -> None:
-    numbers, scale, _ = weights(*shape, groups)
-    x = random(1100, shape[1], dtype=dtype)
-    want = invariant(x, numbers, None, scale)
-    for rows in (1, 2, 5, 8, 9, 16, 17, 32, 33, 64, 65, 100, 257, 1024, 1025):
-        for first in (0, 7, 1100 - rows):
-            assert torch.equal(invariant(x[first : first + rows], numbers, None, scale), want[first : first + rows])
+GROUPS = pytest.mark.parametrize("groups", [False, True])
 
 
 def rows_in_fp8(rows: int, depth: int) -> tuple[Tensor, Tensor, Tensor]:
     """Rows of unlike sizes in e4m3, their scales, and what both stand for, in fp64."""
-    full = random(rows, depth, dtype=torch.float32) * torch.logspace(-3, 1, rows, device=DEVICE)[:, None]
+    full = random(rows, depth) * torch.logspace(-3, 1, rows, device=DEVICE)[:, None]
     numbers, by = rounded(full)
     return numbers, by, numbers.double() * by.double()[:, None]
 
@@ -144,9 +38,8 @@ def assert_near(got: Tensor, want: Tensor) -> None:
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5 * other.abs().max().item())
 
 
-@pytest.mark.parametrize("pdl", PDL)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("groups", [False, True])
+@LAUNCHES
+@GROUPS
 @pytest.mark.parametrize("shape", [*SHAPES, *REAL])
 @pytest.mark.parametrize("rows", [1, 2, 16, 17, 33, scaled.MAX_ROWS])
 def test_few_rounded_rows(rows: int, shape: tuple[int, int], groups: bool, dtype: torch.dtype, pdl: bool) -> None:
@@ -158,8 +51,8 @@ def test_few_rounded_rows(rows: int, shape: tuple[int, int], groups: bool, dtype
 
 
 @INFINITE
-@pytest.mark.parametrize("groups", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
+@GROUPS
+@TYPES
 @pytest.mark.parametrize("depth", [16, 144, 1040, 1024])
 @pytest.mark.parametrize("early", [0, 1, 3])
 @pytest.mark.parametrize("tile", [(16, 64, 64, 3, 4), (64, 16, 128, 3, 4), (64, 32, 32, 2, 4), (32, 128, 64, 3, 8)])
@@ -185,12 +78,12 @@ def test_every_kind_of_rounded_tile(
         assert_near(got, mlp.activation(name)(gate) * up)
 
 
-@pytest.mark.parametrize("groups", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
+@GROUPS
+@TYPES
 def test_two_rows_are_rounded_and_one_is_not(dtype: torch.dtype, groups: bool) -> None:
     numbers, scale, full = weights(48, 272, groups)
     bias = random(48, dtype=dtype, seed=2)
-    x = random(3, 272, dtype=torch.float32)
+    x = random(3, 272)
     x[:, 0] = 448.0
     x = x.to(E4M3).to(dtype)  # rounding leaves these as they are
     assert_rounded(scaled.few(x[:1], numbers, bias, scale), x[:1].double() @ full.T + bias.double())
@@ -209,7 +102,7 @@ def test_two_rows_are_rounded_and_one_is_not(dtype: torch.dtype, groups: bool) -
 
 
 @INFINITE
-@pytest.mark.parametrize("dtype", DTYPES)
+@TYPES
 @pytest.mark.parametrize("shape", [(100, 528), (3000, 272)])
 @pytest.mark.parametrize("rows", [2, 16, scaled.MAX_ROWS])
 def test_a_rounded_row_does_not_see_the_others(rows: int, shape: tuple[int, int], dtype: torch.dtype) -> None:
@@ -224,21 +117,8 @@ def test_a_rounded_row_does_not_see_the_others(rows: int, shape: tuple[int, int]
 
 
 @INFINITE
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [2, 16, MAX_ROWS])
-def test_a_row_does_not_see_the_others(rows: int, dtype: torch.dtype) -> None:
-    numbers, scale, _ = weights(100, 528, groups=True)
-    x = random(rows, 528, dtype=dtype)
-    before = linear(x, numbers, None, scale)[0].clone()
-    for value in (torch.inf, torch.nan):
-        x[1:] = value
-        assert torch.equal(linear(x, numbers, None, scale)[0], before)
-
-
-@INFINITE
 @pytest.mark.filterwarnings("ignore:divide by zero encountered:RuntimeWarning")
-@pytest.mark.parametrize("pdl", PDL)
-@pytest.mark.parametrize("dtype", DTYPES)
+@LAUNCHES
 @pytest.mark.parametrize("depth", [16, 272, 4096, 8192, 14336, 16400])
 def test_rows_are_rounded_by_themselves(depth: int, dtype: torch.dtype, pdl: bool) -> None:
     wide = random(6, depth + 16, dtype=dtype)
@@ -258,8 +138,8 @@ def test_rows_are_rounded_by_themselves(depth: int, dtype: torch.dtype, pdl: boo
     assert scales[4:].isnan().all()
 
 
-@pytest.mark.parametrize("groups", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
+@GROUPS
+@TYPES
 @pytest.mark.parametrize(
     "shape", [(48, 64), (100, 272), (4096, 4096), (6144, 4096), (4096, 14336)] if CUDA else [(48, 64)]
 )
@@ -271,7 +151,7 @@ def test_many_rows(rows: int, shape: tuple[int, int], dtype: torch.dtype, groups
     bias = random(shape[0], dtype=dtype, seed=2)
     plain, biased = (scaled.linear(x, numbers, added, scale) for added in (None, bias))
     exact = x.double() @ full.T
-    if rows == 1 or groups or dtype != torch.bfloat16 or shape[0] % 16:
+    if rows == 1 or len(scale) > 1 or dtype != torch.bfloat16 or shape[0] % 16:
         assert_rounded(plain, exact)
         assert_rounded(biased, exact + bias.double())
         return
@@ -280,48 +160,6 @@ def test_many_rows(rows: int, shape: tuple[int, int], dtype: torch.dtype, groups
     assert_near(plain, want)
     assert_near(biased, want + bias.double())
     assert (want - exact).norm() / exact.norm() < 0.05
-
-
-@pytest.mark.skipif(not CUDA or not FP8, reason="graphs are captured on a GPU")
-@pytest.mark.parametrize("rows", [1, 16, 64, 256])
-def test_a_graph_gives_the_same(rows: int) -> None:
-    numbers, scale, _ = weights(4096, 4096, groups=False)
-    x = random(rows, 4096, dtype=torch.bfloat16)
-    product = scaled.few if rows <= scaled.MAX_ROWS else scaled.linear
-    want = product(x, numbers, None, scale).clone()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = product(x, numbers, None, scale)
-    got.zero_()
-    graph.replay()
-    assert torch.equal(got, want)
-
-
-def test_what_is_supported() -> None:
-    assert supports(torch.empty(8, 32, dtype=E4M3), MAX_ROWS)
-    assert not supports(torch.empty(8, 40, dtype=E4M3), 1)
-    assert not supports(torch.empty(8, 32, dtype=torch.float8_e5m2), 1)
-
-
-def test_scales_that_do_not_fit_are_a_mistake() -> None:
-    numbers, scale, _ = weights(48, 272, groups=True)
-    x = random(2, 272, dtype=DTYPES[0])
-    for wrong in (None, scale[:2].contiguous(), scale[:, 1:].contiguous()):
-        with pytest.raises(AssertionError):
-            linear(x, numbers, None, wrong)
-    with pytest.raises(AssertionError):
-        linear(x, numbers.to(x.dtype), None, scale)
-
-
-def test_tiles_of_groups_hold_whole_ones() -> None:
-    """Every step of the sum has one scale a row, also where a part of the weight is loaded early."""
-    for rows, shapes in TILES_FP8.items():
-        for tile in shapes.values():
-            for depth in (16, 144, 4096):
-                found = grouped(tile, depth)
-                assert (found.depth, found.rows) == (GROUP, tile.rows)
-                assert not found.early or depth % GROUP == 0
-        assert few_rows(rows, 100_000, 4096, fp8=True) == shapes["tall"]
 
 
 def test_tiles_of_rounded_rows() -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from grids import DEVICE
 
-masking = pytest.importorskip("quire.data.kernels.triton.masking", reason="Triton is not installed")
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+from quire.data.kernels.triton import masking
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

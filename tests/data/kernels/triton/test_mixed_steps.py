@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from grids import DEVICE
 from hypothesis import given
 from hypothesis import strategies as st
-from small_models import DEVICE, SMALL, WIDTH, a_model, a_runner
+from small_models import SMALL, a_model, a_runner, pages_of
 
 from quire.data.kernels.triton import backend
 from quire.data.kernels.triton.backend import TritonBackend
@@ -40,9 +41,7 @@ def rows_of(chunks: list[Chunk], unsampled: int = 0) -> tuple[Row, ...]:
     )
 
 
-CHUNKS = st.lists(
-    st.tuples(st.integers(0, 3000), st.one_of(st.just(1), st.integers(1, 300))), min_size=1, max_size=60
-)  # fmt: skip
+CHUNKS = st.lists(st.tuples(st.integers(0, 3000), st.one_of(st.just(1), st.integers(1, 300))), min_size=1, max_size=60)
 
 
 def numbers(inputs: Inputs, flat: Flat, sizes: Sizes) -> dict[str, np.ndarray]:
@@ -152,23 +151,11 @@ def with_graphs(runner: ModelRunner, patch: pytest.MonkeyPatch, chosen: bool = T
     kept = torch.zeros((SLOTS, 64), device=DEVICE)
     tails = {"": lambda logits, slots: kept[: len(logits)].copy_(logits)}
     runner.mixed = MixedGraphs(
-        runner.model,
-        runner.model.logits,
-        runner.store,
-        runner.backend,
-        runner.last,
-        32,
-        [1, 2, 5, SLOTS - 1],
-        tails,
+        runner.model, runner.model.logits, runner.store, runner.backend, runner.last, 32, [1, 2, 5, SLOTS - 1], tails,
         again,  # type: ignore[arg-type]
-    )
+    )  # fmt: skip
     patch.setattr(runner.sampler, "tail_of", lambda rows: "")
     return again
-
-
-def pages_of(slot: int) -> list[Table]:
-    """A place for each slot."""
-    return [Table(slot, 0, 0, tuple(range(1 + slot * WIDTH, 1 + (slot + 1) * WIDTH)))]
 
 
 def served(
@@ -217,10 +204,9 @@ def test_replayed_steps_compute_what_eager_ones_do(name: str, how: str, monkeypa
         monkeypatch.setattr(runner, "backend", TritonBackend(deterministic=True))
     for each in (reference, runner):
         caches = each.store.caches
-        if how == "windows":
-            caches = {layer: replace(cache, window=5) for layer, cache in caches.items()}
-        if how == "chunks":
-            caches = {layer: replace(cache, chunk=6) for layer, cache in caches.items()}
+        if how in ("windows", "chunks"):
+            bound = {"window": 5} if how == "windows" else {"chunk": 6}
+            caches = {layer: replace(cache, **bound) for layer, cache in caches.items()}
         if how == "unlike layers":
             caches = {**caches, 0: replace(caches[0], softcap=0.5)}
         monkeypatch.setattr(each.store, "caches", caches)
@@ -265,9 +251,9 @@ def test_all_that_a_server_needs_can_be_captured_at_its_start(monkeypatch: pytes
     assert pages[1:].isnan().all(), "only the scratch page is written"
     assert pages[0].isfinite().all()
     births = tuple(Birth(s, s, -1, SamplingParams(temperature=0).sampling(), 0, 5) for s in (1, 2))
-    tables = tuple(Table(s, 0, 0, tuple(range(1 + s * WIDTH, 1 + (s + 1) * WIDTH))) for s in (1, 2))
     rows = (Row(1, (5, 6, 7, 8, 9), 0, 1), Row(2, (11, 12, 13), 0, 1))
-    assert all(sample.tokens for sample in runner.collect(runner.submit(StepPlan(births, tables, rows))).samples)
+    plan = StepPlan(births, tuple(pages_of(1, 2)), rows)
+    assert all(sample.tokens for sample in runner.collect(runner.submit(plan)).samples)
     assert (again.recorded, again.replays) == (17, 3)
 
 

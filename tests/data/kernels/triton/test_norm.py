@@ -5,29 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from grids import DEVICE, LAUNCHES, TYPES, assert_rounded, random
 from torch import Tensor
 
 from quire.data.kernels.triton.norm import layer_norm, rms_norm, rms_norms
 
-CUDA = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if CUDA else "cpu")
-DTYPES = (torch.float32, torch.float16, torch.bfloat16) if CUDA else (torch.float32,)
-PDL = (False, True) if CUDA and torch.cuda.get_device_capability()[0] >= 9 else (False,)
 EPS = 1e-5
+NORMS = pytest.mark.parametrize("norm", ["rms", "layer"])
 
 
-def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).to(DEVICE)
-
-
-def assert_rounded(got: Tensor, want: Tensor) -> None:
-    """got is want (fp64) rounded to got's dtype, but for fp32's own errors on the way."""
-    half_ulp = 0.5 * torch.finfo(got.dtype).eps
-    torch.testing.assert_close(got.double(), want, rtol=1.01 * half_ulp + 2e-6, atol=2e-6)
-
-
-def check(norm: str, x: Tensor, delta: Tensor | None, out: Tensor | None, pdl: bool) -> None:
+def check(norm: str, x: Tensor, delta: Tensor | None = None, out: Tensor | None = None, pdl: bool = False) -> None:
     size = x.shape[-1]
     weight, bias = (random(size, dtype=x.dtype, seed=seed) + 1 for seed in (5, 6))
     total = x.clone() if delta is None else x + delta
@@ -42,48 +29,41 @@ def check(norm: str, x: Tensor, delta: Tensor | None, out: Tensor | None, pdl: b
     assert_rounded(got, want)
 
 
-@pytest.mark.parametrize("pdl", PDL)
-@pytest.mark.parametrize("dtype", DTYPES)
+@LAUNCHES
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize("size", [16, 48, 768, 4096, 5120, 16384])
-@pytest.mark.parametrize("norm", ["rms", "layer"])
+@NORMS
 def test_equal_to_torch(norm: str, size: int, add: bool, dtype: torch.dtype, pdl: bool) -> None:
     for rows in (1, 5):
-        delta = random(rows, size, dtype=dtype, seed=1) if add else None
-        check(norm, random(rows, size, dtype=dtype), delta, None, pdl)
+        check(norm, random(rows, size, dtype=dtype), random(rows, size, dtype=dtype, seed=1) if add else None, pdl=pdl)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@TYPES
 @pytest.mark.parametrize("size", [16, 100, 512])
-@pytest.mark.parametrize("norm", ["rms", "layer"])
+@NORMS
 def test_many_rows_share_programs(norm: str, size: int, dtype: torch.dtype) -> None:
     """Enough rows for several a program, and the last program isn't full."""
-    check(norm, random(515, size, dtype=dtype), random(515, size, dtype=dtype, seed=1), None, False)
+    check(norm, random(515, size, dtype=dtype), random(515, size, dtype=dtype, seed=1))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("norm", ["rms", "layer"])
+@TYPES
+@NORMS
 def test_rows_may_have_strides(norm: str, dtype: torch.dtype) -> None:
     """x, delta and out are columns of wider tensors, whose other columns stay as they were."""
     wide = [random(3, 300 + 16 * seed, dtype=dtype, seed=seed) for seed in range(3)]
     before = [tensor.clone() for tensor in wide]
-    check(norm, *(tensor[:, 50:150] for tensor in wide), pdl=False)
+    check(norm, *(tensor[:, 50:150] for tensor in wide))
     for old, new in zip(before, wide):
         assert torch.equal(old[:, :50], new[:, :50])
         assert torch.equal(old[:, 150:], new[:, 150:])
     assert torch.equal(before[1], wide[1])
+    check("rms", random(3, 9, 64, dtype=dtype)[:, 2:6])  # heads of a product: a view with gaps
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_heads_of_a_product(dtype: torch.dtype) -> None:
-    """[T, heads, size], a view with gaps."""
-    check("rms", random(3, 9, 64, dtype=dtype)[:, 2:6], None, None, False)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
+@TYPES
 def test_layer_norm_of_values_far_from_zero(dtype: torch.dtype) -> None:
     """The variance is that of the differences from the mean: no cancellation."""
-    x = (random(2, 256, dtype=torch.float32) + 100).to(dtype)
+    x = (random(2, 256) + 100).to(dtype)
     weight, bias = torch.ones(256, dtype=dtype, device=DEVICE), torch.zeros(256, dtype=dtype, device=DEVICE)
     want = F.layer_norm(x.double(), (256,), weight.double(), bias.double(), EPS)
     half_ulp = 0.5 * torch.finfo(dtype).eps
@@ -92,21 +72,20 @@ def test_layer_norm_of_values_far_from_zero(dtype: torch.dtype) -> None:
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # NumPy's, in the interpreter
 def test_rows_do_not_mix() -> None:
-    """A row's result has the same bits whatever is beside it, NaN included."""
-    x = random(4, 512, dtype=torch.float32)
-    weight = random(512, dtype=torch.float32, seed=1)
+    """A row's result has the same bits whatever is beside it, NaN included; and there may be none."""
+    x, weight = random(4, 512), random(512, seed=1)
     alone = rms_norm(x[1:2].clone(), weight, EPS)
     x[0], x[2] = torch.nan, torch.inf
     assert torch.equal(rms_norm(x, weight, EPS)[1:2], alone)
+    assert rms_norm(x[:0], weight, EPS).shape == (0, 512)
 
 
-@pytest.mark.parametrize("pdl", PDL)
-@pytest.mark.parametrize("dtype", DTYPES)
+@LAUNCHES
 @pytest.mark.parametrize("size", [16, 100, 3584])
 def test_the_sum_may_go_through_a_norm_first(size: int, dtype: torch.dtype, pdl: bool) -> None:
     """x += norm(delta), rounded where two launches would round; weights may be wider than x. delta stays as it was."""
     x, delta = random(5, size, dtype=dtype), 3 * random(5, size, dtype=dtype, seed=1)
-    weight, behind = (random(size, dtype=torch.float32, seed=seed) + 1 for seed in (5, 6))
+    weight, behind = (random(size, seed=seed) + 1 for seed in (5, 6))
     before, total = delta.clone(), x + rms_norm(delta, behind, EPS)
     assert_rounded(rms_norm(delta, behind, EPS), F.rms_norm(delta.double(), (size,), behind.double(), EPS))
     want = F.rms_norm(total.double(), (size,), weight.double(), EPS)
@@ -117,12 +96,7 @@ def test_the_sum_may_go_through_a_norm_first(size: int, dtype: torch.dtype, pdl:
     assert torch.equal(delta, before)
 
 
-def test_no_rows() -> None:
-    assert rms_norm(torch.empty(0, 64, device=DEVICE), torch.ones(64, device=DEVICE), EPS).shape == (0, 64)
-
-
-@pytest.mark.parametrize("pdl", PDL)
-@pytest.mark.parametrize("dtype", DTYPES)
+@LAUNCHES
 @pytest.mark.parametrize(("size", "pair"), [(256, 16), (6, 5), (160, 64), (3000, 16)])
 def test_three_norms_at_once(size: int, pair: int, dtype: torch.dtype, pdl: bool) -> None:
     """The same numbers as one by one, each row by itself."""
@@ -130,18 +104,13 @@ def test_three_norms_at_once(size: int, pair: int, dtype: torch.dtype, pdl: bool
     x[3, 0] = x[4, size] = x[5, size + pair] = torch.nan
     x[:, size:] *= 3
     sizes = (size, pair, pair)
-    first, second, third = (random(many, dtype=dtype, seed=seed + 1) + 1 for seed, many in enumerate(sizes))
-    got = rms_norms(x, (first, second, third), EPS, pdl=pdl)
-    for one, part, weight in zip(got, x.split(sizes, dim=1), (first, second, third)):
+    weights = [random(many, dtype=dtype, seed=seed) + 1 for seed, many in enumerate(sizes, 1)]
+    got = rms_norms(x, tuple(weights), EPS, pdl=pdl)
+    for one, part, weight in zip(got, x.split(sizes, dim=1), weights):
         want = F.rms_norm(part.double(), weight.shape, weight.double(), EPS)
         assert want.isnan().any(dim=1).sum() == 1
-        assert_nearly(one.to(dtype), want)
-        assert_nearly(one, rms_norm(part, weight, EPS).double())
+        assert_rounded(one.to(dtype), want)
+        assert_rounded(one, rms_norm(part, weight, EPS).double())
     assert got[0].dtype == dtype
     assert got[1].dtype == got[2].dtype == torch.float32
     assert got[2].data_ptr() - got[1].data_ptr() == 4 * pair
-
-
-def assert_nearly(got: Tensor, want: Tensor) -> None:
-    torch.testing.assert_close(got.isnan(), want.isnan())
-    assert_rounded(got.nan_to_num(), want.nan_to_num())

@@ -12,13 +12,13 @@ import memory_checker
 import pytest
 import torch
 from device_streams import World
-from reduce_ranks import summed
+from reduce_ranks import EPS, normed, peers_of, summed
 from torch import Tensor
 
 from quire.budget import plan_memory
 from quire.config import EngineConfig
 from quire.data.kernels import peer_sizes
-from quire.data.kernels.triton import carried, norm, owned, reduce
+from quire.data.kernels.triton import carried, owned, reduce
 from quire.data.models import read_spec
 from quire.data.models.configs import named_config
 from quire.parallel import carrier as module
@@ -31,7 +31,7 @@ if torch.cuda.is_available():
     pytest.skip("kernels are interpreted here", allow_module_level=True)
 
 CPU = torch.device("cpu")
-SIZE, EPS, ROOM, POLLS = 16, 1e-5, 1 << 14, 20
+SIZE, ROOM, POLLS = 16, 1 << 14, 20
 KERNELS = ("_add_up", "_await_own", "_finish")
 KINDS = ("rms", "sum", "layer", "behind")
 
@@ -46,11 +46,7 @@ class Ranks:
         self.carriers, self.computing = [], []
         for rank in range(ranks):
             world.owner = rank
-            ours = reduce.Peers(
-                torch.tensor(self.addresses), torch.zeros(reduce.PROGRAMS, dtype=torch.int64),
-                torch.zeros(1, dtype=torch.int64), rank, ranks, POLLS, self.addresses, ROOM,
-            )  # fmt: skip
-            self.carriers.append(carrier_of(ours, CPU))
+            self.carriers.append(carrier_of(peers_of(rank, self.addresses, POLLS, ROOM), CPU))
             self.computing.append(torch.cuda.Stream())
         self.found: list[list[tuple[Tensor, ...]]] = [[] for _ in range(ranks)]
         self.wanted: list[tuple[Tensor, ...]] = []
@@ -100,9 +96,7 @@ class Ranks:
 def wanted(total: Tensor, x: Tensor, weight: Tensor, bias: Any, behind: Any, kind: str) -> tuple[Tensor, ...]:
     if kind == "sum":
         return ((total + 0.0).view(-1),)
-    if bias is not None:
-        return norm.layer_norm(x, weight, bias, EPS, delta=total), x
-    return norm.rms_norm(x, weight, EPS, delta=total, behind=behind), x
+    return normed(total, x, weight, bias, behind), x
 
 
 @pytest.fixture
@@ -316,10 +310,8 @@ def test_own_sums_are_awaited_wherever_a_rank_has_rows(monkeypatch: pytest.Monke
     for me in range(3):
         has = range(2 if me == 2 else 3)
         for missing in (None, 0, 1, 2):
-            memory, error = (
-                torch.zeros(peer_sizes.BYTES + carried.HEAD, dtype=torch.uint8),
-                torch.zeros(1, dtype=torch.int64),
-            )
+            memory = torch.zeros(peer_sizes.BYTES + carried.HEAD, dtype=torch.uint8)
+            error = torch.zeros(1, dtype=torch.int64)
             words, said = memory.view(torch.int64), (owned.flag_at(owned.PARTS, 0, 0), owned.flag_at(owned.SUMS, 0, 0))
             words[said[0] // 8 : said[1] // 8] = 5
             for number in set(has) - {missing}:

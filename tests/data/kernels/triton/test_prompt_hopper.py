@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import triton
+from attention_steps import BATCHES
+from grids import random
 from test_paged_attention import (
-    BATCHES,
     CHUNKS,
     CONTIGUOUS,
+    LONG,
+    Chunks,
     Memory,
     Shape,
-    assert_close,
-    dense,
+    check_rows,
     filled,
-    random,
     run_backend,
+    tiles_of,
 )
 from torch import Tensor
 
@@ -31,8 +32,7 @@ from quire.data.kernels.triton.backend import TritonBackend
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 on_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU: Gluon isn't interpreted")
 HALVES = (torch.float16, torch.bfloat16)
-Chunks = tuple[tuple[int, int], ...]
-LONG: Chunks = ((0, 64), (63, 1), (64, 65), (0, 129), (1, 700), (1000, 3), (511, 513), (0, 1))
+MANY: Chunks = ((0, 64), (63, 1), (64, 65), (0, 129), (1, 700), (1000, 3), (511, 513), (0, 1))
 
 
 def cache_of(dim: int = 128, dtype: torch.dtype = torch.bfloat16, **options: Any) -> LayerCache:
@@ -87,12 +87,6 @@ def test_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launch.left_out(gpu) is None, "it has no such kernel in any version"
 
 
-def tiles_of(chunks: Chunks, queries: int) -> Tensor:
-    starts, lengths = np.array(chunks, dtype=np.int64).T
-    slots = np.arange(len(chunks)) + 1
-    return torch.from_numpy(prompt.make_tiles(slots, starts, lengths, np.cumsum(lengths) - lengths, queries)).cuda()
-
-
 def both(shape: Shape, chunks: Chunks, dtype: torch.dtype) -> tuple[Memory, Tensor, Tensor, Tensor]:
     """The memory, the queries, and their results by `prompt` and by this kernel."""
     memory = filled(shape, tuple(map(sum, chunks)), dtype)
@@ -106,41 +100,30 @@ def both(shape: Shape, chunks: Chunks, dtype: torch.dtype) -> tuple[Memory, Tens
 
 @on_hopper
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2), (7, 1), (14, 2), (5, 1), (71, 1)])
-@pytest.mark.parametrize("chunks", [CHUNKS, LONG])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2), (7, 1), (14, 2), (56, 8), (5, 1), (71, 1)])
+@pytest.mark.parametrize("chunks", [CHUNKS, MANY])
 def test_it_equals_the_other_and_dense_attention(heads, kv_heads, chunks, dtype) -> None:
-    memory, q, want, got = both(Shape(heads, kv_heads, 128), chunks, dtype)
+    shape = Shape(heads, kv_heads, 128)
+    memory, q, want, got = both(shape, chunks, dtype)
     assert torch.equal(got, want), "to the bit"
-    bounds = np.cumsum([0] + [n for _, n in chunks]).tolist()
-    for (a, b), (start, _), history in zip(pairwise(bounds), chunks, memory.histories):
-        assert_close(got[a:b], dense(q[a:b], history, start, None))
+    check_rows(got, q, memory, shape, chunks)
 
 
 @on_hopper
-@pytest.mark.parametrize("page", [1, 2, 3, 16, 48, 64, 256])
-def test_every_page_size(page) -> None:
-    _, _, want, got = both(Shape(8, 2, 128, page), LONG, torch.bfloat16)
-    assert torch.equal(got, want)
-
-
-@on_hopper
-@pytest.mark.parametrize("softcap", [None, 30.0])
-@pytest.mark.parametrize("window", [1, 40, 64, 200, 700, 1000])
-def test_windows_and_caps(window, softcap) -> None:
+@pytest.mark.parametrize(
+    "shape",
+    [
+        *(Shape(8, 2, 128, page) for page in (1, 2, 3, 16, 48, 64, 256)),
+        *(Shape(8, 2, 128, window=w, softcap=cap) for w in (1, 40, 64, 200, 700, 1000) for cap in (None, 30.0)),
+        *(Shape(8, 2, 128, window=window, layout=layout) for window in (None, 100) for layout in CONTIGUOUS),
+    ],
+    ids=str,
+)
+def test_every_page_size_window_and_cap(shape: Shape) -> None:
     """Pages are poisoned around what a sequence has written; a window's edge lies in the midst of blocks and tiles."""
-    memory, q, want, got = both(Shape(8, 2, 128, window=window, softcap=softcap), LONG, torch.bfloat16)
+    memory, q, want, got = both(shape, MANY, torch.bfloat16)
     assert torch.equal(got, want), "to the bit"
-    bounds = np.cumsum([0] + [n for _, n in LONG]).tolist()
-    for (a, b), (start, _), history in zip(pairwise(bounds), LONG, memory.histories):
-        assert_close(got[a:b], dense(q[a:b], history, start, window, softcap))
-
-
-@on_hopper
-@pytest.mark.parametrize("window", [None, 100])
-@pytest.mark.parametrize("layout", sorted(CONTIGUOUS))
-def test_contiguous_tokens(layout, window) -> None:
-    _, _, want, got = both(Shape(8, 2, 128, window=window, layout=layout), LONG, torch.bfloat16)
-    assert torch.equal(got, want)
+    check_rows(got, q, memory, shape, MANY)
 
 
 @on_hopper
@@ -176,55 +159,34 @@ def test_rows_that_no_tile_names_stay() -> None:
     assert not (out[:70] == 7.0).all()
 
 
-CHOICES = pytest.mark.parametrize(
+@pytest.mark.share(2)
+@pytest.mark.parametrize(
     ("longest", "window", "deterministic", "chosen"),
-    [
-        (50, None, False, True),
-        (101, None, False, False),
-        (50, 60, False, True),
-        (50, 24, False, False),
-        (50, None, True, False),
-    ],
-)
-
-
-def check_choice(shape: Shape, dtype: torch.dtype, deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Dense attention by the backend for long contexts, then for short ones; how often `prompt_hopper` took part."""
-    calls, attend, counts = [0], prompt_hopper.prompt, []
+    [(50, None, False, True), (101, None, False, False), (50, 60, False, True), (50, 24, False, False),
+     (50, None, True, False)],
+)  # fmt: skip
+@pytest.mark.parametrize("real", [False, pytest.param(True, marks=on_hopper)])
+def test_the_backend_chooses_it_for_long_contexts(
+    real: bool, longest: int, window: int | None, deterministic: bool, chosen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dense attention for long contexts, then for short ones. On any device: `prompt` in its place, in tiles of 7
+    queries."""
+    calls, attend = [], prompt_hopper.prompt if real else prompt.prompt
 
     def noted(*args: Any, **options: Any) -> Tensor:
-        calls[0] += 1
+        calls.append(args)
         return attend(*args, **options)
 
     monkeypatch.setattr(prompt_hopper, "prompt", noted)
-    for batch in ("long", "mixed"):
-        run_backend(TritonBackend(deterministic=deterministic), BATCHES[batch], shape, dtype)
-        counts.append(calls[0])
-    return counts
-
-
-@on_hopper
-@CHOICES
-def test_the_backend_chooses_it_for_long_contexts(
-    longest: int, window: int | None, deterministic: bool, chosen: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr(prompt_hopper, "LONG", longest)
-    first, both = check_choice(Shape(8, 2, 128, window=window), torch.bfloat16, deterministic, monkeypatch)
-    assert bool(first) == chosen
-    assert both == first, "the contexts of the second are short"
-
-
-@pytest.mark.share(2)
-@CHOICES
-def test_what_is_chosen_gets_tiles_of_its_own(
-    longest: int, window: int | None, deterministic: bool, chosen: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On any device: `prompt` in its place, in tiles of 7 queries."""
-    monkeypatch.setattr(backend, "hopper", lambda device: True)
-    monkeypatch.setattr(prompt_hopper, "takes", lambda cache: True)
-    monkeypatch.setattr(prompt_hopper, "tile_queries", lambda group: 7)
-    monkeypatch.setattr(prompt_hopper, "prompt", prompt.prompt)
-    monkeypatch.setattr(prompt_hopper, "LONG", longest)
-    first, both = check_choice(Shape(4, 2, 16, window=window), torch.float32, deterministic, monkeypatch)
-    assert bool(first) == chosen
-    assert both == first
+    if not real:
+        monkeypatch.setattr(backend, "hopper", lambda device: True)
+        monkeypatch.setattr(prompt_hopper, "takes", lambda cache: True)
+        monkeypatch.setattr(prompt_hopper, "tile_queries", lambda group: 7)
+    shape, dtype = (Shape(8, 2, 128), torch.bfloat16) if real else (Shape(), torch.float32)
+    counts = []
+    for batch in (LONG, BATCHES["mixed"]):
+        run_backend(TritonBackend(deterministic=deterministic), batch, shape._replace(window=window), dtype)
+        counts.append(len(calls))
+    assert bool(counts[0]) == chosen
+    assert counts[1] == counts[0], "the contexts of the second are short"

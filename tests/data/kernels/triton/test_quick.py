@@ -86,27 +86,29 @@ def test_a_second_launch_goes_straight_to_what_was_compiled(kernel: Kernel) -> N
     assert first is y
 
 
+SAME = {"A": 4, "B": 5}
+
+
 @pytest.mark.parametrize(
-    ("args", "options"),
+    ("x", "more", "options"),
     [
-        ((torch.zeros(17)[1:], 32), {"A": 4, "B": 5}),
-        ((torch.zeros(16, dtype=torch.int64), 32), {"A": 4, "B": 5}),
-        ((torch.zeros(16), 33), {"A": 4, "B": 5}),
-        ((torch.zeros(16), 1), {"A": 4, "B": 5}),
-        ((torch.zeros(16), 2**32), {"A": 4, "B": 5}),
-        ((torch.zeros(16), 32), {"A": 5, "B": 4}),
-        ((torch.zeros(16), 32), {"A": 4, "B": 5, "num_warps": 4}),
-        ((torch.zeros(16), 32, 3), {"B": 5}),
+        (torch.zeros(17)[1:], (32,), SAME),
+        (torch.zeros(16, dtype=torch.int64), (32,), SAME),
+        *((torch.zeros(16), (number,), SAME) for number in (33, 1, 2**32)),
+        (torch.zeros(16), (32,), {"A": 5, "B": 4}),
+        (torch.zeros(16), (32,), {**SAME, "num_warps": 4}),
+        (torch.zeros(16), (32, 3), {"B": 5}),
     ],
 )
-def test_another_kind_is_compiled_anew(kernel: Kernel, args: tuple[Any, ...], options: dict[str, int]) -> None:
+def test_another_kind_is_compiled_anew(
+    kernel: Kernel, x: torch.Tensor, more: tuple[int, ...], options: dict[str, int]
+) -> None:
     launched = quick.Quick(kernel)
-    launched[(1,)](torch.zeros(16), 32, A=4, B=5)
-    launched[(1,)](*args, **options)
-    assert len(kernel.compiled) == 2
-    launched[(1,)](torch.zeros(16), 32, A=4, B=5)
-    launched[(1,)](*args, **options)
-    assert [given[0] for given in kernel.run] == [1, 2]
+    for run in ([], [1, 2]):
+        launched[(1,)](torch.zeros(16), 32, **SAME)
+        launched[(1,)](x, *more, **options)
+        assert len(kernel.compiled) == 2
+        assert [given[0] for given in kernel.run] == run
 
 
 def test_what_is_given_by_name_is_constant(kernel: Kernel) -> None:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from grids import CUDA, DEVICE, LAUNCHES, PDL, TYPES, assert_rounded, random
 from test_paged_attention import CONTIGUOUS, OTHERS, Shape, placed
 from torch import Tensor
 
@@ -16,10 +17,6 @@ from quire.data.kernels.triton.rope_write import rope_write
 from quire.data.layers.rope import Rope
 from quire.data.layers.rotary import cos_sin, rotate
 
-CUDA = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if CUDA else "cpu")
-DTYPES = (torch.float32, torch.float16, torch.bfloat16) if CUDA else (torch.float32,)
-PDL = (False, True) if CUDA and torch.cuda.get_device_capability()[0] >= 9 else (False,)
 SLOTS, LENGTH, EPS = 4, 513, 1e-6
 
 
@@ -31,15 +28,12 @@ class Case(NamedTuple):
     layout: str = "pages"
 
 
-def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).to(DEVICE)
+def norms_of(dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, float]:
+    return random(dim, dtype=dtype, seed=3) + 1, random(dim, dtype=dtype, seed=4) + 1, EPS
 
 
-def assert_rounded(got: Tensor, want: Tensor) -> None:
-    """got is want (fp64) rounded to got's dtype, but for fp32's own errors on the way."""
-    half_ulp = 0.5 * torch.finfo(got.dtype).eps
-    torch.testing.assert_close(got.double(), want, rtol=1.01 * half_ulp + 2e-6, atol=2e-6, equal_nan=True)
+def rotary_of(dim: int) -> Tensor:
+    return cos_sin(Rope(kind="default", theta=1e4, original_len=LENGTH), dim, LENGTH).to(DEVICE)
 
 
 def poisoned(case: Case, dtype: torch.dtype) -> tuple[LayerCache, Tensor]:
@@ -87,11 +81,7 @@ def check(
 ) -> None:  # fmt: skip
     cache, tables = poisoned(case, dtype)
     slots, positions = places(case)
-    rotary = cos_sin(Rope(kind="default", theta=1e4, original_len=LENGTH), case.dim, LENGTH).to(DEVICE)
-    rotary = rotary if rotated else None
-    norms = None
-    if normed:
-        norms = (random(case.dim, dtype=dtype, seed=3) + 1, random(case.dim, dtype=dtype, seed=4) + 1, EPS)
+    rotary, norms = rotary_of(case.dim) if rotated else None, norms_of(case.dim, dtype) if normed else None
     heads = case.heads + 2 * case.kv_heads
     wide = random(len(slots), heads + gap, case.dim, dtype=dtype)
     qkv = wide[:, :heads]
@@ -113,7 +103,7 @@ def check(
 
 
 @OTHERS
-@pytest.mark.parametrize("dtype", DTYPES)
+@TYPES
 @pytest.mark.parametrize("page_tokens", [1, 16])
 def test_any_layout(page_tokens: int, dtype: torch.dtype, layout: str) -> None:
     check(Case(6, 2, 32, page_tokens, layout), dtype)
@@ -125,8 +115,7 @@ def test_a_layer_that_writes_nothing(rotated: bool) -> None:
     case = Case(6, 2, 32, 16)
     cache, tables = poisoned(case, torch.float32)
     slots, positions = places(case)
-    rotary = cos_sin(Rope(kind="default", theta=1e4, original_len=LENGTH), 32, LENGTH).to(DEVICE) if rotated else None
-    q = random(len(slots), 6, 32, dtype=torch.float32)
+    rotary, q = rotary_of(32) if rotated else None, random(len(slots), 6, 32)
     qkv = torch.cat((q, torch.zeros(len(slots), 4, 32, device=DEVICE)), 1)
     before = whole(cache.keys).nan_to_num(7.0)
     rope_write(q, q, replace(cache, writes=False), tables, slots, positions, rotary=rotary)
@@ -135,30 +124,28 @@ def test_a_layer_that_writes_nothing(rotated: bool) -> None:
     assert torch.equal(q, qkv[:, :6])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@TYPES
 @pytest.mark.parametrize("page_tokens", [1, 4, 16, 256])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2), (14, 2)])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2), (56, 8)])
 def test_pages_and_groups(heads: int, kv_heads: int, page_tokens: int, dtype: torch.dtype) -> None:
     check(Case(heads, kv_heads, 32, page_tokens), dtype)
 
 
-@pytest.mark.parametrize("pdl", PDL)
-@pytest.mark.parametrize("dtype", DTYPES)
+@LAUNCHES
 @pytest.mark.parametrize("dim", [16, 80, 96, 128, 256])
 @pytest.mark.parametrize("normed", [False, True])
 def test_head_sizes(normed: bool, dim: int, dtype: torch.dtype, pdl: bool) -> None:
     check(Case(5, 1, dim, 16), dtype, normed=normed, pdl=pdl)
 
 
-@pytest.mark.parametrize("pdl", PDL)
-@pytest.mark.parametrize("dtype", DTYPES)
+@LAUNCHES
 @pytest.mark.parametrize("rotated", [False, True])
 @pytest.mark.parametrize("normed", [False, True])
 def test_queries_in_place(normed: bool, rotated: bool, dtype: torch.dtype, pdl: bool) -> None:
     check(Case(6, 3, 64, 16), dtype, rotated=rotated, normed=normed, in_place=True, pdl=pdl)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@TYPES
 @pytest.mark.parametrize("rotated", [False, True])
 def test_many_heads_and_strides(rotated: bool, dtype: torch.dtype) -> None:
     """More heads than a program takes, rows of qkv and q_out with gaps; without rotation, queries are copied."""
@@ -166,15 +153,14 @@ def test_many_heads_and_strides(rotated: bool, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
+@TYPES
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(8, 2, 128), *([(12, 12, 64), (32, 8, 128)] if CUDA else [])])
 def test_a_token_has_the_same_bits_in_every_batch(
     heads: int, kv_heads: int, dim: int, dtype: torch.dtype, normed: bool
 ) -> None:
     """On a GPU each of these is compiled anew, with other heads a program."""
     case = Case(heads, kv_heads, dim, 16)
-    rotary = cos_sin(Rope(kind="default", theta=1e4, original_len=LENGTH), dim, LENGTH).to(DEVICE)
-    norms = (random(dim, dtype=dtype, seed=3) + 1, random(dim, dtype=dtype, seed=4) + 1, EPS) if normed else None
+    rotary, norms = rotary_of(dim), norms_of(dim, dtype) if normed else None
     slots, positions = torch.ones(64, dtype=torch.int64, device=DEVICE), torch.arange(300, 364, device=DEVICE)
     tokens = random(64, heads + 2 * kv_heads, dim, dtype=dtype)
 
@@ -196,7 +182,7 @@ def test_a_token_has_the_same_bits_in_every_batch(
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # NumPy's, in the interpreter
-@pytest.mark.parametrize("dtype", DTYPES)
+@TYPES
 def test_bad_values_stay_theirs(dtype: torch.dtype) -> None:
     """A NaN value is copied as it is and touches nothing else; an infinite value stays infinite beside rotated keys."""
     case = Case(2, 2, 16, 4)
@@ -205,9 +191,8 @@ def test_bad_values_stay_theirs(dtype: torch.dtype) -> None:
     qkv = random(2, 6, 16, dtype=dtype)
     qkv[0, 4] = torch.nan
     qkv[1, 5] = torch.inf
-    rotary = cos_sin(Rope(kind="default", theta=1e4, original_len=LENGTH), 16, LENGTH).to(DEVICE)
     q_out = torch.empty_like(qkv[:, :2])
-    rope_write(qkv, q_out, cache, tables, slots, positions, rotary=rotary)
+    rope_write(qkv, q_out, cache, tables, slots, positions, rotary=rotary_of(16))
     keys, values = cache.keys, cache.values
     pages = tables[slots, positions // 4]
     assert q_out.isfinite().all()

@@ -12,6 +12,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from grids import CUDA, DEVICE, LAUNCHES, PDL, TYPES
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -24,10 +25,6 @@ from quire.data.runner.sampler import Sampler
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.plan import Birth, Row, Sampled
 
-CUDA = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if CUDA else "cpu")
-DTYPES = (torch.float32, torch.float16, torch.bfloat16) if CUDA else (torch.float32,)
-PDL = (False, True) if CUDA and torch.cuda.get_device_capability()[0] >= 9 else (False,)
 SOME = settings(
     max_examples=200 if CUDA else 25, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
 )
@@ -99,19 +96,12 @@ class Outcome:
 
 
 MIXED = [
-    (1, 0, 0, 1),
-    (0.7, 0, 0, 0.9),
-    (1.3, 0.03, 0, 1),
-    (0, 0, 0, 1),
-    (1, 0, 20, 1),
-    (0.9, 0.01, 45, 0.8),
-    (2, 0, 3, 0.999),
-    (1, 0.2, 30, 0.5),
-]
+    (1, 0, 0, 1), (0.7, 0, 0, 0.9), (1.3, 0.03, 0, 1), (0, 0, 0, 1), (1, 0, 20, 1), (0.9, 0.01, 45, 0.8),
+    (2, 0, 3, 0.999), (1, 0.2, 30, 0.5),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("pdl", PDL)
-@pytest.mark.parametrize("dtype", DTYPES)
+@LAUNCHES
 @pytest.mark.parametrize("vocab", [50, 2048, 3000])
 def test_sets_sums_and_draws_equal_the_definition(vocab: int, dtype: torch.dtype, pdl: bool) -> None:
     for seed in range(8 if CUDA else 1):
@@ -158,18 +148,6 @@ def test_rows_are_drawn_without_the_search_if_nothing_cuts() -> None:
     Outcome(some_logits(3, 2100, 5), [(1, 0, 0, 1), (0, 0, 0, 1), (0.4, 0.1, 0, 1)], cut=False).check()
 
 
-def test_frequencies_follow_the_distribution() -> None:
-    logits, draws = some_logits(1, 40, 6, 1.0), 20_000 if CUDA else 400
-    outcome = Outcome(logits, [(0.8, 0, 30, 0.95)], np.zeros(draws, dtype=np.int64))
-    weights = truncate(likelihoods_of(outcome.logits, outcome.shape), outcome.shape).double()[0]
-    expected = (weights / weights.sum()).numpy() * draws
-    observed = np.bincount(outcome.tokens.cpu().numpy(), minlength=40)
-    assert not observed[expected == 0].any()
-    kept = expected > 0
-    chi_square = ((observed - expected)[kept] ** 2 / expected[kept]).sum()
-    assert 3 < chi_square < 60, chi_square  # some 25 degrees of freedom
-
-
 def test_a_row_is_the_same_in_every_batch_and_slot() -> None:
     """9 rows are split into other chunks than 8; a row's neighbours have faults."""
     logits, chance = some_logits(9, 1500, 7), np.random.default_rng(8).random(9)
@@ -186,8 +164,7 @@ def test_a_row_is_the_same_in_every_batch_and_slot() -> None:
     assert outcome.tokens.tolist() == [0 if row in bad else token for row, token in enumerate(whole.tolist())]
 
 
-@pytest.mark.parametrize("pdl", PDL)
-@pytest.mark.parametrize("dtype", DTYPES)
+@LAUNCHES
 @pytest.mark.parametrize("rows", [1, 9])
 def test_greedy_takes_the_lowest_of_equals_and_names_faults(rows: int, dtype: torch.dtype, pdl: bool) -> None:
     vocab = 4500
@@ -198,20 +175,21 @@ def test_greedy_takes_the_lowest_of_equals_and_names_faults(rows: int, dtype: to
     slots, last = torch.arange(rows, device=DEVICE), torch.full((rows,), -1, device=DEVICE)
     tokens, faults = torch.full((2, rows), -1, device=DEVICE)
     scratch = Scratch.of(12, vocab, DEVICE, random=False)
-    sampling.greedy(logits, slots, last, tokens, faults, scratch, pdl)
-    assert tokens.tolist() == last.tolist() == [1023] * rows
-    assert not faults.any()
+
+    def check(token: int, fault: int) -> None:
+        """Of the last row."""
+        sampling.greedy(logits, slots, last, tokens, faults, scratch, pdl)
+        assert tokens.tolist() == last.tolist() == [1023] * (rows - 1) + [token]
+        assert faults.tolist() == [0] * (rows - 1) + [fault]
+
+    check(1023, 0)
     for bad in (torch.nan, torch.inf):
         logits[-1, 4400] = bad
-        sampling.greedy(logits, slots, last, tokens, faults, scratch, pdl)
-        assert tokens.tolist() == last.tolist() == [1023] * (rows - 1) + [0]
-        assert faults.tolist() == [0] * (rows - 1) + [1]
+        check(0, 1)
     logits[-1] = -torch.inf
-    sampling.greedy(logits, slots, last, tokens, faults, scratch, pdl)
-    assert (tokens[-1], faults[-1]) == (0, 1)
+    check(0, 1)
     logits[-1, 4300] = -5.0
-    sampling.greedy(logits, slots, last, tokens, faults, scratch, pdl)
-    assert (tokens[-1], faults[-1]) == (4300, 0)
+    check(4300, 0)
 
 
 # The sampler
@@ -264,15 +242,9 @@ def test_the_sampler_with_kernels_equals_the_sampler_without() -> None:
         got = run(fused, logits, kinds, torch.zeros(20, dtype=torch.int64, device=DEVICE))
         assert [(one.tokens, one.error) for one in got] == [(one.tokens, one.error) for one in want]
         for one, other in zip(got, want):
-            assert [(top.token, top.rank, top.ids) for top in one.tops] == [
-                (top.token, top.rank, top.ids) for top in other.tops
-            ]
-            for top, expected in zip(one.tops, other.tops):
+            for top, expected in zip(one.tops, other.tops, strict=True):
+                assert (top.token, top.rank, top.ids) == (expected.token, expected.rank, expected.ids)
                 assert [top.logprob, *top.logprobs] == pytest.approx([expected.logprob, *expected.logprobs], abs=1e-5)
-
-
-def rows_of(slots: list[int], position: int) -> list[Row]:
-    return [Row(slot, (1,), position - 1, 1) for slot in slots]
 
 
 def test_what_follows_the_logits_in_a_graph_equals_the_sampler() -> None:
@@ -287,7 +259,7 @@ def test_what_follows_the_logits_in_a_graph_equals_the_sampler() -> None:
     logits = some_logits(6, 300, 13).to(DEVICE)
     logits[1, 3] = torch.nan
     for step, (name, slots) in enumerate([("cut", [3, 1, 4, 2]), ("random", [2, 1, 1]), ("greedy", [1, 1])], 5):
-        rows = rows_of(slots, step)
+        rows = [Row(slot, (1,), step - 1, 1) for slot in slots]
         assert sampler.tail_of(rows) == name
         if name != "greedy":
             sampler.fill(rows)
@@ -335,7 +307,7 @@ def test_representatives_need_all_kernels_that_any_number_of_rows_needs() -> Non
     assert {sampling.way(rows) for rows in sampling.REPRESENTATIVES} == {sampling.way(rows) for rows in range(1, 2000)}
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@TYPES
 def test_a_rehearsal_leaves_nothing_out(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     fused, samples, ways = FusedSampling(300, DEVICE), sampling.sample, []
 

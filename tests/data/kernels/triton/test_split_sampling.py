@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import pytest
 import torch
+from grids import CUDA, DEVICE, TYPES
 from torch import Tensor
 
 from quire.data.kernels.triton import sampling, split_borders, split_sampling
@@ -22,10 +23,6 @@ from quire.data.runner.split_sampler import FusedSplitSampler
 from quire.vocabulary.layout import Part
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.plan import Birth, Sampled
-
-CUDA = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if CUDA else "cpu")
-DTYPES = (torch.float32, torch.float16, torch.bfloat16) if CUDA else (torch.float32,)
 
 T = TypeVar("T")
 
@@ -82,90 +79,6 @@ def own_of(logits: Tensor, cut: Cut) -> Tensor:
     return own
 
 
-class Padded(SplitFused):
-    """One that takes padding for tokens."""
-
-    def __init__(self, vocab_size: int, device: torch.device, exchange: Any) -> None:
-        super().__init__(vocab_size, device, exchange)
-        self.own = self.own._replace(count=self.cut.room)
-
-
-@pytest.mark.parametrize("tail", ["greedy", "random"])
-def test_a_padded_vocabulary_row_that_is_drawn_is_named(tail: str) -> None:
-    """Whatever ranks tell becomes a token of the vocabulary: its last one here."""
-    rows, vocab, ranks = 20, 150, 2
-    logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(vocab)).to(DEVICE)
-    slots, last = torch.arange(rows, device=DEVICE), torch.zeros(rows, dtype=torch.int64, device=DEVICE)
-
-    def drawn(fused: FusedSampling, given: Tensor) -> Tensor:
-        tails = fused.tails(last, rows)
-        fused.fill(np.tile((0.8, 0.0, 0.0, 1.0), (rows, 1)), np.full(rows, 0.5))
-        return tails[tail](given, slots)[0].cpu()
-
-    def told(kind: type[SplitFused]) -> list[str]:
-        def work(rank: Rank) -> Tensor:
-            return drawn(kind(vocab, DEVICE, rank), own_of(logits, vocabulary(rank.part, vocab)))
-
-        found = Together(ranks).run(work)
-        return [
-            f"row {row} on rank {rank}: token {int(tokens[row])}, not {wanted}"
-            for rank, tokens in enumerate(found)
-            for row, wanted in enumerate(want.tolist())
-            if tokens[row] != wanted
-        ]
-
-    want = drawn(FusedSampling(vocab, DEVICE), logits)
-    assert (want < vocab - 1).all()
-    assert told(SplitFused) == []
-    assert told(Padded) == [
-        f"row {row} on rank {rank}: token {vocab - 1}, not {want[row]}" for rank in range(ranks) for row in range(rows)
-    ]
-
-
-def outcome(
-    fused: FusedSampling, tail: str, logits: Tensor, shape: np.ndarray, chance: np.ndarray, slots: Tensor
-) -> Tensor:
-    """Tokens, faults and what is last in slots 1 and so on."""
-    last = torch.zeros(len(slots) + 1, dtype=torch.int64, device=DEVICE)
-    tails = fused.tails(last, len(slots))
-    fused.fill(shape, chance)
-    tokens, faults = tails[tail](logits, slots)
-    return torch.stack((tokens, faults, last[1:])).cpu()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("ranks", "vocab"), [(2, 5000), (3, 1000), (4, 150)])
-@pytest.mark.parametrize("tail", ["cut", "greedy", "random"])
-def test_tokens_are_those_of_all_logits(tail: str, ranks: int, vocab: int, dtype: torch.dtype) -> None:
-    rows = 20
-    generator = torch.Generator().manual_seed(vocab)
-    logits = (3 * torch.randn(rows, vocab, generator=generator)).to(dtype).to(DEVICE)
-    logits[1, :] = logits[1, 0]  # ties: the lowest id
-    logits[2, 7], logits[3, -1], logits[4, :] = torch.nan, torch.inf, -torch.inf  # no token
-    logits[5, : vocab - 1] = -torch.inf  # only the last one
-    logits[6, vocab // 2 :] = -torch.inf
-    shape = np.tile((0.8, 0.0, 0.0, 1.0), (rows, 1))
-    shape[7:10, 0], shape[10:14, 1] = 0, 0.05  # greedy ones, min_p
-    if tail == "cut":
-        shape[[0, 1, 5, 6, 7, 11, 12, 13], 2] = 50, 3, 2, vocab - 1, 4, 1, 7, 60
-        shape[[0, 4, 6, 12, 14, 15, 16, 17], 3] = 0.9, 0.5, 0.999, 0.7, 0.9, 0.95, 1e-6, 1 - 2.0**-53
-    chance = np.random.default_rng(0).random(rows)
-    chance[14:16] = 0.0, 1 - 2.0**-53
-    slots = torch.arange(rows, device=DEVICE) + 1
-
-    want = outcome(FusedSampling(vocab, DEVICE), tail, logits, shape, chance, slots)
-    assert want[1].tolist() == [0, 0, 1, 1, 1, *[0] * 15]
-
-    def work(rank: Rank) -> Tensor:
-        mine = own_of(logits, vocabulary(rank.part, vocab))
-        return outcome(SplitFused(vocab, DEVICE, rank), tail, mine, shape, chance, slots)
-
-    together = Together(ranks)
-    for got in together.run(work):
-        assert torch.equal(got, want)
-    assert together.sent == rows * {"greedy": 8, "random": 20, "cut": 3860}[tail]
-
-
 class Rows(NamedTuple):
     """Logits [R, V], what each row asks for [R, 4], and chances [R]."""
 
@@ -196,6 +109,86 @@ class Rows(NamedTuple):
         ), axis=1)  # fmt: skip
         chance = np.where(random.random(rows) < 0.9, random.random(rows), random.choice([0, 1 - 2.0**-53], rows))
         return cls(torch.from_numpy(logits).float().to(DEVICE), shape, chance)
+
+    def drawn(self, fused: FusedSampling, tail: str, logits: Tensor) -> Tensor:
+        """Tokens, faults and what is last in slots 1 and so on."""
+        slots = torch.arange(len(logits), device=DEVICE) + 1
+        last = torch.zeros(len(slots) + 1, dtype=torch.int64, device=DEVICE)
+        tails = fused.tails(last, len(slots))
+        fused.fill(self.shape, self.chance)
+        tokens, faults = tails[tail](logits, slots)
+        return torch.stack((tokens, faults, last[1:])).cpu()
+
+    def drawn_by_all(self, tail: str, ranks: int) -> tuple[Tensor, int]:
+        """The same by one rank, which some ranks find too; and the bytes that these have sent."""
+        vocab, together = self.logits.shape[1], Together(ranks)
+        want = self.drawn(FusedSampling(vocab, DEVICE), tail, self.logits)
+
+        def work(rank: Rank) -> Tensor:
+            mine = own_of(self.logits, vocabulary(rank.part, vocab))
+            return self.drawn(SplitFused(vocab, DEVICE, rank), tail, mine)
+
+        for got in together.run(work):
+            assert torch.equal(got, want)
+        return want, together.sent
+
+
+class Padded(SplitFused):
+    """One that takes padding for tokens."""
+
+    def __init__(self, vocab_size: int, device: torch.device, exchange: Any) -> None:
+        super().__init__(vocab_size, device, exchange)
+        self.own = self.own._replace(count=self.cut.room)
+
+
+@pytest.mark.parametrize("tail", ["greedy", "random"])
+def test_a_padded_vocabulary_row_that_is_drawn_is_named(tail: str) -> None:
+    """Whatever ranks tell becomes a token of the vocabulary: its last one here."""
+    rows, vocab, ranks = 20, 150, 2
+    logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(vocab)).to(DEVICE)
+    asked = Rows(logits, np.tile((0.8, 0.0, 0.0, 1.0), (rows, 1)), np.full(rows, 0.5))
+
+    def told(kind: type[SplitFused]) -> list[str]:
+        def work(rank: Rank) -> Tensor:
+            return asked.drawn(kind(vocab, DEVICE, rank), tail, own_of(logits, vocabulary(rank.part, vocab)))[0]
+
+        found = Together(ranks).run(work)
+        return [
+            f"row {row} on rank {rank}: token {int(tokens[row])}, not {wanted}"
+            for rank, tokens in enumerate(found)
+            for row, wanted in enumerate(want.tolist())
+            if tokens[row] != wanted
+        ]
+
+    want = asked.drawn(FusedSampling(vocab, DEVICE), tail, logits)[0]
+    assert (want < vocab - 1).all()
+    assert told(SplitFused) == []
+    assert told(Padded) == [
+        f"row {row} on rank {rank}: token {vocab - 1}, not {want[row]}" for rank in range(ranks) for row in range(rows)
+    ]
+
+
+@TYPES
+@pytest.mark.parametrize(("ranks", "vocab"), [(2, 5000), (3, 1000), (4, 150)])  # the last of four has none
+@pytest.mark.parametrize("tail", ["cut", "greedy", "random"])
+def test_tokens_are_those_of_all_logits(tail: str, ranks: int, vocab: int, dtype: torch.dtype) -> None:
+    rows = 20
+    generator = torch.Generator().manual_seed(vocab)
+    logits = (3 * torch.randn(rows, vocab, generator=generator)).to(dtype).to(DEVICE)
+    logits[1, :] = logits[1, 0]  # ties: the lowest id
+    logits[2, 7], logits[3, -1], logits[4, :] = torch.nan, torch.inf, -torch.inf  # no token
+    logits[5, : vocab - 1] = -torch.inf  # only the last one
+    logits[6, vocab // 2 :] = -torch.inf
+    shape = np.tile((0.8, 0.0, 0.0, 1.0), (rows, 1))
+    shape[7:10, 0], shape[10:14, 1] = 0, 0.05  # greedy ones, min_p
+    if tail == "cut":
+        shape[[0, 1, 5, 6, 7, 11, 12, 13], 2] = 50, 3, 2, vocab - 1, 4, 1, 7, 60
+        shape[[0, 4, 6, 12, 14, 15, 16, 17], 3] = 0.9, 0.5, 0.999, 0.7, 0.9, 0.95, 1e-6, 1 - 2.0**-53
+    chance = np.random.default_rng(0).random(rows)
+    chance[14:16] = 0.0, 1 - 2.0**-53
+    want, sent = Rows(logits, shape, chance).drawn_by_all(tail, ranks)
+    assert want[1].tolist() == [0, 0, 1, 1, 1, *[0] * 15]
+    assert sent == rows * {"greedy": 8, "random": 20, "cut": 3860}[tail]
 
 
 def borders(rows: Rows, ranks: int) -> tuple[Tensor, list[Tensor]]:
@@ -239,26 +232,13 @@ def test_borders_are_those_of_all_logits(ranks: int) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("seed", range(40))
-def test_many_rows_have_the_borders_of_all_logits(seed: int) -> None:
-    want, found = borders(Rows.some(seed, 512 if CUDA else 20), (2, 3, 4, 8)[seed % 4])
+@pytest.mark.parametrize("seed", range(80))
+def test_many_rows_have_the_borders_and_the_tokens_of_all_logits(seed: int) -> None:
+    rows, ranks = Rows.some(seed, 512 if CUDA else 20), (2, 3, 4, 8)[seed % 4]
+    want, found = borders(rows, ranks)
     for got in found:
         assert torch.equal(got, want)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("seed", range(40))
-def test_many_rows_draw_the_tokens_of_all_logits(seed: int) -> None:
-    logits, shape, chance = Rows.some(seed + 1000, 512 if CUDA else 20)
-    slots = torch.arange(len(logits), device=DEVICE) + 1
-    want = outcome(FusedSampling(logits.shape[1], DEVICE), "cut", logits, shape, chance, slots)
-
-    def work(rank: Rank) -> Tensor:
-        mine = own_of(logits, vocabulary(rank.part, logits.shape[1]))
-        return outcome(SplitFused(logits.shape[1], DEVICE, rank), "cut", mine, shape, chance, slots)
-
-    for got in Together((2, 3, 4, 8)[seed % 4]).run(work):
-        assert torch.equal(got, want)
+    rows.drawn_by_all("cut", ranks)
 
 
 @pytest.mark.parametrize("few", [0, 16])
@@ -334,21 +314,12 @@ def test_rows_that_are_cut_hurt_no_tail_without_room_for_that(ranks: int) -> Non
     """A size is captured while another tail's inputs are there: what it draws then is of no use, and stays inside."""
     rows, vocab = 20, 300
     logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    slots, last = torch.arange(rows, device=DEVICE), torch.zeros(rows, dtype=torch.int64, device=DEVICE)
+    asked = Rows(logits, np.tile((0.8, 0.0, 5.0, 0.5), (rows, 1)), np.full(rows, 0.5))
 
     def work(rank: Rank) -> Tensor:
         fused = SplitFused(vocab, DEVICE, rank) if ranks > 1 else FusedSampling(vocab, DEVICE)
-        tails = fused.tails(last, rows)
-        fused.fill(np.tile((0.8, 0.0, 5.0, 0.5), (rows, 1)), np.full(rows, 0.5))
         given = own_of(logits, vocabulary(rank.part, vocab)) if ranks > 1 else logits
-        return tails["random"](given, slots)[0]
+        return asked.drawn(fused, "random", given)[0]
 
     for tokens in Together(ranks).run(work):
         assert ((tokens >= 0) & (tokens < vocab)).all()
-
-
-def test_a_rank_whose_part_is_empty_tells_nothing() -> None:
-    cut = vocabulary(Part(3, 4), 150)
-    assert not len(cut.own)
-    assert cut.room == 64
-    assert sampling.BLOCK > 64

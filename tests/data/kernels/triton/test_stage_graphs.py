@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from geometries import one_size
-from small_models import DEVICE, PAGE, SMALL, WIDTH
-from test_mixed_steps import Again, pages_of
+from grids import DEVICE
+from small_models import SMALL, bind, pages_of
+from test_mixed_steps import Again
 from torch import Tensor
 
 from quire.data.kernels.triton import backend
@@ -29,24 +29,17 @@ from quire.vocabulary.stages import staged
 SLOTS, STAGES = 5, 3
 
 
-class Pipe:
-    """Between two stages, which compute one after another."""
+class Ends:
+    """A stage's pipes from the one before and to the one behind, which compute one after another."""
 
-    def __init__(self) -> None:
-        self.sent: deque[tuple[Tensor, Tensor | None]] = deque()
+    def __init__(self, before: deque[Any], behind: deque[Any]) -> None:
+        self.before, self.behind = before, behind
 
     def send(self, x: Tensor, delta: Tensor | None) -> None:
-        self.sent.append((x.clone(), None if delta is None else delta.clone()))
-
-
-class Ends:
-    """A stage's two."""
-
-    def __init__(self, before: Pipe, behind: Pipe) -> None:
-        self.before, self.send = before, behind.send
+        self.behind.append((x.clone(), None if delta is None else delta.clone()))
 
     def receive(self, rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        x, delta = self.before.sent.popleft()
+        x, delta = self.before.popleft()
         assert (x.shape, x.dtype) == ((rows, columns), dtype), "the rows that were sent, without padding"
         return x, delta
 
@@ -64,12 +57,7 @@ def made(name: str, part: Part, attention: str, pipes: Any = None, replays: bool
     spec = kind.spec(config)
     given = (model, spec, torch.float32, DEVICE, attention)
     runner = ModelRunner(*given) if pipes is None else StageRunner(*given, part=part, pipes=pipes, graphs=replays)
-    common = staged(spec, part.stages)
-    page_bytes = sum(layer.token_bytes(4) for layer in common.layers) * PAGE
-    runner.bind(
-        one_size((tuple(common.owners), None), pages=SLOTS * WIDTH + 1, page_bytes=page_bytes, slots=SLOTS,
-                 width=WIDTH, tokens=PAGE)
-    )  # fmt: skip
+    bind(runner, staged(spec, part.stages), SLOTS)
     return runner
 
 
@@ -102,11 +90,11 @@ def test_stages_replay_what_one_computes(name: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(recorder, "Recorder", lambda device: again)
     for module in (graphs, backend):
         monkeypatch.setattr(module, "multiprocessors", lambda device: 9)
-    pipes = [Pipe() for _ in range(STAGES + 1)]
+    pipes = [deque[Any]() for _ in range(STAGES + 1)]
     stages = [
         made(name, Part(0, 1, stage, STAGES), "triton", Ends(pipes[stage], pipes[stage + 1]), replays=True)
         for stage in range(STAGES)
     ]
     assert answers(stages) == answers([made(name, WHOLE, "reference")])
     assert again.replays == 3 * (STAGES + 1), "each step of a token a row is a graph on every stage, and a tail"
-    assert not any(pipe.sent for pipe in pipes)
+    assert not any(pipes)

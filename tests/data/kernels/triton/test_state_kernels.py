@@ -3,6 +3,7 @@ at every border; what isn't a row's page is neither read nor written."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -11,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from running_states import CUDA, DEVICE, Row, Shape, Step, looped, numpy, step
+from grids import CUDA, DEVICE, DTYPES
+from running_states import TOKENS, Row, Shape, Step, looped, numpy, step
 from torch import Tensor
 
 from quire.data.kernels import states
@@ -19,7 +21,6 @@ from quire.data.kernels.batch import Batch
 from quire.data.kernels.states import StatePlan
 from quire.data.kernels.triton import conv, scan, scan_prompt
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16) if CUDA else (torch.float32,)
 KERNELS: dict[str, Any] = {
     "torch": (states.causal_conv, states.selective_scan),
     "Triton": (conv.causal_conv, scan.selective_scan),
@@ -27,9 +28,7 @@ KERNELS: dict[str, Any] = {
 }
 
 
-@pytest.fixture(params=["torch", "Triton"])
-def kernels(request: pytest.FixtureRequest) -> Any:
-    return KERNELS[request.param]
+BOTH = ("torch", "Triton")
 
 
 def near(got: Tensor, want: np.ndarray, looser: float = 1.0) -> None:
@@ -38,13 +37,16 @@ def near(got: Tensor, want: np.ndarray, looser: float = 1.0) -> None:
     np.testing.assert_allclose(numpy(got), want, rtol=half + 5e-5 * looser, atol=5e-5 * looser)
 
 
-def check(made: Step, kernels: Any, plan: StatePlan | None = None) -> None:
-    plan = made.plan if plan is None else plan
-    want, before = looped(made), [view.clone() for view in (made.cache.conv, made.cache.ssm)]
-    conv, scan = kernels
-    near(conv(made.x, made.weight, made.conv_bias, made.cache, plan), want.conv)
+def outputs(made: Step, kernels: Any, plan: StatePlan | None = None) -> tuple[Tensor, Tensor]:
+    plan, (conv, scan) = made.plan if plan is None else plan, kernels
     args = (made.x, made.dt, made.A, made.B, made.C, made.D, made.z, made.bias)
-    near(scan(*args, made.cache, plan), want.scan)
+    return conv(made.x, made.weight, made.conv_bias, made.cache, plan), scan(*args, made.cache, plan)
+
+
+def check(made: Step, name: str, plan: StatePlan | None = None) -> None:
+    want, before = looped(made), [view.clone() for view in (made.cache.conv, made.cache.ssm)]
+    for got, wanted in zip(outputs(made, KERNELS[name], plan), (want.conv, want.scan)):
+        near(got, wanted)
     for view, old, written in zip((made.cache.conv, made.cache.ssm), before, (want.conv_states, want.ssm_states)):
         for page, state in written.items():
             near(view[page], state)
@@ -52,31 +54,39 @@ def check(made: Step, kernels: Any, plan: StatePlan | None = None) -> None:
         torch.testing.assert_close(view[others], old[others], atol=0, rtol=0, equal_nan=True)
 
 
+def check_both(rows: Sequence[tuple[int, int]], *shape: Any, **types: torch.dtype) -> None:
+    for name in BOTH:
+        check(step([Row(*row) for row in rows], *shape, **types), name)
+
+
 LENGTHS, STARTS = (1, 3, 7, 8, 9, 17), (0, 1, 7, 8, 11)
 
 
 @pytest.mark.parametrize("start", STARTS)
-def test_rows_of_all_lengths(start: int, kernels: Any) -> None:
-    """Around runs of 8, from a state and from none."""
-    check(step([Row(start, length) for length in LENGTHS]), kernels)
-
-
-@pytest.mark.parametrize("start", STARTS)
-def test_one_row_alone(start: int, kernels: Any) -> None:
-    for length in LENGTHS:
-        check(step([Row(start, length)]), kernels)
+def test_rows_of_all_lengths(start: int) -> None:
+    """Around runs of 8, from a state and from none; beside one another, and each alone."""
+    rows = [(start, length) for length in LENGTHS]
+    for some in (rows, *([row] for row in rows)):
+        check_both(some)
 
 
 @pytest.mark.parametrize("d_state", [3, 16])
 @pytest.mark.parametrize("d_conv", [2, 3, 4])
-def test_shapes(d_conv: int, d_state: int, kernels: Any) -> None:
-    check(step([Row(0, 9), Row(3, 1), Row(8, 2), Row(0, 1)], Shape(20, d_state, d_conv)), kernels)
-    check(step([Row(5, 1), Row(0, 1), Row(8, 1)], Shape(132, d_state, d_conv, 4)), kernels)
+def test_shapes(d_conv: int, d_state: int) -> None:
+    check_both([(0, 9), (3, 1), (8, 2), (0, 1)], Shape(20, d_state, d_conv))
+    check_both([(5, 1), (0, 1), (8, 1)], Shape(132, d_state, d_conv, 4))
 
 
-@pytest.mark.parametrize("rows", [[(0, 513)], [(0, 512), (511, 2), (700, 1)], [(512, 65), (1, 130)]])
-def test_runs_of_512(rows: list[tuple[int, int]], kernels: Any) -> None:
-    check(step([Row(*row) for row in rows], Shape(6, 2, 4, 512)), kernels)
+@pytest.mark.parametrize(
+    ("rows", "shape"),
+    [
+        ([(3, 4), (0, 5), (9, 1)], Shape(run=1)),  # a state after each token, as speculation keeps them
+        ([(3, 130), (0, 64), (1, 1)], Shape(6, 2, 3, 40)),  # more than a tile
+        *((rows, Shape(6, 2, 4, 512)) for rows in ([(0, 513)], [(0, 512), (511, 2), (700, 1)], [(512, 65), (1, 130)])),
+    ],
+)
+def test_runs(rows: list[tuple[int, int]], shape: Shape) -> None:
+    check_both(rows, shape)
 
 
 GRID = [Row(start, length) for start in (0, 1, 511, 512, 700) for length in (1, 3, 511, 512, 513, 1025)]
@@ -84,7 +94,7 @@ GRID = [Row(start, length) for start in (0, 1, 511, 512, 700) for length in (1, 
 
 @pytest.mark.parametrize("taps", [2, 3, 4])
 def test_the_grid_of_512_in_torch(taps: int) -> None:
-    check(step(GRID, Shape(6, 3, taps, 512)), KERNELS["torch"])
+    check(step(GRID, Shape(6, 3, taps, 512)), "torch")
 
 
 @pytest.mark.gpu
@@ -94,17 +104,16 @@ def test_the_grid_of_512_in_torch(taps: int) -> None:
 def test_the_grid_of_512_on_a_gpu(taps: int, size: int, dtype: torch.dtype, ssm: torch.dtype) -> None:
     """Rows of all lengths from all starts in one step, and each of the single tokens' in one of their own."""
     shape = Shape(200, size, taps, 512)
-    check(step(GRID, shape, dtype, ssm), KERNELS["Triton"])
+    check(step(GRID, shape, dtype, ssm), "Triton")
     for name in ("Triton", "deterministic")[: 1 + (size <= scan.MOST_UNROLLED)]:
-        check(step([row for row in GRID if row.length == 1], shape, dtype, ssm), KERNELS[name])
+        check(step([row for row in GRID if row.length == 1], shape, dtype, ssm), name)
 
 
 @pytest.mark.gpu
 def test_a_captured_step_goes_on() -> None:
     """A graph holds the plan too: replayed at later positions, it finds pages by the table that is there then."""
     whole, parts = step([Row(0, 20)] * 2), step([Row(0, 20)] * 2)
-    want, names = looped(whole), ("x", "dt", "B", "C", "z")
-    still = parts._replace(**{name: getattr(parts, name)[:2].clone() for name in names})
+    want, still = looped(whole), parts.picked(torch.arange(2, device=DEVICE))
     slots, positions = torch.tensor([1, 2], device=DEVICE), torch.zeros(2, dtype=torch.int64, device=DEVICE)
 
     def advance() -> tuple[Tensor, Tensor]:
@@ -117,27 +126,18 @@ def test_a_captured_step_goes_on() -> None:
         conv_out, scan_out = advance()
     for t in range(20):
         positions.fill_(t)
-        for name in names:
+        for name in TOKENS:
             getattr(still, name).copy_(getattr(parts, name)[[t, 20 + t]])
         graph.replay()
         near(conv_out, want.conv[[t, 20 + t]])
         near(scan_out, want.scan[[t, 20 + t]])
 
 
-def test_a_state_after_each_token(kernels: Any) -> None:
-    """As speculation keeps them."""
-    check(step([Row(3, 4), Row(0, 5), Row(9, 1)], Shape(run=1)), kernels)
-
-
-def test_more_than_a_tile(kernels: Any) -> None:
-    check(step([Row(3, 130), Row(0, 64), Row(1, 1)], Shape(6, 2, 3, 40)), kernels)
-
-
 def test_rows_in_parts() -> None:
     """Long rows, beside short ones: each part goes on from what the parts before it leave."""
     made = step([Row(3, 290), Row(0, 64), Row(41, 1), Row(79, 65)], Shape(6, 4, 3, 40))
     assert scan_prompt.part_tokens(made.plan, len(made.x), 6) == 64
-    check(made, KERNELS["Triton"])
+    check(made, "Triton")
 
 
 def test_a_polynomial_for_exponentials() -> None:
@@ -158,13 +158,10 @@ def test_tokens_one_by_one_equal_a_prompt(name: str) -> None:
     """A step a token, by the plan that is made on the device, after the half of a prompt."""
     whole, parts = step([Row(0, 20)] * 2), step([Row(0, 20)] * 2)
     want, got = looped(whole), torch.zeros(2, 20, whole.shape.d_inner, device=DEVICE)
-    conv, scan = KERNELS[name]
 
     def run(first: int, end: int, plan: StatePlan) -> None:
         at = torch.tensor([20 * row + t for row in range(2) for t in range(first, end)], device=DEVICE)
-        picked = [tensor[at] for tensor in (parts.x, parts.dt, parts.B, parts.C, parts.z)]
-        conv(picked[0], parts.weight, parts.conv_bias, parts.cache, plan)
-        y = scan(*picked[:2], parts.A, *picked[2:4], parts.D, picked[4], parts.bias, parts.cache, plan)
+        _, y = outputs(parts.picked(at), KERNELS[name], plan)
         got[:, first:end] = y.view(2, end - first, -1)
 
     run(0, 10, step([Row(0, 10)] * 2)._replace(cache=parts.cache, batch=half(parts.batch)).plan)
@@ -187,7 +184,8 @@ def half(batch: Batch) -> Batch:
     )  # fmt: skip
 
 
-def test_padding(kernels: Any) -> None:
+@pytest.mark.parametrize("name", BOTH[::-1])
+def test_padding(name: str) -> None:
     """Rows of no tokens in a plan of tiles, and slot 0 among rows of one: nothing but page 0 is written for them."""
     made = step([Row(3, 5), Row(0, 11), Row(8, 1)])
     plan = made.plan
@@ -199,62 +197,49 @@ def test_padding(kernels: Any) -> None:
         torch.cat((plan.writes, plan.writes[:2])), plan.run_tokens,
         torch.cat((plan.tiles, plan.tiles.new_tensor([[3, 0], [4, 0]]))),
     )  # fmt: skip
-    check(made, kernels, padded)
-    conv, scan = kernels
+    check(made, name, padded)
     made = step([Row(3, 1)])
     slots, positions = torch.tensor([0, 0, 1], device=DEVICE), torch.tensor([0, 0, 3], device=DEVICE)
-    plan = StatePlan.single(made.batch.tables[0], slots, positions, made.shape.run)
-    three = [tensor.expand(3, -1).contiguous() for tensor in (made.x, made.dt, made.B, made.C, made.z)]
-    want = looped(made)
-    near(conv(three[0], made.weight, made.conv_bias, made.cache, plan)[2:], want.conv)
-    y = scan(*three[:2], made.A, *three[2:4], made.D, three[4], made.bias, made.cache, plan)
-    near(y[2:], want.scan)
+    plan, want = StatePlan.single(made.batch.tables[0], slots, positions, made.shape.run), looped(made)
+    three = made.picked(torch.zeros(3, dtype=torch.int64, device=DEVICE))
+    for got, wanted in zip(outputs(three, KERNELS[name], plan), (want.conv, want.scan)):
+        near(got[2:], wanted)
     for page, state in want.ssm_states.items():
         near(made.cache.ssm[page], state)
 
 
-def test_states_in_bf16(kernels: Any) -> None:
-    """Computed in fp32, rounded when they are written."""
-    made = step([Row(3, 1), Row(0, 1)], ssm=torch.bfloat16)
-    check(made, kernels)
-    check(step([Row(3, 5), Row(0, 8)], ssm=torch.bfloat16), kernels)
-
-
-def test_no_bias(kernels: Any) -> None:
+def test_no_bias() -> None:
     made = step([Row(0, 3)])
-    zero = made._replace(conv_bias=torch.zeros_like(made.conv_bias))
-    near(kernels[0](made.x, made.weight, None, made.cache, made.plan), looped(zero).conv)
-    plain = kernels[0](made.x, made.weight, None, made.cache, made.plan, None)
-    want = kernels[0](made.x, made.weight, None, made.cache, made.plan)
-    torch.testing.assert_close(torch.nn.functional.silu(plain), want)
+    want = looped(made._replace(conv_bias=torch.zeros_like(made.conv_bias))).conv
+    for name in BOTH:
+        with_silu, plain = (
+            KERNELS[name][0](made.x, made.weight, None, made.cache, made.plan, *kind) for kind in ((), (None,))
+        )
+        near(with_silu, want)
+        torch.testing.assert_close(torch.nn.functional.silu(plain), with_silu)
 
 
-def test_decays_that_leave_nothing(kernels: Any) -> None:
+@pytest.mark.parametrize("name", BOTH[::-1])
+def test_decays_that_leave_nothing(name: str) -> None:
     """delta A far below what exp tells from 0, and delta's own input far above what exp can hold."""
     made = step([Row(0, 9), Row(5, 4)])
-    check(made._replace(A=made.A * 1e4), kernels)
-    check(made._replace(dt=made.dt * 60), kernels)
+    check(made._replace(A=made.A * 1e4), name)
+    check(made._replace(dt=made.dt * 60), name)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("ssm", DTYPES)
-def test_dtypes(dtype: torch.dtype, ssm: torch.dtype, kernels: Any) -> None:
-    check(step([Row(3, 5), Row(0, 8), Row(8, 1)], Shape(72, 16), dtype, ssm), kernels)
-    check(step([Row(3, 1), Row(0, 1), Row(8, 1)], Shape(72, 16), dtype, ssm), kernels)
-
-
-def outputs(made: Step, kernels: Any, plan: StatePlan | None = None) -> tuple[Tensor, Tensor]:
-    plan, (conv, scan) = made.plan if plan is None else plan, kernels
-    args = (made.x, made.dt, made.A, made.B, made.C, made.D, made.z, made.bias)
-    return conv(made.x, made.weight, made.conv_bias, made.cache, plan), scan(*args, made.cache, plan)
+@pytest.mark.parametrize("ssm", [*dict.fromkeys((*DTYPES, torch.bfloat16))])
+def test_dtypes(dtype: torch.dtype, ssm: torch.dtype) -> None:
+    """States are computed in fp32, and rounded when they are written."""
+    check_both([(3, 5), (0, 8), (8, 1)], Shape(72, 16), dtype=dtype, ssm=ssm)
+    check_both([(3, 1), (0, 1), (8, 1)], Shape(72, 16), dtype=dtype, ssm=ssm)
 
 
 def of_row(made: Step, first: int, end: int, start: int) -> Step:
     """Some of the first row's tokens, the first of which is at `start` in the sequence: a step of its own."""
-    cut = {name: getattr(made, name)[first:end] for name in ("x", "z", "dt", "B", "C")}
     part = step([Row(start, end - first)], made.shape)
     batch = replace(part.batch, tables=[made.batch.tables[0][:2]])
-    return made._replace(rows=part.rows, batch=batch, **cut)
+    return made.picked(slice(first, end))._replace(rows=part.rows, batch=batch)
 
 
 @pytest.mark.parametrize("cuts", [(0, 1, 2, 3, 12), (0, 5, 12), (0, 8, 12), (0, 11, 12)])
@@ -282,7 +267,7 @@ def test_both_scans_leave_the_same_bits() -> None:
 
 def test_more_states_than_a_thread_holds() -> None:
     made = step([Row(3, 5), Row(0, 9), Row(8, 1)], Shape(20, 40))
-    check(made, KERNELS["Triton"])
+    check(made, "Triton")
     with pytest.raises(AssertionError, match="more than a thread holds"):
         outputs(made, KERNELS["deterministic"])
 
@@ -290,9 +275,8 @@ def test_more_states_than_a_thread_holds() -> None:
 def test_no_rows() -> None:
     made, empty = step([Row(0, 1)]), torch.empty(0, dtype=torch.int64, device=DEVICE)
     plan = StatePlan.single(made.batch.tables[0], empty, empty, made.shape.run)
-    none = {name: getattr(made, name)[:0] for name in ("x", "z", "dt", "B", "C")}
     for kernels in KERNELS.values():
-        assert [len(out) for out in outputs(made._replace(**none), kernels, plan)] == [0, 0]
+        assert [len(out) for out in outputs(made.picked(slice(0, 0)), kernels, plan)] == [0, 0]
 
 
 def test_what_a_kernel_refuses() -> None:

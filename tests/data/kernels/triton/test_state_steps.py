@@ -9,24 +9,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from grids import DEVICE
 from hypothesis import given
 from hypothesis import strategies as st
-from small_models import DEVICE
-from test_mixed_steps import CPU, SLOTS, Chunk, rows_of, served, with_graphs
+from small_models import built
+from test_mixed_steps import CHUNKS, CPU, SLOTS, Chunk, rows_of, served, with_graphs
 
 from quire.config import EngineConfig
 from quire.control.memory import Size, build_memory
 from quire.data.kernels.states import CONV_TILE, pages_of
 from quire.data.kernels.triton.backend import TritonBackend
-from quire.data.models import resolve
 from quire.data.models.configs import named_config
 from quire.data.runner import padded
-from quire.data.runner.inputs import Flat, build_batch
+from quire.data.runner.inputs import Flat
 from quire.data.runner.model_runner import ModelRunner
 from quire.data.runner.padded import Inputs
-from quire.data.runner.step import Step
-from quire.data.weights.dummy import fill_dummy
-from quire.vocabulary.plan import Row, Table
+from quire.vocabulary.plan import Table
 from quire.vocabulary.specs import Geometry
 
 LENGTH, RUN = 32, 4
@@ -40,20 +38,13 @@ SHAPE = {
     "max_position_embeddings": 64, "attn_layer_period": 3, "attn_layer_offset": 1, "num_experts": 4,
     "mamba_d_state": 8, "mamba_dt_rank": 4,
 }  # fmt: skip
-CHUNKS = st.lists(st.tuples(st.integers(0, 3000), st.one_of(st.just(1), st.integers(1, 300))), min_size=1, max_size=60)
 
 
 def a_model(name: str) -> tuple[Any, Any]:
     shape, more = SMALL[name]
     config = {**named_config(shape), **SHAPE, **more}
-    kind = resolve(config)
-    model = kind(config, torch.float32, DEVICE)
-    fill_dummy(model, 3)
-    for name, parameter in model.named_parameters():
-        if parameter.dim() > 1 and "decay" not in name:
-            parameter.mul_(8)  # logits that differ
-    model.prepare(64)
-    return model, kind.spec(config).stored(4, 4)
+    model, spec = built(config, lambda name, parameter: parameter.dim() > 1 and "decay" not in name)
+    return model, spec.stored(4, 4)
 
 
 def a_runner(model: Any, spec: Any, attention: str, debug: bool = False) -> tuple[ModelRunner, Geometry]:
@@ -94,39 +85,6 @@ def test_replayed_steps_compute_what_eager_ones_do(
         own = slice(group.ids.start, group.ids.stop)
         torch.testing.assert_close(mine[own], theirs[own], atol=1e-4, rtol=1e-4, equal_nan=True)
         assert mine[0].isfinite().all(), "padding is finite"
-
-
-@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # NumPy's, in the interpreter
-@pytest.mark.parametrize("name", SMALL)
-def test_tokens_computed_from_what_is_on_the_device(name: str) -> None:
-    """Rows of one token each, padding among them, planned as a graph does it."""
-    from quire.data.runner.step import token_step
-
-    model, spec = a_model(name)
-    reference, geometry = a_runner(model, spec, "reference")
-    runner, _ = a_runner(model, spec, "triton")
-    rows = tuple(Row(slot, tuple(range(9, 9 + slot)), 0, 1) for slot in range(1, 8))  # ends around borders
-    tables = tuple(table for row in rows for table in named(geometry, row.slot))
-    for each in (reference, runner):
-        each.store.replay(tables)
-        with torch.inference_mode():
-            batch = build_batch(rows, each.store, each.last)
-            each.model(batch.tokens, Step.of(batch, each.store.caches, each.backend, states=each.store.states))
-    ones = tuple(Row(slot, (40 + slot,), slot, 1) for slot in (5, 3, 4, 7, 1))
-    with torch.inference_mode():
-        batch = build_batch(ones, reference.store, reference.last)
-        context = Step.of(batch, reference.store.caches, reference.backend, states=reference.store.states)
-        expected = model.logits(model(batch.tokens, context))
-        padded_rows = [(row.tokens[0], row.slot, row.start) for row in ones] + [(0, 0, 0)] * 3
-        tokens, slots, positions = torch.tensor(padded_rows, device=DEVICE).T.contiguous()
-        got = model.logits(model(tokens, token_step(runner.store, runner.backend, slots, positions)))
-    torch.testing.assert_close(got[:5], expected, atol=2e-4, rtol=2e-4)
-    for layer, cache in runner.store.states.items():
-        for row in ones:
-            page = int(runner.store.tables[cache.group][row.slot, row.start // RUN])
-            for mine, theirs in zip((cache.conv, cache.ssm), (reference.store.states[layer].conv,
-                                                              reference.store.states[layer].ssm)):  # fmt: skip
-                torch.testing.assert_close(mine[page], theirs[page], atol=1e-5, rtol=1e-4)
 
 
 @given(chunks=CHUNKS, unsampled=st.integers(0, 5))

@@ -7,15 +7,16 @@ import gc
 import json
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from attention_steps import two_steps
+from grids import CUDA
 from small_models import SMALL, a_model, a_runner
-from test_paged_attention import assert_close, dense, random
+from test_paged_attention import assert_close
 
 from quire import build, shard
 from quire.config import VENDORS, EngineConfig
@@ -24,17 +25,15 @@ from quire.control.memory.virtual import virtual_geometry
 from quire.data.kernels import vendor
 from quire.data.kernels.triton.vendor_backend import VendorBackend
 from quire.data.layers.rope import Rope
-from quire.data.layers.rotary import Rotary, queries_keys_values
+from quire.data.layers.rotary import Rotary
 from quire.data.models.configs import named_config
-from quire.data.runner.inputs import build_batch
 from quire.data.runner.virtual.opening import open_store
 from quire.data.runner.virtual.store import VirtualStore
 from quire.errors import StartupError
 from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.plan import Row, Table
+from quire.vocabulary.plan import Table
 from quire.vocabulary.specs import LayerSpec, ModelSpec
 
-CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if CUDA else torch.device("cpu")
 DTYPE = torch.bfloat16 if CUDA else torch.float32
 KV_HEADS, HEADS, DIM, MOST = 2, 6, 16, 160
@@ -75,33 +74,22 @@ def store(request: pytest.FixtureRequest) -> Iterator[VirtualStore]:
 
 
 def step(backend: VendorBackend, store: VirtualStore, sizes: list[tuple[int, int]], asked: bool = False) -> list[int]:
-    """A first step for the tokens before, a second for those of now, compared with dense attention; how many queries
-    each call of the kernel had."""
-    calls, kernel = [], backend.kernel
+    """How many queries each call of the kernel had in a step that equals dense attention."""
+    calls: list[int] = []
+    kernel, plan = backend.kernel, backend.plan
 
     def counted(q: torch.Tensor, *rest: Any) -> torch.Tensor:
         calls.append(len(q))
         return kernel(q, *rest)
 
-    backend.kernel = counted
+    def planned(*given: Any) -> Any:
+        calls.clear()
+        return plan(*given)
+
+    backend.kernel, backend.plan = counted, planned  # type: ignore[method-assign]
     rotary = Rotary(Rope(kind="default", theta=10000.0, original_len=256), DIM, 256)
     rotary.prepare(DEVICE)
-    raw = [random(a + b, HEADS + 2 * KV_HEADS, DIM, dtype=DTYPE, seed=i) for i, (a, b) in enumerate(sizes)]
-    turned = [queries_keys_values(x, HEADS, rotary.at(torch.arange(len(x), device=DEVICE), DTYPE), None) for x in raw]
-    last = torch.zeros(len(sizes) + 1, dtype=torch.int64, device=DEVICE)
-    earlier = [(i, 0, before) for i, (before, _) in enumerate(sizes) if before]
-    present = [(i, before, now) for i, (before, now) in enumerate(sizes)]
-    cache = store.caches[1]
-    for rows in filter(None, (earlier, present)):
-        calls.clear()
-        batch = build_batch(tuple(Row(i + 1, (1,) * n, start, 1) for i, start, n in rows), store, last)
-        plan = backend.plan(batch, cache, batch.narrowed() if asked else None)
-        qkv = torch.cat([raw[i][a : a + n] for i, a, n in rows])
-        got = backend.rotate_and_attend(qkv, rotary, None, cache, plan)
-    bounds = [*range(len(sizes) + 1)] if asked else np.cumsum([0] + [n for _, n in sizes]).tolist()
-    for (a, b), (start, n), (q, k, v) in zip(pairwise(bounds), sizes, turned):
-        first = start + n - 1 if asked else start
-        assert_close(got[a:b], dense(q[first:], torch.stack((k, v)), first, None, None))
+    assert_close(*two_steps(backend, store, store.caches[1], sizes, rotary, fused=True, asked=asked))
     return calls
 
 
@@ -121,20 +109,14 @@ def test_the_last_layer_asks_for_single_rows(store: VirtualStore) -> None:
     assert step(VendorBackend("cudnn"), store, SIZES["beside others"], asked=True) == []
 
 
-@pytest.mark.usefixtures("lower")
-def test_layers_with_windows_are_for_our_kernel(store: VirtualStore) -> None:
-    backend, many = VendorBackend("cudnn"), np.array([90])
-    assert backend.is_long(store.caches[1], many, many)
-    assert not backend.is_long(replace(store.caches[1], window=20), many, many)
-    assert not backend.is_long(replace(store.caches[1], softcap=2.0), many, many)
-
-
 def test_what_is_long(store: VirtualStore) -> None:
-    def long(*rows: tuple[int, int]) -> bool:
+    def long(*rows: tuple[int, int], **bounds: Any) -> bool:
         starts, lengths = np.array(rows, dtype=np.int64).reshape(-1, 2).T
-        return VendorBackend("flash").is_long(store.caches[0], lengths, starts + lengths)
+        return VendorBackend("flash").is_long(replace(store.caches[0], **bounds), lengths, starts + lengths)
 
     assert long((0, 4096))
+    assert not long((0, 4096), window=5000), "layers with windows are for our kernel"
+    assert not long((0, 4096), softcap=2.0)
     assert long((8000, 64))
     assert not long((8000, 63)), "queries are too few"
     assert not long((0, 4095))

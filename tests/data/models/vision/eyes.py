@@ -15,23 +15,13 @@ from quire.data.models.vision import VisionSettings, build_encoder
 from quire.data.weights.loader import load
 
 TEXT = {
-    "hidden_size": 24,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "intermediate_size": 16,
-    "vocab_size": 60,
-    "head_dim": 12,
-    "pad_token_id": 0,
-}
-TOWER = {
-    "hidden_size": 32,
-    "intermediate_size": 40,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "image_size": 31,  # of which 28 are seen
+    "hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,
+    "intermediate_size": 16, "vocab_size": 60, "head_dim": 12, "pad_token_id": 0,
+}  # fmt: skip
+TOWER = {  # of 31 pixels 28 are seen
+    "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4, "image_size": 31,
     "patch_size": 7,
-}
+}  # fmt: skip
 SIZES = [[31 * rows, 31 * columns] for rows in range(1, 4) for columns in range(1, 4)]
 
 
@@ -90,8 +80,9 @@ def saved(model: nn.Module, folder: Path, **save: Any) -> dict[str, Any]:
 
 
 def ours(config: dict[str, Any], folder: Path, prepare: bool = True, **said: Any) -> Any:
-    """Our encoder, loaded."""
+    """Our encoder, loaded, of as many parameters as its settings say."""
     encoder = build_encoder(VisionSettings.read(config, said), torch.float32, torch.device("cpu"))
+    assert sum(parameter.numel() for parameter in encoder.parameters()) == encoder.settings.parameters
     load(encoder, folder)
     if prepare:
         encoder.prepare()

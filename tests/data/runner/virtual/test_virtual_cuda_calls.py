@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from quire.data.runner.virtual import DriverError, Run, map_all, open_driver
+from quire.data.runner.virtual import DriverError, open_driver
 from quire.data.runner.virtual.cuda import CudaDriver
 from quire.errors import StartupError
 
@@ -19,20 +19,16 @@ PAGE = 2 * MIB
 OK = 0
 
 
-def kinds(**members: int) -> SimpleNamespace:
-    return SimpleNamespace(**members)
-
-
 class FakeCuda:
     """A device with `pages` pages of memory. Every call is in `log`, its name without "cu"; the k-th of the call named
     `fails[0]` returns an error, k = `fails[1]`."""
 
-    CUresult = kinds(CUDA_SUCCESS=OK)
-    CUdevice_attribute = kinds(CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED=102)
-    CUmemAllocationGranularity_flags = kinds(CU_MEM_ALLOC_GRANULARITY_MINIMUM=0)
-    CUmemAllocationType = kinds(CU_MEM_ALLOCATION_TYPE_PINNED=1)
-    CUmemLocationType = kinds(CU_MEM_LOCATION_TYPE_DEVICE=1)
-    CUmemAccess_flags = kinds(CU_MEM_ACCESS_FLAGS_PROT_READWRITE=3)
+    CUresult = SimpleNamespace(CUDA_SUCCESS=OK)
+    CUdevice_attribute = SimpleNamespace(CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED=102)
+    CUmemAllocationGranularity_flags = SimpleNamespace(CU_MEM_ALLOC_GRANULARITY_MINIMUM=0)
+    CUmemAllocationType = SimpleNamespace(CU_MEM_ALLOCATION_TYPE_PINNED=1)
+    CUmemLocationType = SimpleNamespace(CU_MEM_LOCATION_TYPE_DEVICE=1)
+    CUmemAccess_flags = SimpleNamespace(CU_MEM_ACCESS_FLAGS_PROT_READWRITE=3)
 
     def __init__(self, pages: int = 64, fails: tuple[str, int] = ("", 0), able: int = 1) -> None:
         self.log: list[tuple[Any, ...]] = []
@@ -135,10 +131,6 @@ class FakeCuda:
         assert self.mapped.pop(at)[0] == size
 
 
-def since(api: FakeCuda, mark: int) -> list[tuple[Any, ...]]:
-    return api.log[mark:]
-
-
 def test_the_calls_in_their_order() -> None:
     api = FakeCuda()
     driver = CudaDriver(PAGE, 3, api)
@@ -151,7 +143,7 @@ def test_the_calls_in_their_order() -> None:
     driver.create(4)
     mark = len(api.log)
     driver.map(at, 1, 2)
-    assert since(api, mark) == [
+    assert api.log[mark:] == [
         ("MemMap", at, PAGE, 0, "h1", 0),
         ("MemMap", at + PAGE, PAGE, 0, "h2", 0),
         ("MemSetAccess", at, 2 * PAGE, [driver._access], 1),
@@ -161,19 +153,19 @@ def test_the_calls_in_their_order() -> None:
     ]
     mark = len(api.log)
     driver.unmap(at, 2)
-    assert since(api, mark) == [("MemUnmap", at, PAGE), ("MemUnmap", at + PAGE, PAGE)]
+    assert api.log[mark:] == [("MemUnmap", at, PAGE), ("MemUnmap", at + PAGE, PAGE)]
     mark = len(api.log)
     driver.map(at + PAGE, 2, 2)
-    assert [name for name, *_ in since(api, mark)] == 2 * ["MemMap"] + ["MemSetAccess", "MemsetD8", "CtxSynchronize"]
-    assert since(api, mark)[3] == ("MemsetD8", at + 2 * PAGE, 0, PAGE), "page 2 has bytes by now"
+    assert [name for name, *_ in api.log[mark:]] == 2 * ["MemMap"] + ["MemSetAccess", "MemsetD8", "CtxSynchronize"]
+    assert api.log[mark:][3] == ("MemsetD8", at + 2 * PAGE, 0, PAGE), "page 2 has bytes by now"
     mark = len(api.log)
     driver.map(at + 4 * PAGE, 3)
-    assert [name for name, *_ in since(api, mark)] == ["MemMap", "MemSetAccess"]
+    assert [name for name, *_ in api.log[mark:]] == ["MemMap", "MemSetAccess"]
     assert driver.physical() == driver.counters.physical == 4 * PAGE
     mark = len(api.log)
     driver.close()
     driver.close()
-    names = [name for name, *_ in since(api, mark)]
+    names = [name for name, *_ in api.log[mark:]]
     assert names == ["CtxSynchronize"] + 3 * ["MemUnmap"] + 4 * ["MemRelease"] + ["MemAddressFree"] + [
         "DevicePrimaryCtxRelease"
     ]
@@ -198,21 +190,9 @@ def test_a_map_that_fails_is_undone(call: str, k: int) -> None:
     assert (driver.counters.mapped, driver.counters.maps) == (0, 0)
     mark = len(api.log)
     driver.map(at, 2, 4)
-    assert sum(name == "MemsetD8" for name, *_ in since(api, mark)) == 4, "none of them is known to be zero"
+    assert sum(name == "MemsetD8" for name, *_ in api.log[mark:]) == 4, "none of them is known to be zero"
     driver.close()
     assert (api.handles, api.reserved) == (set(), {})
-
-
-def test_a_group_that_fails_is_undone() -> None:
-    api = FakeCuda()
-    driver = CudaDriver(PAGE, 0, api)
-    at = driver.reserve(16 * PAGE)
-    driver.create(8)
-    driver.map(at + 15 * PAGE, 7)
-    api.fails = ("cuMemMap", 5)
-    with pytest.raises(DriverError):
-        map_all(driver, [Run(at, 0, 3), Run(at + 4 * PAGE, 0, 3)])
-    assert list(api.mapped) == [at + 15 * PAGE] == list(driver.places.mapped)
 
 
 def test_rules_are_asserted_before_any_call() -> None:
@@ -299,7 +279,7 @@ def test_a_dead_context_is_told_once_all_was_tried() -> None:
     mark = len(api.log)
     with pytest.raises(DriverError, match="cuCtxSynchronize failed"):
         driver.close()
-    assert len(since(api, mark)) == 1 + 2 + 2 + 1 + 1
+    assert len(api.log[mark:]) == 1 + 2 + 2 + 1 + 1
     driver.close()
 
 

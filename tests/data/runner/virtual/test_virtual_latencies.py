@@ -6,8 +6,7 @@ import sys
 
 import pytest
 
-from quire.data.runner.virtual import FakeDriver, latencies
-from quire.data.runner.virtual.driver import KINDS
+from quire.data.runner.virtual import latencies
 from quire.data.runner.virtual.latencies import Latency, bandwidth, measure
 from quire.data.runner.virtual.memfd import MemfdDriver
 
@@ -34,9 +33,3 @@ def test_bandwidth_counts_map_and_access() -> None:
     """2 MiB in 2 us and 38 us, as CUDA's own calls take in the paper, are 52 GB/s."""
     rows = [Latency(kind, 2 << 20, 1, False, 9, 1.0, p50) for kind, p50 in (("map", 2.0), ("access", 38.0))]
     assert bandwidth([*rows, Latency("unmap", 2 << 20, 1, False, 9, 1.0, 34.0)]) == pytest.approx(52.4288)
-
-
-def test_the_table_has_every_kind_and_page() -> None:
-    assert tuple(latencies.CALLS) == KINDS
-    assert all(len(call.paper) == len(latencies.PAGES) == len(latencies.BANDWIDTH) for call in latencies.CALLS.values())
-    assert set(FakeDriver(64).calls.number) == set(KINDS)

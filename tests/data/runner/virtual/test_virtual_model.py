@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import sys
 
 import pytest
@@ -97,39 +96,3 @@ def test_drivers_do_as_a_dictionary_does(given_ops: list[tuple[str, int, int, in
             pair.check()
     finally:
         pair.close()
-
-
-@pytest.mark.soak
-@pytest.mark.skipif(sys.platform != "linux", reason="memfd is Linux's")
-@pytest.mark.timeout(1800)
-def test_a_million_operations() -> None:
-    """Maps, aliases and unmaps of runs of pages: at every check each place has its page's bytes, the system's account
-    of memory is ours, and at the end there is nothing."""
-    rng, driver, places, pages = random.Random(0), MemfdDriver(PAGE), 2000, 500
-    at = driver.reserve(places * PAGE)
-    driver.create(pages)
-    view = driver.tensor(at, (places,), (PAGE // 4,), torch.int32)  # the first number of every place
-    for page in range(pages):
-        driver.map(at, page)
-        view[0] = page
-        driver.unmap(at)
-    held: dict[int, int] = {}
-    for i in range(1_000_000):
-        place, count = rng.randrange(places - 4), rng.randint(1, 4)
-        span = range(place, place + count)
-        if place in held and all(some in held for some in span):
-            driver.unmap(at + place * PAGE, count)
-            for some in span:
-                del held[some]
-        elif not any(some in held for some in span):
-            page = rng.randrange(pages - count)
-            driver.map(at + place * PAGE, page, count)
-            held.update(zip(span, range(page, page + count)))
-        if i % 10_000 == 0:
-            which = torch.tensor(sorted(held), dtype=torch.int64)
-            assert view[which].tolist() == [held[some] for some in sorted(held)]
-            assert driver.physical() == driver.counters.physical == pages * PAGE
-            assert driver.counters.mapped == len(held)
-    del view
-    driver.close()
-    assert driver.physical() == driver.counters.mapped == 0

@@ -16,7 +16,7 @@ from stored import PAGE, store_of
 from quire.data.runner.virtual import DriverError
 from quire.data.runner.virtual.memfd import MemfdDriver
 from quire.data.runner.virtual.store import VirtualStore
-from quire.vocabulary.plan import Copy, Poison, Table
+from quire.vocabulary.plan import Table
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memfd is Linux's")
 
@@ -55,22 +55,6 @@ def test_of_several_tables_for_a_place_the_last_one_counts() -> None:
     store.close()
 
 
-def test_a_page_in_two_slots_and_contents_that_move() -> None:
-    store = store_of(geometry())
-    store.replay((Table(1, 0, 0, (1, 2)), Table(2, 0, 0, (1, 3))))
-    for keys in (store.caches[0].keys, store.caches[1].values):
-        keys[1, 0, :16] = 5
-        assert (keys[2, 0, :16] == 5).all()
-        assert not keys[2, 0, 16:32].any()
-        store.replay((Copy(0, 1, 3),))
-        assert (keys[2, 0, 16:32] == 5).all()
-        store.replay((Poison(0, 3),))
-        assert keys[2, 0, 16:32].isnan().all()
-        store.replay((Copy(0, 2, 3),))
-    del keys
-    store.close()
-
-
 @pytest.mark.parametrize("k", range(1, 9))
 def test_a_map_that_fails_half_way_leaves_no_half_page(k: int) -> None:
     """Whole pages are mapped before it, none of its own; and the same journal does the rest."""
@@ -102,15 +86,6 @@ def test_a_page_that_cannot_take_anothers_place() -> None:
     store.replay((Table(1, 0, 0, (1,)),))
     assert lying(store, 1) == [1, 0, 0]
     store.close()
-
-
-def test_whoever_has_tensors_over_it_is_named() -> None:
-    store = store_of(geometry())
-    kept = store.caches[0].keys
-    with pytest.raises(DriverError, match=r"tensors live.*float16\[4, 1, 48, 128\]"):
-        store.close()
-    del kept
-    store.driver.close()
 
 
 PROGRAM = """
