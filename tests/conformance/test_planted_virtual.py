@@ -175,9 +175,7 @@ PLANTED: dict[str, Planted] = {
 }
 CASES = [(name, depth) for name, bug in PLANTED.items() for depth in bug.depths]
 
-# Seed, memory, tokens, budget, way of preemption, host pages, tokens of prefixes. First come those that find most bugs
-# in little time: a run with a bug ends at its first failure.
-RUNS: Runs = (
+RUNS: Runs = (  # as in test_planted.py
     (4, "virtual-poisoned", 64, 8, "swap", 1000, 0),
     (1, "virtual-4", 96, 64, "swap", 1000, 24),
     (0, "virtual-4", 80, 16, "recompute", 0, 0),
