@@ -11,7 +11,13 @@ from quire.config import GENERATION, EngineConfig
 from quire.data.models import read_spec
 from quire.data.models.configs import CONFIGS
 from quire.data.models.seeing_settings import PREPARATION
-from quire.data.weights.checkpoint import locate, read_config, read_generation_config, read_preprocessor_config
+from quire.data.weights.checkpoint import (
+    has_own_head,
+    locate,
+    read_config,
+    read_generation_config,
+    read_preprocessor_config,
+)
 from quire.data.weights.packaged import PACKAGED, packaged
 from quire.errors import InputError, StartupError
 from quire.files import AGAIN
@@ -32,6 +38,10 @@ if TYPE_CHECKING:
 BUNDLED = "tiny"
 ALL_BUNDLED = (BUNDLED, "tiny-draft", "tiny-vision")
 POOLING = "1_Pooling/config.json"
+UNTIED = (
+    "lm_head.weight differs from the embedding, though config.json ties them: the head is the file's, as in "
+    "transformers. Set tie_word_embeddings to false there to say so"
+)
 STATE_ITEMSIZES = {"auto": 4, "float32": 4, "bfloat16": 2}
 
 
@@ -84,7 +94,20 @@ def read_source(config: EngineConfig, weights: bool = True) -> Source:
     local = Path(model).expanduser()
     name = local.resolve().name if local.is_dir() else model
     defaults, notes = _defaults(config, generation), () if named else _notes(model)
-    return Source(name, folder, settings, generation, read_spec(settings), defaults, None, notes)
+    spec = read_spec(settings)
+    if weights and not config.dummy_weights:
+        untied = _untied(settings)
+        larger = read_spec(untied)
+        if larger.parameters > spec.parameters and has_own_head(folder):
+            settings, spec, notes = untied, larger, (*notes, UNTIED)
+    return Source(name, folder, settings, generation, spec, defaults, None, notes)
+
+
+def _untied(settings: dict[str, Any]) -> dict[str, Any]:
+    """The same configuration with a head that is not the embedding."""
+    parts = {name: part for name in ("text_config", "llm_config") if isinstance(part := settings.get(name), dict)}
+    untied = {name: {**part, "tie_word_embeddings": False} for name, part in parts.items()}
+    return {**settings, **untied, "tie_word_embeddings": False}
 
 
 def _gguf(model: str) -> GGUF | None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -78,6 +79,7 @@ class Words:
         self._text = text
         self._quoted: dict[int, str] = {}
         self._bytes: dict[int, str] = {}
+        self._named: dict[int, str] = {}
 
     def length(self, token: int) -> int:
         """Characters of a token's text."""
@@ -90,14 +92,27 @@ class Words:
             found = self._quoted[token] = json.dumps(self._text.decode_token(token))
         return found
 
+    def named(self, token: int) -> str:
+        """A token in a completion's log-probabilities, as a JSON string: its text, or `bytes:\\xf0\\x9f` where it is
+        only a part of a character."""
+        found = self._named.get(token)
+        if found is None:
+            found, raw = self.quoted(token), self._raw(token)
+            if "\\ufffd" in found and raw.decode(errors="replace") != raw.decode(errors="ignore"):
+                found = json.dumps("bytes:" + "".join(f"\\x{byte:02x}" for byte in raw))
+            self._named[token] = found
+        return found
+
     def bytes(self, token: int) -> str:
         """A token's bytes, as a JSON list."""
         found = self._bytes.get(token)
         if found is None:
-            tokenizer = self._text.tokenizer
-            raw = tokenizer.token_bytes(token) if tokenizer is not None else b""
-            found = self._bytes[token] = json.dumps(list(raw), separators=(",", ":"))
+            found = self._bytes[token] = json.dumps(list(self._raw(token)), separators=(",", ":"))
         return found
+
+    def _raw(self, token: int) -> bytes:
+        tokenizer = self._text.tokenizer
+        return tokenizer.token_bytes(token) if tokenizer is not None else b""
 
 
 class Numbers(Words):
@@ -111,10 +126,12 @@ class Numbers(Words):
         """ "token_id:N"."""
         return f'"token_id:{token}"'
 
+    named = quoted
+
 
 def finite(logprob: float) -> str:
-    """A log-probability as JSON."""
-    return repr(max(logprob, LOWEST))
+    """A log-probability as JSON: null for NaN, which JSON does not have."""
+    return "null" if math.isnan(logprob) else repr(max(logprob, LOWEST))
 
 
 def array(slices: Iterable[str]) -> Pieces:

@@ -267,7 +267,7 @@ class CompletionRenderer(Answer):
             for item in some:
                 offsets.append(offset)
                 offset += self.words.length(item.token)
-            found.tokens.append(",".join(self.words.quoted(item.token) for item in some))
+            found.tokens.append(",".join(self.words.named(item.token) for item in some))
             found.chosen.append(",".join("null" if item.top is None else finite(item.top.logprob) for item in some))
             found.leaders.append(",".join(self._alternatives(item, k) for item in some))
             found.offsets.append(",".join(map(str, offsets)))
@@ -275,9 +275,14 @@ class CompletionRenderer(Answer):
         return found._replace(end=offset)
 
     def _alternatives(self, item: Scored, k: int) -> str:
+        """The drawn token and the `k` most likely ones by their names. Of tokens with one name the first has it, the
+        others are "token_id:N", so that none hides another."""
         if item.top is None:
             return "null"
-        named = {self.words.quoted(id): finite(value) for id, value in _leaders(item.top, k).items()}
+        named: dict[str, str] = {}
+        for id, value in _leaders(item.top, k).items():
+            name = self.words.named(id)
+            named[f'"token_id:{id}"' if name in named else name] = finite(value)
         return "{" + ",".join(f"{name}:{value}" for name, value in named.items()) + "}"
 
 

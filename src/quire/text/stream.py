@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from quire.errors import InputError, about
 from quire.text.detokenize import Detokenizer
@@ -50,14 +51,19 @@ class TokenText:
         return replace(params, bad_words=(), bad_word_ids=tuple(ids), stop_automaton=automaton)
 
     def _variants(self, word: str) -> list[tuple[int, ...]]:
-        """A word at the start of a text, and inside one where its leading space belongs to its first token."""
+        """The spellings of a word: at the start of a text, after a space, and right after another character. One that
+        ends in another needs no ban of its own."""
         bare = word.lstrip()
-        plain = tuple(self.tokenizer.encode(bare, add_special_tokens=False)) if bare else ()
-        if not plain:
+        encode = partial(self.tokenizer.encode, add_special_tokens=False)
+        start, line, spelled = encode(bare) if bare else [], encode("\n"), encode("\n" + bare)
+        if not start:
             raise InputError(f"bad_words holds {word[:60]!r}, which has no tokens", "bad_words")
-        spaced = tuple(self.tokenizer.encode(" " + bare, add_special_tokens=False))
-        # A space that stays a token of its own would only ban the same word once more, after a space.
-        return [plain, spaced] if len(spaced) == len(plain) and spaced[0] != plain[0] else [plain]
+        inside = spelled[len(line) :] if spelled[: len(line)] == line else []
+        kept: list[tuple[int, ...]] = []
+        for spelling in sorted((start, encode(" " + bare), inside), key=len):
+            if spelling and not any(tuple(spelling[-len(other) :]) == other for other in kept):
+                kept.append(tuple(spelling))
+        return kept
 
 
 def compiled(params: SamplingParams) -> Automaton | None:

@@ -12,9 +12,10 @@ from quire.errors import StartupError, shown
 def read_rope(fields: Fields, max_position: int) -> tuple[Rope, int]:
     """The rotary embedding and the length that it reaches.
 
-    Newer configs hold everything in `rope_parameters`; older ones hold `rope_theta` and perhaps `rope_scaling`.
+    Newer configs hold everything in `rope_parameters`; older ones hold `rope_theta` and perhaps `rope_scaling`. Where
+    both are given `rope_scaling` counts, as in transformers.
     """
-    where = "rope_parameters" if fields.config.get("rope_parameters") else "rope_scaling"
+    where = "rope_scaling" if fields.config.get("rope_scaling") else "rope_parameters"
     section = fields.config.get(where) or {}
     if not isinstance(section, dict) or any(isinstance(value, dict) for value in section.values()):
         raise StartupError(f"{where} must be one flat object, got {shown(section)}", "One rope a model is supported")

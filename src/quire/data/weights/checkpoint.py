@@ -5,10 +5,13 @@ Nothing of the folder is ever executed or unpickled.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from pathlib import Path
 from typing import Any, NoReturn
+
+from safetensors import SafetensorError, safe_open
 
 from quire.errors import StartupError, shown
 from quire.files import AGAIN, LIMITS, find, read_object
@@ -22,6 +25,7 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 SMALLEST = 2  # bytes of a parameter, of those formats that are loaded
 REVISION = re.compile(r"(?!.*\.\.)\w[\w./-]{0,199}")
+HEAD_OR_EMBEDDING = re.compile(r"(.*\.)?(lm_head|embed_tokens|wte|embeddings)\.weight")
 PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 
 
@@ -126,6 +130,25 @@ def tensor_files(folder: Path) -> list[Path]:
             raise StartupError(f"{INDEX} names {shown(name)}, which {folder} lacks", "Complete the download")
         files.append(file)
     return files
+
+
+def has_own_head(folder: Path) -> bool:
+    """Whether the checkpoint holds a head, `lm_head.weight`, with other numbers than its embedding has. A damaged file
+    is left to the loader to name."""
+    places: dict[str, Path] = {}
+    for path in tensor_files(folder):
+        try:
+            with safe_open(path, framework="np") as file:
+                places |= {key: path for key in file.keys() if HEAD_OR_EMBEDDING.fullmatch(key)}  # noqa: SIM118
+        except (SafetensorError, OSError):
+            return False
+    if len(places) != 2 or not any(key.endswith("lm_head.weight") for key in places):
+        return False
+    with contextlib.ExitStack() as stack:
+        both = [stack.enter_context(safe_open(path, framework="pt")).get_slice(key) for key, path in places.items()]
+        first, second = (part.get_shape() for part in both)
+        rows = range(0, first[0], 4096)
+        return bool(first != second or any((both[0][at : at + 4096] != both[1][at : at + 4096]).any() for at in rows))
 
 
 def check_size(folder: Path, parameters: int, smallest: float = SMALLEST) -> None:
