@@ -3,6 +3,7 @@ place, found in the header where a header can tell."""
 
 from __future__ import annotations
 
+import base64
 import io
 import re
 import struct
@@ -211,13 +212,6 @@ def test_pictures_behind_the_first_are_not_looked_at() -> None:
     assert (pixels(png + written(Image.new("RGB", (64, 64), BLUE))) == pixels(png)).all()
 
 
-def test_a_claim_must_be_true() -> None:
-    data = written(drawn(), "JPEG")
-    assert checked_header(data, LIMITS, AT, "JPEG").format == "JPEG"
-    with pytest.raises(InputError, match="it says that it is a PNG, and it is a JPEG"):
-        checked_header(data, LIMITS, AT, "PNG")
-
-
 def test_errors_tell_nothing_of_this_process() -> None:
     png, jpeg = written(drawn())[:8] + bytes(range(100)), written(drawn(), "JPEG")[:200]
     for data in (png, jpeg, b"RIFF" + b"\xff" * 40, b"GIF89a"):
@@ -229,17 +223,27 @@ def test_errors_tell_nothing_of_this_process() -> None:
 # URIs
 
 
-@pytest.mark.parametrize("kind", ["png", "jpeg", "jpg", "webp", "gif", "PNG"])
-def test_data_uris(kind: str) -> None:
-    data, claimed = from_uri(uri(b"some bytes", kind), LIMITS, AT)
-    assert data == b"some bytes"
-    assert claimed == {"jpg": "JPEG", "webp": "WebP"}.get(kind, kind.upper())
+@pytest.mark.parametrize(
+    "kind", ["image/png", "image/JPG", "application/octet-stream", "", "image/png;name=a.png", "text/html"]
+)
+def test_the_bytes_say_what_a_picture_is(kind: str) -> None:
+    data = written(drawn(), "WebP")
+    found = from_uri(f"data:{kind};base64,{base64.b64encode(data).decode()}", LIMITS, AT)
+    assert found == data
+    assert checked_header(found, LIMITS, AT).format == "WebP"
+
+
+@pytest.mark.parametrize("size", range(40))
+def test_base64_may_be_wrapped_and_unpadded(size: int) -> None:
+    data = bytes(range(size))
+    for text in (base64.encodebytes(data).decode(), base64.b64encode(data).decode().rstrip("=")):
+        assert from_uri(f"data:image/png;base64,{text}", LIMITS, AT) == data
 
 
 def test_long_uris_are_decoded_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(images, "SLICE", 8)
     for size in range(40):
-        assert from_uri(uri(bytes(range(size))), LIMITS, AT)[0] == bytes(range(size))
+        assert from_uri(uri(bytes(range(size))), LIMITS, AT) == bytes(range(size))
     with pytest.raises(InputError, match="is no base64"):
         from_uri("data:image/png;base64,AAAAAAA=AAAA", LIMITS, AT)
 
@@ -248,10 +252,8 @@ def test_long_uris_are_decoded_in_slices(monkeypatch: pytest.MonkeyPatch) -> Non
     "url",
     [
         "http://127.0.0.1/a.png", "https://example.com/a.png", "file:///etc/passwd", "/etc/passwd", "ftp://a/b",
-        "a.png", "gopher://a", "http://169.254.169.254/latest", "data:image/svg+xml;base64,AAAA",
-        "data:text/html;base64,AAAA",
-        "data:;base64,AAAA", "data:image/png,AAAA", "data:image/png;charset=a;base64,AAAA",
-        " data:image/png;base64,AA==", "data:image/bmp;base64,AAAA", "", "data:", "//example.com/a.png", "\\\\host\\a",
+        "a.png", "gopher://a", "http://169.254.169.254/latest", "data:image/png,AAAA",
+        " data:image/png;base64,AA==", "", "data:", "//example.com/a.png", "\\\\host\\a",
     ],
 )  # fmt: skip
 def test_nothing_is_fetched(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,7 +265,7 @@ def test_nothing_is_fetched(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert caught.value.param == AT
 
 
-@pytest.mark.parametrize("wrong", ["A", "AA", "AAA", "AAAA=", "AA\nAA", "AA AA", "====", "AA=A", "A-_A", "\xe9AAA",
+@pytest.mark.parametrize("wrong", ["A", "AAAA=", "====", "AA=A", "A-_A", "AAA==", "\xe9AAA",
                                    "AAAA====", "AB==AAAA", "AAA=AAAA", "AAAA%3D"])  # fmt: skip
 def test_base64_that_is_none(wrong: str) -> None:
     with pytest.raises(InputError, match="is no base64"):

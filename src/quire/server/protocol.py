@@ -36,7 +36,7 @@ TEXT_PART = {
     "required": ["type", "text"],
     "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
 }
-DATA_URI = {"type": "string", "pattern": "^data:image/(png|jpeg|webp|gif);base64,"}
+DATA_URI = {"type": "string", "pattern": "^data:[^,]*;base64,"}
 PICTURE = {
     "type": "object",
     "required": ["url"],

@@ -92,12 +92,12 @@ class Sight:
             if not isinstance(source, str | bytes | bytearray | memoryview):
                 found.append((at, self._of_python(source, at)))
                 continue
-            data, claimed = from_uri(source, self.limits, at) if isinstance(source, str) else (bytes(source), None)
+            data = from_uri(source, self.limits, at) if isinstance(source, str) else bytes(source)
             size += len(data)
             if size > most >= len(data):
                 cause = f"with {at} the request's pictures have {size} bytes; the limit is {most} (--max-image-bytes)"
                 raise InputError(cause, at)
-            found.append((at, checked_header(data, self.limits, at, claimed)))
+            found.append((at, checked_header(data, self.limits, at)))
         return found
 
     def _of_python(self, source: Any, at: str) -> Image:
