@@ -186,6 +186,11 @@ def test_no_end_token_is_text() -> None:
     assert "ends the output before" in place.accept(one)
 
 
+@pytest.mark.parametrize("text", ["<|end|>", "a <|im_end|> b", "<|im_start|><|end|>"])
+def test_the_name_of_a_special_token_can_be_said(grammars: Grammars, text: str) -> None:
+    assert walk(grammars, form(choice=[text]), random.Random(0)) == text
+
+
 def test_masks_together_are_those_alone(grammars: Grammars) -> None:
     places = [grammars.get(form(regex=f"[a-e]{{{i + 1}}}|x*")).matcher() for i in range(6)]
     together = grammars.get(form(regex="a")).masks(places)

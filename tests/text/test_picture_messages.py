@@ -87,6 +87,19 @@ def test_a_url_may_stand_alone() -> None:
 AT = r"messages\[0\]\.content\[1\]"
 
 
+@pytest.mark.parametrize("said", ["<image>", "see <image> and <end_of_image>!", "a<image><image>b"])
+def test_text_that_looks_like_a_picture_s_place_is_text(said: str) -> None:
+    """In a chat with and without pictures, and in a completion without."""
+    words = seeing.tokenizer()
+    for content, count in ((said, 0), ([text(said)], 0), ([image(), text(said)], 1)):
+        prompt = seeing.prompts().chat([{"role": "user", "content": content}])
+        assert len(prompt.media) == count
+        assert said in prompt.text
+        assert words.decode(prompt.ids, skip_special_tokens=True).count(said) == 1
+    prompt = seeing.prompts().prompt(said)
+    assert (prompt.text, words.decode(prompt.ids), prompt.media) == (said, said, ())
+
+
 @pytest.mark.parametrize(
     ("message", "says"),
     [
@@ -97,9 +110,6 @@ AT = r"messages\[0\]\.content\[1\]"
         (user(text("a"), image(detail="huge")), AT + r"\.image_url\.detail is 'huge'"),
         (user(text("a"), {"type": "input_audio"}), "'input_audio'; 'text' and 'image_url' are supported"),
         (user(text("a"), {"type": "image"}), "'image'; 'text' and 'image_url' are supported"),
-        (user(text("a"), text("see <image>")), AT + r"\.text has '<image>', which stands for pictures"),
-        ({"role": "user", "content": "<end_of_image>"}, r"messages\[0\]\.content has '<end_of_image>'"),
-        ({"role": "user", "content": "a", "name": "<image>"}, r"messages\[0\]\.name has '<image>'"),
         ({"role": "system", "content": [image()]}, "of the role 'system'; only those of 'user' may have pictures"),
         ({"role": "assistant", "content": [image()]}, "of the role 'assistant'"),
         (user(text("<ima"), text("ge>"), image()), "the prompt has 2 places for pictures"),

@@ -42,5 +42,5 @@ class AnthropicMessages:
         asking = Asking(body, self._variables, self._thinks)
         with NAMES.used(asking.talk):
             asked = await self.service.asked("msg", asking.chat)
-            headers = self.service.headers(asking.chat)
+            headers = self.service.headers(asking.chat, [asked.prompt])
         return JSONResponse({"input_tokens": len(asked.prompt.ids)}, headers=headers)

@@ -19,6 +19,7 @@ from quire.text.tools import MAX_CALLS, MAX_TOOLS
 from quire.vocabulary.params import MAX_BEAM_WIDTH, MAX_BIASES, MAX_LOGPROBS, MAX_N, MAX_STOP_CHARS, MAX_STOPS
 
 MAX_PROMPTS = 256
+MAX_WARNING = 512  # characters of one
 MAX_INPUTS = 1024  # texts that are embedded at once
 REQUEST_ID = re.compile(r"[!-~]{1,128}", re.ASCII)
 
@@ -362,13 +363,15 @@ def unknown(request: Fields) -> list[str]:
     return names + [f"messages.{name}" for name in stray(getattr(request, "messages", None))]
 
 
-def warnings(request: Fields, unread: Sequence[str] = ()) -> dict[str, str]:
-    """The header that names the fields that nobody knows, or that are `unread`, cut; none if there are none."""
+def warnings(request: Fields, unread: Sequence[str] = (), said: Sequence[str] = ()) -> dict[str, str]:
+    """The header that names the fields that nobody knows, or that are `unread`, and that says what else is `said`, each
+    cut; none if there is nothing to say."""
     names = [re.sub(r"[^!#-~]", "?", name[:40]) for name in (*unread, *unknown(request))]
-    if not names:
-        return {}
-    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-    return {"Warning": f'299 quire "fields were ignored: {", ".join(names[:8])}{more}"'}
+    if names:
+        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+        said = (f"fields were ignored: {', '.join(names[:8])}{more}", *said)
+    quoted = [f'299 quire "{re.sub(r"[^ !#-~]", "?", text[:MAX_WARNING])}"' for text in said]
+    return {"Warning": ", ".join(quoted)} if quoted else {}
 
 
 def check_supported(request: Fields) -> None:

@@ -153,7 +153,7 @@ class Service:
         http: Request,
     ) -> dict[str, str]:  # fmt: skip
         """Queue what was asked for. The headers of the answer."""
-        headers = self.headers(body)
+        headers = self.headers(body, prompts)
         try:
             await call.submit(prompts, params, salt=body.cache_salt or "", patient=not body.stream)
         except InputError as error:
@@ -167,9 +167,12 @@ class Service:
         renderer.pace.turns = self.turns
         return headers
 
-    def headers(self, body: Sampling) -> dict[str, str]:
-        """What an answer says of fields that nobody reads."""
-        return warnings(body, self._unread(body))
+    def headers(self, body: Sampling, prompts: Sequence[Prompt]) -> dict[str, str]:
+        """What an answer says of fields that nobody reads, and of a text that begins with what is put before it."""
+        bos = self.prompts.tokenizer.bos_id if self.prompts.tokenizer is not None else None
+        twice = bos is not None and any(prompt.ids[:2] == [bos, bos] and prompt.text is not None for prompt in prompts)
+        said = ["the prompt begins with two BOS tokens: leave out one, or set add_special_tokens to false"]
+        return warnings(body, self._unread(body), said if twice else ())
 
     def cut(self, body: Truncation, max_tokens: int | None) -> Cut | None:
         """How to cut a prompt so that it leaves room for `max_tokens`, if that is asked for."""

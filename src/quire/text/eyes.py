@@ -4,6 +4,7 @@ stand in a prompt. Made from a model's settings; knows no tensors, no files and 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -13,6 +14,13 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 Grid = tuple[int, ...]
+GUARD = "\ufdd0\ufdd1"  # characters that Unicode keeps for a program's own use
+
+
+def guarded(text: str, words: Sequence[str]) -> str:
+    """`text` with a GUARD inside each of the `words`, so that it stays text: it is tokenised in parts, cut there."""
+    pattern = "|".join(map(re.escape, sorted(words, key=len, reverse=True)))
+    return re.sub(pattern, lambda found: found[0][:1] + GUARD + found[0][1:], text)
 
 
 class Eyes(Protocol):

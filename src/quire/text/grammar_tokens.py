@@ -20,8 +20,8 @@ class Vocabulary:
         self.tokenizer, self.eos_token_id = tokenizer, min(ends)
         self.tokens = [tokenizer.token_bytes(id) for id in range(vocab_size)]
         self.special_token_ids = sorted(id for id in {*tokenizer.special_ids, *ends} if id < vocab_size)
-        special = set(self.special_token_ids)
-        self._ids = {token: id for id, token in enumerate(self.tokens) if token and id not in special}
+        self._special = frozenset(self.special_token_ids)
+        self._ids = {token: id for id, token in enumerate(self.tokens) if token and id not in self._special}
         self._longest = max(map(len, self._ids), default=1)
 
     def find(self, text: bytes) -> int | None:
@@ -29,13 +29,14 @@ class Vocabulary:
         return self._ids.get(text)
 
     def __call__(self, text: str) -> list[int]:
-        """Tokens that spell `text`: the tokenizer's, where their bytes are the text's. Some put a space before it, or
-        change it; then the longest token that fits is taken each time."""
+        """Tokens that spell `text`: the tokenizer's, where they are no special tokens and their bytes are the text's.
+        Some put a space before it, or change it; then the longest token that fits is taken each time."""
         if not isinstance(text, str):
             raise TypeError("texts are strings")  # llguidance finds out whether bytes will do
         data = text.encode()
         found = self.tokenizer.encode(text, add_special_tokens=False)
-        if all(id < len(self.tokens) for id in found) and b"".join(self.tokens[id] for id in found) == data:
+        plain = all(id < len(self.tokens) and id not in self._special for id in found)
+        if plain and b"".join(self.tokens[id] for id in found) == data:
             return found
         found, at = [], 0
         while at < len(data):

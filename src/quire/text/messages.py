@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from quire.errors import InputError, shown
-from quire.text.eyes import Eyes
+from quire.text.eyes import Eyes, guarded
 from quire.text.tools import check_results, checked_id, read_calls
 
 MAX_MESSAGES = 1024
@@ -100,7 +100,7 @@ def _message(at: str, message: Mapping[str, Any], eyes: Eyes | None) -> Message:
         if value is not None and not isinstance(value, str):
             raise InputError(f"{at}.{name} must be a string, got {type(value).__name__}", "messages")
         if value is not None:
-            checked[name] = _text(f"{at}.{name}", value, eyes)
+            checked[name] = _text(value, eyes)
     if "reasoning" in checked:  # the newer name of the same, of which templates don't know
         checked.setdefault("reasoning_content", checked.pop("reasoning"))
     if "tool_call_id" in checked:
@@ -110,7 +110,7 @@ def _message(at: str, message: Mapping[str, Any], eyes: Eyes | None) -> Message:
 
 def _content(at: str, content: Any, role: str, eyes: Eyes | None) -> Content:
     if isinstance(content, str):
-        return _text(at, content, eyes)
+        return _text(content, eyes)
     if not isinstance(content, list | tuple):
         raise InputError(f"{at} must be a string or a list of text parts, got {type(content).__name__}", "messages")
     if not 1 <= len(content) <= MAX_PARTS:
@@ -131,7 +131,7 @@ def _part(at: str, part: Any, role: str, eyes: Eyes | None) -> str | Given:
         raise InputError(f"{at} has the type {kind[:60]!r}; {some} supported", at)
     if not isinstance(part.get("text"), str):
         raise InputError(f"{at}.text must be a string, got {type(part.get('text')).__name__}", f"{at}.text")
-    return _text(f"{at}.text", part["text"], eyes)
+    return _text(part["text"], eyes)
 
 
 def _picture(at: str, given: Any, role: str, eyes: Eyes | None) -> Given:
@@ -148,11 +148,9 @@ def _picture(at: str, given: Any, role: str, eyes: Eyes | None) -> Given:
     return Given(at, given)
 
 
-def _text(at: str, text: str, eyes: Eyes | None) -> str:
-    """A text in which nothing would be taken for a picture's place."""
-    if eyes is not None and (word := next((word for word in eyes.words if word in text), None)):
-        raise InputError(f"{at} has {word!r}, which stands for pictures; they are given as image_url parts", at)
-    return text
+def _text(text: str, eyes: Eyes | None) -> str:
+    """A text in which nothing is taken for a picture's place."""
+    return text if eyes is None else guarded(text, eyes.words)
 
 
 def stray(messages: Any) -> list[str]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from quire.config import EngineConfig
 from quire.control.edge import Limits, check_salt
 from quire.errors import InputError, Overloaded, PromptTooLong, StartupError, about
+from quire.text.eyes import GUARD, guarded
 from quire.text.messages import Given, read_messages
 from quire.text.sight import Sight, joined, pictured
 from quire.text.tools import Tool, read_tools
@@ -268,8 +269,16 @@ class Prompts:
     ) -> Prompt:
         """A text or token ids as a prompt, with pictures in their places."""
         if isinstance(given, str):
-            text = given if self.sight is None else self.sight.eyes.spelled(given)
-            return self._placed(Prompt(given, self.encode(text, add_special_tokens)), seen, pictures)
+            if self.sight is None:
+                return Prompt(given, self.encode(given, add_special_tokens))
+            eyes = self.sight.eyes
+            text = eyes.spelled(given) if pictures else guarded(given, eyes.words)
+            first, *others = text.split(GUARD)
+            ids = self.encode(first, add_special_tokens)
+            for part in others:
+                assert self.tokenizer is not None, "the first part was encoded"
+                ids += self.tokenizer.encode_inside(part)
+            return self._placed(Prompt(given.replace(GUARD, ""), ids), seen, pictures)
         if not isinstance(given, Sequence) or isinstance(given, bytes):
             raise InputError(
                 f"a prompt is a string, a list of token ids or a dict with one of these, got {type(given).__name__}",

@@ -55,13 +55,12 @@ class TokenText:
         ends in another needs no ban of its own."""
         bare = word.lstrip()
         encode = partial(self.tokenizer.encode, add_special_tokens=False)
-        start, line, spelled = encode(bare) if bare else [], encode("\n"), encode("\n" + bare)
+        start = encode(bare) if bare else []
         if not start:
             raise InputError(f"bad_words holds {word[:60]!r}, which has no tokens", "bad_words")
-        inside = spelled[len(line) :] if spelled[: len(line)] == line else []
         kept: list[tuple[int, ...]] = []
-        for spelling in sorted((start, encode(" " + bare), inside), key=len):
-            if spelling and not any(tuple(spelling[-len(other) :]) == other for other in kept):
+        for spelling in sorted((start, encode(" " + bare), self.tokenizer.encode_inside(bare)), key=len):
+            if not any(tuple(spelling[-len(other) :]) == other for other in kept):
                 kept.append(tuple(spelling))
         return kept
 

@@ -84,6 +84,12 @@ class Tokenizer:
         with refused("text can't be encoded"):
             return encode(self._backend, text, add_special_tokens)
 
+    def encode_inside(self, text: str) -> list[int]:
+        """Token ids of `text` where it goes on from another text: some tokenizers put a space before a first word."""
+        line, spelled = (self.encode(part, add_special_tokens=False) for part in ("\n", "\n" + text))
+        inside = spelled[: len(line)] == line
+        return spelled[len(line) :] if inside else self.encode(text, add_special_tokens=False)
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of ids; an id without a token (padding of the model's vocabulary) has none. InputError below 0."""
         try:
