@@ -12,6 +12,7 @@ import echo_service
 import httpx
 import numpy as np
 import pytest
+import torch
 from asking import openai_of
 from echo_service import Running
 
@@ -53,6 +54,65 @@ def post(http: httpx.Client, path: str, **body: Any) -> dict[str, Any]:
     assert answer.status_code == 200, answer.text
     found: dict[str, Any] = answer.json()
     return found
+
+
+def test_numbers_as_a_client_asks_for_them(http: httpx.Client) -> None:
+    """Little-endian float32 unless it says otherwise."""
+    asked = {"input": TEXTS[0], "encoding_format": "base64"}
+    plain = np.array(post(http, "/v1/embeddings", input=TEXTS[0])["data"][0]["embedding"], dtype=np.float32)
+    for more, kind in (
+        ({}, "<f4"), ({"endianness": "native"}, "=f4"), ({"endianness": "big"}, ">f4"),
+        ({"embed_dtype": "float16"}, "<f2"), ({"embed_dtype": "float16", "endianness": "big"}, ">f2"),
+    ):  # fmt: skip
+        data = base64.b64decode(post(http, "/v1/embeddings", **asked, **more)["data"][0]["embedding"])
+        assert np.frombuffer(data, kind).astype(np.float32) == pytest.approx(plain, abs=3e-4 if "2" in kind else 1e-6)
+    for endianness, kind in (("little", "<i2"), ("big", ">i2")):
+        told = {"embed_dtype": "bfloat16", "endianness": endianness}
+        data = base64.b64decode(post(http, "/v1/embeddings", **asked, **told)["data"][0]["embedding"])
+        found = torch.from_numpy(np.frombuffer(data, kind).astype(np.int16)).view(torch.bfloat16)
+        assert torch.equal(found, torch.from_numpy(plain).bfloat16())
+
+
+@pytest.mark.parametrize("name", ["normalize", "use_activation"])
+def test_embeddings_of_any_length(http: httpx.Client, name: str) -> None:
+    plain, long = (
+        np.array(post(http, "/v1/embeddings", input=TEXTS[0], **{name: normal})["data"][0]["embedding"])
+        for normal in (True, False)
+    )
+    assert np.linalg.norm(plain) == pytest.approx(1, abs=1e-5)
+    assert abs(np.linalg.norm(long) - 1) > 0.1
+    assert long / np.linalg.norm(long) == pytest.approx(plain, abs=1e-5)
+
+
+def test_a_conversation_is_embedded_as_its_template_writes_it(http: httpx.Client) -> None:
+    talk = [{"role": "user", "content": TEXTS[0]}]
+    ids = post(http, "/tokenize", messages=talk, add_generation_prompt=False)["tokens"]
+    found = post(http, "/v1/embeddings", messages=talk)
+    assert found["data"][0]["embedding"] == post(http, "/v1/embeddings", input=ids)["data"][0]["embedding"]
+    assert found["usage"]["prompt_tokens"] == len(ids)
+
+
+@pytest.mark.parametrize(
+    ("asked", "param"),
+    [
+        ({"input": "a", "encoding_format": "base64", "embed_dtype": "nope"}, "embed_dtype"),
+        ({"input": "a", "encoding_format": "base64", "endianness": "middle"}, "endianness"),
+        ({"input": "a", "embed_dtype": "float16"}, "embed_dtype"),
+        ({"input": "a", "normalize": True, "use_activation": False}, "normalize"),
+        ({"input": "a", "messages": [{"role": "user", "content": "a"}]}, "input"),
+        ({}, "input"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused(http: httpx.Client, asked: dict[str, Any], param: str) -> None:
+    answer = http.post("/v1/embeddings", json=asked)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+
+
+def test_two_bos_tokens_are_told(http: httpx.Client) -> None:
+    """One that a completion's text names, behind the one that the tokenizer puts before it."""
+    for more, warned in (({}, True), ({"add_special_tokens": False}, False)):
+        answer = http.post("/v1/completions", json={"prompt": "<|begin|>Once", "max_tokens": 1, **more})
+        assert ("two BOS tokens" in answer.headers.get("Warning", "")) is warned
 
 
 def test_openai_client(running: Running, offline: tuple[np.ndarray, list[list[int]]]) -> None:
@@ -102,7 +162,7 @@ def test_score_and_rerank(http: httpx.Client, offline: tuple[np.ndarray, list[li
 @pytest.mark.parametrize(
     ("path", "body", "param", "why"),
     [
-        ("/v1/embeddings", {}, "input", "required"),
+        ("/v1/embeddings", {}, "input", "give either input or messages"),
         ("/v1/embeddings", {"input": ""}, "input", "at least one character"),
         ("/v1/embeddings", {"input": []}, "input", "1 to 1024 entries"),
         ("/v1/embeddings", {"input": ["a"] * 1025}, "input", "1 to 1024 entries"),

@@ -67,6 +67,8 @@ def pooled(request: Request, seq: Sequence, row: Row, sampled: Sampled) -> bool:
         seq.pooled = tuple(map(add, seq.pooled, sampled.pooled)) if added else sampled.pooled
     if seq.finish is None and seq.computed == seq.prompt_len:
         seq.finish = "stop"
+        if request.params.pooling == "mean":
+            seq.pooled = tuple(total / seq.prompt_len for total in seq.pooled)
     return seq.finish is not None
 
 

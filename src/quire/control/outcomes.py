@@ -16,7 +16,7 @@ from quire.vocabulary.plan import Top
 class Output(NamedTuple):
     """What a step brought for one branch of a request. `finish_reason` is None while the branch goes on; `done` says
     that the whole request ended. `cached_tokens` come with each, `prompt_tops` with the first of branch 0,
-    `pooled` [hidden] with the end of a request that has pooling: the last token's hidden state, or the sum of all.
+    `pooled` [hidden] with the end of a request that has pooling: the last token's hidden state, or the mean of all.
     `text` is empty until a Transcript read it."""
 
     request: str

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import base64
 import json
+import sys
 import time
 import uuid
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from quire.server.sampling import check_known, completion_prompts
 from quire.server.size import embedded
 from quire.server.stream import Call, respond
 from quire.text.embedding import EMBED, cosine, vector
+from quire.text.tools import read_tools
 
 if TYPE_CHECKING:
     import numpy as np
@@ -39,15 +41,26 @@ class Embeddings:
         self.service = service
 
     async def embeddings(self, body: EmbeddingRequest, http: Request) -> Response:
-        """Embed texts or token ids."""
-        given = completion_prompts(body.input, "input", MAX_INPUTS)
+        """Embed texts, token ids or a conversation."""
+        if (body.input is None) == (body.messages is None):
+            raise InputError("give either input or messages", "input")
+        as_bytes = body.encoding_format == "base64"
+        for name in ("embed_dtype", "endianness"):
+            if getattr(body, name) is not None and not as_bytes:
+                raise InputError(f'{name} is for encoding_format "base64"; numbers in JSON have neither', name)
+        if None not in (body.normalize, body.use_activation) and body.normalize != body.use_activation:
+            raise InputError("normalize and use_activation mean the same, and differ", "normalize")
+        given = [body.messages] if body.input is None else completion_prompts(body.input, "input", MAX_INPUTS)
+        dtype = body.embed_dtype or "float32"
+        big = body.endianness == "big" or (body.endianness == "native" and sys.byteorder == "big")
 
         def written(vectors: list[np.ndarray], usage: str) -> Pieces:
-            numbers = [_base64(one) if body.encoding_format == "base64" else _floats(one) for one in vectors]
+            numbers = [_base64(one, dtype, big) if as_bytes else _floats(one) for one in vectors]
             data = [f'{{"object":"embedding","index":{at},"embedding":{one}}}' for at, one in enumerate(numbers)]
             return ['{"object":"list","model":', self._name, ',"data":[', ",".join(data), f'],"usage":{usage}}}']
 
-        return await self._answer("embd", body, "input", given, http, written, body.add_special_tokens, body.dimensions)
+        name = "input" if body.messages is None else "messages"
+        return await self._answer("embd", body, name, given, http, written)
 
     async def score(self, body: ScoreRequest, http: Request) -> Response:
         """Cosines of pairs of texts: one with each of several, or as many as there are of both."""
@@ -100,7 +113,7 @@ class Embeddings:
 
     async def _answer(
         self, kind: str, body: Body, name: str, given: Sequence[Any], http: Request, written: Any,
-        special: bool = True, dimensions: int | None = None, places: Sequence[str] | None = None,
+        places: Sequence[str] | None = None,
     ) -> Response:  # fmt: skip
         """What `written` makes of the embeddings of what is `given`, which the body calls `name`, and each of `places`
         in it."""
@@ -109,6 +122,9 @@ class Embeddings:
         check_known(body, service.terms.strict)
         if body.cache_salt == "":
             raise InputError("cache_salt must not be empty", "cache_salt")
+        full = body if isinstance(body, EmbeddingRequest) else None
+        dimensions = full.dimensions if full is not None else None
+        normalize = full is None or False not in (full.normalize, full.use_activation)
         service.llm.limits.check_embedding(dimensions)
         hidden = service.llm.limits.hidden
         places = _places(name, given) if places is None else places
@@ -116,7 +132,13 @@ class Embeddings:
             place = places[given.index("")]
             raise InputError(f"{place} is empty: a text must have at least one character", place.partition("[")[0])
         with renamed("prompt", name):
-            prompts = await service.prompts.read(given, special, service.cut(body, 1), places=places)
+            if full is not None and full.messages is not None:
+                prompts = [await service.render(full, service.cut(body, 1), read_tools(full.tools or []))]
+                if prompts[0].media:
+                    raise InputError("pictures have no embeddings here", "messages")
+            else:
+                special = full is None or full.add_special_tokens is not False
+                prompts = await service.prompts.read(given, special, service.cut(body, 1), places=places)
             call = Call(service.llm, f"{kind}-{uuid.uuid4().hex}", service.held, embedded(len(given), hidden, name))
             await call.submit(prompts, EMBED, salt=body.cache_salt or "", patient=True)
         if service.log_requests:
@@ -127,7 +149,7 @@ class Embeddings:
             outputs = await call.whole()
 
             def write() -> Pieces:
-                vectors = [vector(output, dimensions) for _, output in outputs]
+                vectors = [vector(output, dimensions, normalize) for _, output in outputs]
                 made: Pieces = written(vectors, f'{{"prompt_tokens":{tokens},"total_tokens":{tokens}}}')
                 return made
 
@@ -146,8 +168,14 @@ def _places(name: str, given: str | Sequence[str]) -> list[str]:
     return [name] if isinstance(given, str) else [f"{name}[{at}]" for at in range(len(given))]
 
 
-def _base64(numbers: np.ndarray) -> str:
-    return json.dumps(base64.b64encode(numbers.astype("<f4").tobytes()).decode())
+def _base64(numbers: np.ndarray, dtype: str, big: bool) -> str:
+    """The numbers' bytes. A bfloat16 is the upper half of a float32, rounded to nearest, ties to even."""
+    if dtype == "bfloat16":
+        bits = numbers.astype("<f4").view("<u4")
+        found = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype("<u2")
+    else:
+        found = numbers.astype("<f2" if dtype == "float16" else "<f4")
+    return json.dumps(base64.b64encode((found.byteswap() if big else found).tobytes()).decode())
 
 
 def _floats(numbers: np.ndarray) -> str:

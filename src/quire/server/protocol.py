@@ -300,14 +300,21 @@ class ChatRequest(Sampling, Conversation):
     echo: bool | None = None
 
 
-class EmbeddingRequest(Truncation):
-    """The body of /v1/embeddings. `dimensions`: the first so many numbers of each vector, of length 1 again."""
+class EmbeddingRequest(Truncation, Conversation):
+    """The body of /v1/embeddings: texts, or a conversation. `dimensions`: the first so many numbers of each vector, of
+    length 1 again. `normalize` and `use_activation` are two names of one thing; `embed_dtype` and `endianness` are of
+    base64."""
 
     model: str | None = None
-    input: InputField
+    input: InputField | None = None
+    messages: Messages | None = None
+    add_generation_prompt: bool | None = False
     encoding_format: Literal["float", "base64"] | None = None
+    embed_dtype: Literal["float32", "float16", "bfloat16"] | None = None
+    endianness: Literal["native", "little", "big"] | None = None
+    normalize: bool | None = None
+    use_activation: bool | None = None
     dimensions: int | None = ranged(1)
-    add_special_tokens: bool = True
     cache_salt: str | None = ranged(minLength=1)
 
 

@@ -22,6 +22,7 @@ from quire.server.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    EmbeddingRequest,
     PrefixRequest,
     Sampling,
     StreamOptions,
@@ -116,7 +117,7 @@ class Service:
         box = toolbox(body, self.tool_format)
         params = box.applied(chat_params(body, self.terms), body)
         max_tokens = params.max_tokens if params.max_tokens is not None else 1
-        prompt = await self._render(body, self.cut(body, max_tokens), box.tools)
+        prompt = await self.render(body, self.cut(body, max_tokens), box.tools)
         thinking = self.reasoning.of(body, prompt, last_said(body) if body.continue_final_message else None)
         params = self.reasoning.applied(params, body, thinking)
         scored = 0 if body.prompt_logprobs is None else body.prompt_logprobs + 1
@@ -180,7 +181,9 @@ class Service:
             return None
         return self.prompts.cut(body.truncate_prompt_tokens, body.truncation_side == "right", max_tokens or 1)
 
-    async def _render(self, body: ChatRequest | TokenizeRequest, cut: Cut | None, tools: Sequence[Tool]) -> Prompt:
+    async def render(
+        self, body: ChatRequest | TokenizeRequest | EmbeddingRequest, cut: Cut | None, tools: Sequence[Tool]
+    ) -> Prompt:
         """A conversation as a prompt, with tools to call. Templates are programs of unknown cost, so always on another
         thread."""
         given = dict(body.chat_template_kwargs or {})
@@ -201,7 +204,7 @@ class Service:
                 tools=tools,
             )
 
-    def _unread(self, body: Sampling | TokenizeRequest) -> list[str]:
+    def _unread(self, body: Sampling | TokenizeRequest | EmbeddingRequest) -> list[str]:
         """The name of a reasoning_effort that the template doesn't read: clients send it to any model. InputError for
         it if unknown fields are refused."""
         template = self.prompts.chat_template
@@ -225,7 +228,7 @@ class Service:
             raise InputError("give either prompt or messages", "prompt")
         cut = self.cut(body, 1)
         if body.messages is not None:
-            prompt = await self._render(body, cut, read_tools(body.tools or []))
+            prompt = await self.render(body, cut, read_tools(body.tools or []))
         else:
             [prompt] = await self.prompts.read([body.prompt], body.add_special_tokens is not False, cut)
         pieces = [f'{{"count":{len(prompt.ids)},"max_model_len":{self.prompts.max_len},"tokens":']

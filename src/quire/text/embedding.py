@@ -1,5 +1,4 @@
-"""Embeddings: what a request with pooling brought, as vectors of length 1, so that their product is their cosine. The
-sum of hidden states gives the same as their mean."""
+"""Embeddings: what a request with pooling brought, as vectors of length 1, so that their product is their cosine."""
 
 from __future__ import annotations
 
@@ -16,9 +15,9 @@ if TYPE_CHECKING:
 EMBED = SamplingParams(pooling="auto", temperature=0, max_tokens=1, detokenize=False)
 
 
-def vector(output: Output, dimensions: int | None = None) -> np.ndarray:
-    """float32 [hidden], or its first `dimensions` numbers, of length 1. InputError if there is none,
-    Overloaded if it was ended before."""
+def vector(output: Output, dimensions: int | None = None, normalize: bool = True) -> np.ndarray:
+    """float32 [hidden], or its first `dimensions` numbers, of length 1 or, without `normalize`, as the model gives it.
+    InputError if there is none, Overloaded if it was ended before."""
     import numpy as np
 
     if output.finish_reason == "abort":
@@ -27,7 +26,7 @@ def vector(output: Output, dimensions: int | None = None) -> np.ndarray:
         raise InputError(f"the text has no embedding: {output.stop_reason or output.finish_reason}", "input")
     found = np.array(output.pooled[:dimensions], dtype=np.float64)
     length = np.linalg.norm(found)
-    return (found / length if length else found).astype(np.float32)
+    return (found / length if normalize and length else found).astype(np.float32)
 
 
 def cosine(a: Sequence[float] | np.ndarray, b: Sequence[float] | np.ndarray) -> float:
