@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 from linear_time import ratio, repeated
-from recorded_calls import MALFORMED, NAMES, recorded, stripped
+from recorded_calls import BROKEN, MALFORMED, NAMES, recorded, stripped
 
 from quire.errors import StartupError
 from quire.text.calls.events import CallReader, Event
@@ -78,6 +78,19 @@ def test_malformed_outputs(format: str) -> None:
         assert seen[0] == calls, text
         if content or not calls:
             assert seen[1] == content, text
+
+
+@pytest.mark.parametrize("format", BROKEN)
+def test_a_call_that_is_none_is_text_unless_a_part_was_passed_on(format: str) -> None:
+    """All of it; and a call beside it stays one."""
+    for text, begun in BROKEN[format]:
+        assert read(format, text) == ([], text)
+        assert read(format, *text)[0] == begun
+    if format == "hermes":
+        good = '<tool_call>{"name": "f", "arguments": {"b": 2}}</tool_call>'
+        for text, _ in BROKEN[format]:
+            assert read(format, good + text) == ([("f", '{"b": 2}')], text)
+            assert read(format, text + good) == ([("f", '{"b": 2}')], text)
 
 
 @pytest.mark.parametrize("format", FORMATS)

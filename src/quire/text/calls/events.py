@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable
 from typing import Literal, NamedTuple
 
@@ -23,6 +24,7 @@ class Events:
 
     def __init__(self) -> None:
         self._found: list[tuple[Kind, int, list[str]]] = []
+        self._taken = 0  # how often
 
     def add(self, kind: Kind, text: str, index: int = 0) -> None:
         """One more."""
@@ -34,7 +36,19 @@ class Events:
     def take(self) -> list[Event]:
         """Those since the last call."""
         found, self._found = self._found, []
+        self._taken += 1
         return [Event(kind, "".join(texts), index) for kind, index, texts in found]
+
+    def place(self) -> tuple[int, int]:
+        """Where the next event goes that is not joined to the last one."""
+        return self._taken, len(self._found)
+
+    def withdraw(self, place: tuple[int, int]) -> bool:
+        """Forget the events since `place`; whether nobody has taken one of them."""
+        taken, at = place
+        if taken == self._taken:
+            del self._found[at:]
+        return taken == self._taken
 
 
 class Reader:
@@ -65,7 +79,8 @@ class Reader:
 
 class CallReader(Reader):
     """Text with calls in it. `marker` is what calls begin with, "" where only the place tells. What turns out to be no
-    call is text. White space before a call, and around calls, is no text."""
+    call is text, all of it, unless a part was passed on before. White space before a call, and around calls, is no
+    text."""
 
     marker = ""
 
@@ -77,6 +92,9 @@ class CallReader(Reader):
         self.raw: list[str] = []  # read, and either text or a part of a call
         self._blank: list[str] = []  # white space that is text if text follows
         self._at = 0  # characters of the marker that were read
+        self._call: list[str] | None = None  # the text of the call that is read, its marker and the white space before
+        self._arguments: list[str] = []  # of that call
+        self._place = self.events.place()  # of that call's events
         assert not self.marker or self.marker[0] not in self.marker[1:], "matching never goes back"
 
     def knows(self, name: str) -> bool:
@@ -91,13 +109,45 @@ class CallReader(Reader):
 
     def begin_call(self, name: str) -> None:
         """What was read since the marker is a call."""
+        self._call, self._arguments, self._place = [*self._blank, *self.raw], [], self.events.place()
         self.raw, self._blank = [], []
         self.events.add("call", name, self.calls)
         self.calls += 1
 
+    def feed(self, text: str) -> list[Event]:
+        for char in text:
+            self.steps += 1
+            while not self.state(char):
+                self.steps += 1
+            if self._call is not None:
+                self._call.append(char)
+        return self.events.take()
+
     def argue(self, text: str) -> None:
         """More of the arguments of the call that began last."""
+        self._arguments.append(text)
         self.events.add("arguments", text, self.calls - 1)
+
+    @property
+    def reading(self) -> bool:
+        """A call is read."""
+        return self._call is not None
+
+    def end_call(self, char: str = "") -> bool:
+        """The call that began last has ended, with `char`: whether it is one. Its arguments must be a JSON object."""
+        assert self._call is not None, "a call is read"
+        said, self._call = [*self._call, char], None
+        try:
+            whole = isinstance(json.loads("".join(self._arguments)), dict)
+        except (ValueError, RecursionError):
+            whole = False
+        if whole or not self.events.withdraw(self._place):
+            return True
+        self.calls -= 1
+        for one in said:
+            self._say(one)
+        self.raw, self.state = [], self._content
+        return False
 
     def give_back(self) -> None:
         """What was read is text after all."""

@@ -9,6 +9,8 @@ from quire.text.calls.events import CallReader, Event
 from quire.text.calls.objects import MAX_NAME, CallObject, Value
 from quire.text.calls.python import Literal
 
+FENCE = "```"
+MAX_FENCE = 16  # characters of the line that opens a block
 WORD = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.-")
 
 
@@ -19,12 +21,13 @@ class JsonCalls(CallReader):
     def __init__(self, names: Iterable[str]) -> None:
         super().__init__(names)
         self.object = CallObject(self)
-        self.in_list = False
+        self.in_list = self.fenced = False
+        self._line = ""  # the one that opens a block of code
         if not self.marker:
             self.state = self._open
 
     def opened(self) -> None:
-        self.in_list, self.state = False, self._open
+        self.in_list, self.fenced, self.state = False, False, self._open
 
     def end(self) -> list[Event]:
         if self.calls and not "".join(self.raw).strip(" \t\r\n,;]"):
@@ -39,9 +42,24 @@ class JsonCalls(CallReader):
         elif char.isspace() or (char == "[" and not self.in_list):
             self.raw.append(char)
             self.in_list = self.in_list or char == "["
+        elif char == "`" and not (self.in_list or self.fenced):
+            self.fenced, self._line, self.state = True, "", self._in_fence
+            return False
         else:
             self.give_back()
             return False
+        return True
+
+    def _in_fence(self, char: str) -> bool:
+        """In the line of Markdown that opens a block of code: ```json."""
+        self._line += char
+        begins = FENCE.startswith(self._line[:3]) and len(self._line) <= MAX_FENCE
+        if not begins or not (char.isalpha() or char in "` \n"):
+            self.give_back()
+            return False
+        self.raw.append(char)
+        if char == "\n":
+            self.state = self._open
         return True
 
     def _inside(self, char: str) -> bool:
@@ -49,22 +67,26 @@ class JsonCalls(CallReader):
         if found == "bad":
             if self.object.named:
                 self.state = self.closed
+                self.end_call()
             else:
                 self.in_list = False
                 self.give_back()
             return False
         if not self.object.named:
             self.raw.append(char)
-        if found == "done":
+        if found == "done" and self.end_call(char):
             self.state = self.closed
         return True
 
     def closed(self, char: str) -> bool:
         """After an object."""
+        if char == "`" and self.fenced:
+            self.raw = []
+            return True
         if char.isspace() or char in ",;":
             self.raw.append(char)
         elif char == "]" and self.in_list:
-            self.in_list, self.raw, self.state = False, [], self._content
+            self.in_list, self.raw, self.state = False, [], self.closed if self.fenced else self._content
         elif char == "{":
             self.state = self._open
             return False
@@ -115,7 +137,7 @@ class Hermes(JsonCalls):
     def closed(self, char: str) -> bool:
         """Expects the closing marker; another opening one may stand in its place, and a list may have more."""
         at = len(self.raw)
-        if not at and char.isspace():
+        if not at and (char.isspace() or (char == "`" and self.fenced)):
             return True
         if not at and self.in_list and char in ",]":
             self.in_list = char == ","
@@ -142,7 +164,7 @@ class Mistral(JsonCalls):
     def __init__(self, names: Iterable[str]) -> None:
         super().__init__(names)
         self._head: list[str] = []
-        self._arguments = Value()
+        self._value = Value()
 
     def _open(self, char: str) -> bool:
         if char not in "[{" and not char.isspace() and not self.in_list:
@@ -155,7 +177,7 @@ class Mistral(JsonCalls):
             name = self._named("".join(self._head))
             if name:
                 self.begin_call(name)
-                self._arguments, self.state = Value(), self._in_arguments
+                self._value, self.state = Value(), self._in_arguments
                 return False
         elif char in WORD or char in "[]" or char.isspace():
             self.raw.append(char)
@@ -176,13 +198,16 @@ class Mistral(JsonCalls):
         return name if whole and name and all(char in WORD for char in name) else ""
 
     def _in_arguments(self, char: str) -> bool:
-        found = self._arguments.take(char)
+        written = self._value.written(char)
+        found = self._value.take(char)
         if found == "bad":
             self.state = self._content
+            self.end_call()
             return False
-        self.argue(char)
+        self.argue(written)
         if found == "done":
             self.state = self._content
+            self.end_call(char)
         return True
 
 
@@ -273,11 +298,14 @@ class Pythonic(CallReader):
     def _close_call(self) -> bool:
         self.argue("}" if self._keys else "{}")
         self.state = self._after_call
+        self.end_call(")")
         return True
 
     def _broken(self) -> bool:
         """The call ends where it is no call any more; what follows is text."""
         self.state = self._content
+        if self.reading:
+            self.end_call()
         return False
 
     def _after_call(self, char: str) -> bool:

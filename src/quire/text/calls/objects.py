@@ -9,6 +9,7 @@ MAX_NAME = 256  # characters of a tool's name, escapes counted
 OUTSIDE = frozenset('{}[],:"+-. \t\r\n0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ')
 ARGUMENTS = ("arguments", "parameters")
 ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", '"': '"', "\\": "\\", "/": "/"}
+ESCAPED = frozenset((*ESCAPES, "u"))
 Outcome = Literal["more", "done", "bad", "before"]
 
 
@@ -35,6 +36,13 @@ class Value:
     def __init__(self) -> None:
         self._depth = 0
         self._in_string = self._escaped = self._begun = False
+
+    def written(self, char: str) -> str:
+        """The next character as JSON has it, where a model writes a line break into a string as it is, or a backslash
+        before what needs none."""
+        if not self._in_string or (self._escaped and char in ESCAPED):
+            return char
+        return ("\\" if self._escaped else "") + (json.dumps(char)[1:-1] if char < " " else char)
 
     def take(self, char: str) -> Outcome:
         """The next character."""
@@ -117,6 +125,7 @@ class CallObject:
         self._key = ""
         self._value = Value()
         self._text: Unquoted | None = None
+        self._function: CallObject | None = None
         self._scalar: list[str] | None = None  # arguments that are no object: null, if nothing else
         self._state = self._at_key
 
@@ -153,6 +162,9 @@ class CallObject:
             self._word, self._state = "", self._in_name
             return "more" if char == '"' else "bad"
         self._value = Value()
+        if self._key == "function" and char == "{" and not self.named:
+            self._function, self._state = CallObject(self._sink), self._in_function
+            return "more"
         if self._key not in ARGUMENTS or self._argued:
             self._state = self._in_other
             return self._in_other(char)
@@ -163,6 +175,16 @@ class CallObject:
         self._scalar = None if char in "{[" else []
         self._state = self._in_arguments
         return self._in_arguments(char)
+
+    def _in_function(self, char: str) -> Outcome:
+        """In a call as OpenAI has it: {"type": "function", "function": {"name": ..., "arguments": ...}}."""
+        assert self._function is not None, "it is read"
+        found = self._function.take(char)
+        self.named = self._function.named
+        if found == "done":
+            self._argued, self._state = True, self._after
+            return "more"
+        return found
 
     def _in_name(self, char: str) -> Outcome:
         if char != '"' or (len(self._word) - len(self._word.rstrip("\\"))) % 2:
@@ -192,18 +214,21 @@ class CallObject:
     def _in_text(self, char: str) -> Outcome:
         assert self._text is not None, "a string is read"
         text, last = self._text.take(char)
-        self._argue(text)
+        for one in text:  # of a value inside the string
+            self._argue(self._value.written(one))
+            self._value.take(one)
         if last:
             self._state = self._after
         return "more"
 
     def _in_arguments(self, char: str) -> Outcome:
+        written = self._value.written(char)
         found = self._value.take(char)
         if found == "bad":
             return "bad"
         if found in ("more", "done"):
             if self._scalar is None:
-                self._argue(char)
+                self._argue(written)
             else:
                 self._scalar.append(char)
         if found != "more":
