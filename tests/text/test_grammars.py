@@ -75,6 +75,11 @@ ENFORCED: list[tuple[Any, list[Any], list[Any]]] = [
     ({"type": "string", "format": "date"}, ["2024-02-29"], ["2024-2-9"]),
     ({"type": "integer", "minimum": 3, "maximum": 11}, [3, 11], [2, 12]),
     ({"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1}, [0.5], [0, 1]),
+    ({"type": "integer", "maximum": 2**63 - 1}, [2**63 - 1], [2**63]),
+    ({"type": "integer", "minimum": -(2**53)}, [-(2**53)], [-(2**53) - 1]),
+    ({"type": "string", "minLength": 1.0}, ["a"], [""]),
+    ({"type": "object", "properties": {"a": {}}, "patternProperties": {"^[ab]$": {"type": "null"}},
+      "additionalProperties": False}, [{"b": None}], [{"a": 1}, {"b": 1}, {"c": None}]),
     ({"type": "integer", "multipleOf": 5}, [15], [16]),
     ({"type": "array", "items": {"type": "null"}, "minItems": 1, "maxItems": 2}, [[None]], [[], [None] * 3]),
     ({"type": "array", "prefixItems": [{"const": 1}], "items": False}, [[1]], [[1, 2], [2]]),
@@ -115,6 +120,12 @@ REFUSED: list[tuple[Any, str, str]] = [
     ({"items": {"type": "string", "format": "iban"}}, "iban", "#/items/format"),
     ({"$ref": "https://example.com/x.json"}, "example.com", "#/$ref"),
     ({"$ref": "#/$defs/none"}, "none", "#/$ref"),
+    ({"type": "object", "properties": {"a": {}, "b": {}}, "patternProperties": {"^[ab]$": {}},
+      "additionalProperties": False}, "patternProperties are in properties", "#/patternProperties"),
+    ({"type": "integer", "maximum": 2**53 + 1}, "9007199254740993", "#/maximum"),
+    ({"items": {"type": "integer", "exclusiveMaximum": 2**53 + 1}}, "9007199254740993", "#/items/exclusiveMaximum"),
+    ({"type": "integer", "minimum": 0, "maximum": 2**64 - 1}, "18446744073709551615", "#/maximum"),
+    ({"type": "integer", "minimum": -(2**63)}, "integer range", "#/minimum"),
 ]  # fmt: skip
 
 

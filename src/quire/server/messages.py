@@ -32,7 +32,9 @@ class AnthropicMessages:
             asked = await service.asked("msg", asking.chat)
             id = asked.call.id.replace("-", "_")
             renderer = MessageRenderer(id, service.names[0], asking.chat, asked, service.words, body.max_tokens)
-            headers = await service.queue(asked.call, renderer, asking.chat, [asked.prompt], asked.params, http)
+            headers = await service.queue(
+                asked.call, renderer, asking.chat, [asked.prompt], asked.params, http, asked.said
+            )
         if body.stream:
             return SayingStream(asked.call, renderer, headers)
         return await respond(asked.call, whole_said(asked.call, renderer), headers, http.receive)
@@ -42,5 +44,5 @@ class AnthropicMessages:
         asking = Asking(body, self._variables, self._thinks)
         with NAMES.used(asking.talk):
             asked = await self.service.asked("msg", asking.chat)
-            headers = self.service.headers(asking.chat, [asked.prompt])
+            headers = self.service.headers(asking.chat, [asked.prompt], asked.said)
         return JSONResponse({"input_tokens": len(asked.prompt.ids)}, headers=headers)

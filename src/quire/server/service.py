@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from fastapi import Request
@@ -37,7 +38,7 @@ from quire.server.sampling import Terms, chat_params, check_known, completion_pa
 from quire.server.size import Held, Shown, bounded
 from quire.server.stream import Call, EventStream, Json, WholeAnswer, respond, whole
 from quire.server.structured import field_of
-from quire.server.tools import Toolbox, name_tools, toolbox
+from quire.server.tools import Toolbox, toolbox
 from quire.text.calls.formats import format_of
 from quire.text.messages import without_stray
 from quire.text.prompts import Cut, Prompt
@@ -59,6 +60,7 @@ class Asked(NamedTuple):
     params: SamplingParams
     box: Toolbox
     thinking: Thinking | None
+    said: list[str]  # what its answer is to warn of
 
 
 class Service:
@@ -109,7 +111,7 @@ class Service:
         asked = await self.asked("chatcmpl", body)
         call, prompts = asked.call, [asked.prompt]
         renderer = ChatRenderer(call.id, self.names[0], body, prompts, self._words(body), asked.box, asked.thinking)
-        return await self._answer(call, renderer, body, prompts, asked.params, http)
+        return await self._answer(call, renderer, body, prompts, asked.params, http, asked.said)
 
     async def asked(self, kind: str, body: ChatRequest) -> Asked:
         """What a chat asks for; `kind` is what the answer's id begins with. Nothing is queued."""
@@ -119,10 +121,25 @@ class Service:
         max_tokens = params.max_tokens if params.max_tokens is not None else 1
         prompt = await self.render(body, self.cut(body, max_tokens), box.tools)
         thinking = self.reasoning.of(body, prompt, last_said(body) if body.continue_final_message else None)
+        said: list[str] = []
+        if box.choice in ("required", "named"):
+            params, said = await self._held_to(params, box, body)
         params = self.reasoning.applied(params, body, thinking)
         scored = 0 if body.prompt_logprobs is None else body.prompt_logprobs + 1
         call, params = self._call(kind, body, [prompt], params, Shown(1, bool(body.return_token_ids), scored))
-        return Asked(call, prompt, params, box, thinking)
+        return Asked(call, prompt, params, box, thinking, said)
+
+    async def _held_to(
+        self, params: SamplingParams, box: Toolbox, body: ChatRequest
+    ) -> tuple[SamplingParams, list[str]]:
+        """Parameters that hold calls to their tools' parameters as far as there is a grammar for them, and what is to
+        be said of the rest."""
+        try:
+            params, lost = await self.prompts.nearest(params)
+        except InputError as error:
+            free = box.applied(params, body, free=True).structured
+            return replace(params, structured=free), [f"tool calls are not held to any parameters: {error}"]
+        return params, box.loosened(lost)
 
     def _call(
         self, kind: str, body: Sampling, prompts: list[Prompt], params: SamplingParams, shown: Shown
@@ -142,8 +159,9 @@ class Service:
         prompts: list[Prompt],
         params: SamplingParams,
         http: Request,
+        said: Sequence[str] = (),
     ) -> Response:
-        headers = await self.queue(call, renderer, body, prompts, params, http)
+        headers = await self.queue(call, renderer, body, prompts, params, http, said)
         if not body.stream:
             return await respond(call, whole(call, renderer), headers, http.receive)
         options = body.stream_options or StreamOptions()
@@ -151,29 +169,27 @@ class Service:
 
     async def queue(
         self, call: Call, renderer: Renderer, body: Sampling, prompts: list[Prompt], params: SamplingParams,
-        http: Request,
+        http: Request, said: Sequence[str] = (),
     ) -> dict[str, str]:  # fmt: skip
-        """Queue what was asked for. The headers of the answer."""
-        headers = self.headers(body, prompts)
+        """Queue what was asked for. The headers of the answer, which warn of what is `said`, too."""
+        headers = self.headers(body, prompts, said)
         try:
             await call.submit(prompts, params, salt=body.cache_salt or "", patient=not body.stream)
         except InputError as error:
             if error.param == NAME:  # what the engine calls it
                 error.param = field_of(body)
-                if isinstance(body, ChatRequest) and error.param == "tool_choice":
-                    name_tools(error, body)
             raise
         if self.log_requests:
             log_request(call.id, prompts, params, http.scope)
         renderer.pace.turns = self.turns
         return headers
 
-    def headers(self, body: Sampling, prompts: Sequence[Prompt]) -> dict[str, str]:
+    def headers(self, body: Sampling, prompts: Sequence[Prompt], said: Sequence[str] = ()) -> dict[str, str]:
         """What an answer says of fields that nobody reads, and of a text that begins with what is put before it."""
         bos = self.prompts.tokenizer.bos_id if self.prompts.tokenizer is not None else None
         twice = bos is not None and any(prompt.ids[:2] == [bos, bos] and prompt.text is not None for prompt in prompts)
-        said = ["the prompt begins with two BOS tokens: leave out one, or set add_special_tokens to false"]
-        return warnings(body, self._unread(body), said if twice else ())
+        told = "the prompt begins with two BOS tokens: leave out one, or set add_special_tokens to false"
+        return warnings(body, self._unread(body), (*said, told) if twice else said)
 
     def cut(self, body: Truncation, max_tokens: int | None) -> Cut | None:
         """How to cut a prompt so that it leaves room for `max_tokens`, if that is asked for."""

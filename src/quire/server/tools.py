@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -19,10 +19,11 @@ from quire.text.tools import MAX_CALLS, Tool, read_tools
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.structured import MAX_SOURCE, Structured, closed, compact
 
+ANYTHING: dict[str, Any] = {"type": "object"}
+VALUES = frozenset({"const", "default", "enum", "examples"})  # keywords whose value is no schema
 NOTHING: dict[str, Any] = {"type": "object", "properties": {}}  # the parameters of a function that names none
 TYPED = frozenset({"type", "$ref", "anyOf", "oneOf", "allOf", "enum", "const"})
 CALL = re.compile(r"#?/items/anyOf/(\d+)/properties/arguments")  # in the schema of a list of calls
-AT = re.compile(r", at #(?=/|$)")
 ID_LETTERS = 9  # of a call's id, where templates want exactly so many
 
 
@@ -48,28 +49,25 @@ class Toolbox(NamedTuple):
         id = uuid.uuid4().hex
         return id[:ID_LETTERS] if self.format == "mistral" else f"call_{id[:24]}"
 
-    def applied(self, params: SamplingParams, request: ChatRequest) -> SamplingParams:
+    def applied(self, params: SamplingParams, request: ChatRequest, free: bool = False) -> SamplingParams:
         """`params` of an output with calls. Where it must be a call, response_format has no text to speak of. A format
-        whose markers are special tokens needs them in the text."""
+        whose markers are special tokens needs them in the text. `free`: arguments are any object."""
         if self.choice in ("required", "named"):
             if (other := asked_for(request)) not in ("", "response_format"):
                 raise InputError(f"tool_choice and {other} both say what form the output has: give one", "tool_choice")
-            return replace(params, structured=self._structured())
+            return replace(params, structured=self._structured(free))
         special = self.choice == "auto" and issubclass(FORMATS[self.format], SPECIAL)
         if special and request.skip_special_tokens is None and params.structured is None:
             return replace(params, skip_special_tokens=False)
         return params
 
-    def _structured(self) -> Structured:
+    def _structured(self, free: bool) -> Structured:
         """The form of an output that must call: the named tool's arguments, or a list of calls."""
-        for at, tool in enumerate(self.tools):
-            if self.choice == "required" or tool.name == self.named:
-                _check_ends(f"tools[{at}].function.parameters", tool)
+        tools = [tool._replace(parameters=ANYTHING) if free else tool for tool in self.tools]
         if self.choice == "named":
-            tool = next(tool for tool in self.tools if tool.name == self.named)
-            schema: dict[str, Any] = closed(_parameters(tool))
+            schema = _arguments(next(tool for tool in tools if tool.name == self.named))
         else:
-            calls = [_call_schema(tool, f"#/items/anyOf/{at}") for at, tool in enumerate(self.tools)]
+            calls = [_call_schema(tool, f"#/items/anyOf/{at}") for at, tool in enumerate(tools)]
             most = MAX_CALLS if self.parallel else 1
             schema = {"type": "array", "minItems": 1, "maxItems": most, "items": {"anyOf": calls}}
         source = json.dumps(schema, ensure_ascii=False)
@@ -77,38 +75,49 @@ class Toolbox(NamedTuple):
             raise InputError(f"the tools' schema has {len(source)} characters; the limit is {MAX_SOURCE}", "tools")
         return compact(Structured("json", source))  # white space would be tokens that say nothing
 
+    def loosened(self, lost: Iterable[str]) -> list[str]:
+        """What is to be said of calls that a grammar holds to their parameters but for the keywords at these places,
+        and but for parameters that refer to themselves for ever."""
+        at = {tool.name: f"tools[{i}].function.parameters" for i, tool in enumerate(self.tools)}
+        called = [tool for tool in self.tools if self.choice == "required" or tool.name == self.named]
+        places = [at[tool.name] for tool in called if endless(_parameters(tool)) is not None]
+        for place in lost:
+            if self.choice == "named":
+                places.append(at[self.named] + place)
+            else:
+                places.append(CALL.sub(lambda found: f"tools[{found[1]}].function.parameters#", place))
+        return [f"tool calls are not held to {', '.join(places)}"] if places else []
+
 
 def _parameters(tool: Tool) -> dict[str, Any]:
-    """The schema of a tool's arguments, which are an object even where it doesn't say so."""
-    found = tool.parameters or NOTHING
+    """The schema of a tool's arguments, which are an object even where it doesn't say so. Keywords that are null are
+    left out: some libraries write those that they have no value for."""
+    found = _without_null(tool.parameters or NOTHING)
     return {"type": "object", **found} if TYPED.isdisjoint(found) else found
 
 
-def _check_ends(at: str, tool: Tool) -> None:
-    if (place := endless(_parameters(tool))) is not None:
-        raise InputError(f"{at} refers to itself for ever, at {at}{place}", "tools")
+def _without_null(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_without_null(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    said = {key: value for key, value in schema.items() if value is not None or key in VALUES}
+    return {key: value if key in VALUES else _without_null(value) for key, value in said.items()}
+
+
+def _arguments(tool: Tool) -> dict[str, Any]:
+    """The schema that calls of a tool are held to."""
+    parameters = _parameters(tool)
+    return ANYTHING if parameters == ANYTHING or endless(parameters) is not None else closed(parameters)
 
 
 def _call_schema(tool: Tool, place: str) -> dict[str, Any]:
     properties = {
         "name": {"const": tool.name},
-        "arguments": moved(closed(_parameters(tool)), f"{place}/properties/arguments"),
+        "arguments": moved(_arguments(tool), f"{place}/properties/arguments"),
     }
     required = list(properties)
     return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
-
-
-def name_tools(error: InputError, request: ChatRequest) -> None:
-    """Have an error about the form of calls say where it is in the request's tools, if it says where it is."""
-    if request.tool_choice == "required":
-        text = CALL.sub(lambda found: f"tools[{found[1]}].function.parameters#", str(error))
-    else:
-        assert isinstance(request.tool_choice, Mapping), "else there is no form"
-        name = request.tool_choice["function"]["name"]
-        at = next(i for i, tool in enumerate(request.tools or ()) if tool["function"]["name"] == name)
-        text = AT.sub(f", at tools[{at}].function.parameters#", str(error))
-    if text != str(error):
-        error.args, error.param = (text,), "tools"
 
 
 def moved(schema: Any, place: str) -> Any:

@@ -178,7 +178,7 @@ def _kinds(at: dict[str, Any]) -> frozenset[str]:
 def target(schema: Any, ref: str) -> Any:
     """What a reference within a schema, a JSON pointer behind #, points at; None if there is nothing."""
     for part in ref.split("/")[1:]:
-        name = part.replace("~1", "/").replace("~0", "~")
+        name = unescaped(part)
         if isinstance(schema, list):
             schema = schema[int(name)] if name.isdecimal() and len(name) < 7 and int(name) < len(schema) else None
         else:
@@ -189,3 +189,8 @@ def target(schema: Any, ref: str) -> Any:
 def escaped(name: str) -> str:
     """A member's name, as a part of a JSON pointer."""
     return name.replace("~", "~0").replace("/", "~1")
+
+
+def unescaped(part: str) -> str:
+    """The name that a part of a JSON pointer is."""
+    return part.replace("~1", "/").replace("~0", "~")

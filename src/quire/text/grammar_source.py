@@ -17,6 +17,9 @@ SPACES = r"( |\r?\n[ \t]{0,20})"  # between parts of a JSON text: a model may in
 MAX_DEPTH = 64  # of a schema, as far as it is looked into here
 MAX_TAGS = 128
 IDLE_FORMATS = frozenset(("password", "binary", "path"))  # OpenAPI's and pydantic's: hints of what a text is for
+COUNTS = frozenset(
+    ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties", "minContains", "maxContains")
+)
 MAX_PROPERTIES = 2048  # named ones, in all of a schema
 TEXT = r"TAG_TEXT: /(.|\n)*/"
 
@@ -76,12 +79,12 @@ def with_spaces(schema: Any) -> Any:
 
 def without_idle(schema: Any, depth: int = 0) -> Any:
     """The same, less what says nothing: that names of members are strings, as zod writes it of every record, and
-    formats that any string has."""
+    formats that any string has. Counts such as 1.0 are integers."""
     if isinstance(schema, list):
         return [without_idle(one, depth + 1) for one in schema] if depth <= MAX_DEPTH else schema
     if not isinstance(schema, dict) or depth > MAX_DEPTH:
         return schema
-    said = {name: one for name, one in schema.items() if not _idle(name, one)}
+    said = {name: _whole(name, one) for name, one in schema.items() if not _idle(name, one)}
     return within(said, lambda one: without_idle(one, depth + 1), (*HOLDING, "allOf"))
 
 
@@ -89,6 +92,10 @@ def _idle(name: str, value: Any) -> bool:
     if name == "format":
         return isinstance(value, str) and value in IDLE_FORMATS
     return name == "propertyNames" and value == {"type": "string"}
+
+
+def _whole(name: str, value: Any) -> Any:
+    return int(value) if name in COUNTS and type(value) is float and value.is_integer() else value
 
 
 def tags(given: Any, tokenizer: Tokenizer) -> str:

@@ -8,6 +8,7 @@ are walked before a grammar is given to anybody.
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
@@ -19,14 +20,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from quire.errors import InputError
-from quire.text.grammar_complaints import complaint, short
+from quire.text.grammar_complaints import NoGrammar, closed_patterns, complaint, large_bounds, short, without
 from quire.text.grammar_counted import LEAST, Counted
 from quire.text.grammar_places import Place, Shared
 from quire.text.grammar_source import source_of
 from quire.text.grammar_strings import Tokens, strings_of
 from quire.text.grammar_tokens import Vocabulary
 from quire.text.grammar_trials import TooComplex, Trials
-from quire.vocabulary.structured import ANY, NAME, Structured
+from quire.vocabulary.structured import ANY, NAME, Structured, read_json
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
@@ -37,6 +38,8 @@ HELD = 128  # grammars; with their sources' characters bounded by MAX_SOURCE eac
 WALKS, WALKED = 3, 12  # tried before a grammar is accepted, and tokens of each
 SECONDS = 0.5  # for the walks of one grammar
 TOKEN_SECONDS = 0.05  # a token that takes longer would be felt by others
+NO_TEXT = "no text fulfils it"
+MAX_LOST = 32  # keywords that a form may do without
 FEW = 8  # masks that are computed one after another, and all of them where cores are few: a mask takes microseconds,
 # and threads that wait for a core take milliseconds
 SLICES = (r"[\x20\x0A\x0D\x09]+", *(rf'[^"\\\x00-\x1F\x7F]{{1,{most}}}' for most in (10, 12, 14, 16, 20)),
@@ -56,6 +59,7 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int], *, trusted: bool = False) -> None:
         self.tokenizer, self.vocab_size, self.eos_ids, self.trusted = tokenizer, vocab_size, tuple(eos_ids), trusted
         self._held: OrderedDict[bytes, Shared] = OrderedDict()
+        self._nearest: OrderedDict[bytes, tuple[Structured, tuple[str, ...]]] = OrderedDict()
         self._lock, self._making = threading.Lock(), threading.Lock()
         self._masker: Masker | None = None
         self._trials = Trials()
@@ -75,6 +79,32 @@ class Grammars:
             while len(self._held) > HELD:
                 self._held.popitem(last=False)
         return CompiledGrammar(masker, made, asked)
+
+    def nearest(self, asked: Structured) -> tuple[Structured, tuple[str, ...]]:
+        """The form itself, or what there is a grammar of without some keywords of its schema, and where these are.
+        InputError if there is none without MAX_LOST of them."""
+        key = _key(asked)
+        with self._lock:
+            found = self._nearest.get(key)
+        if found is not None:
+            return found
+        form, lost = asked, list[str]()
+        while True:
+            try:
+                self.get(form)
+            except NoGrammar as error:
+                less = without(form, error.place)
+                if less is None or len(lost) == MAX_LOST:
+                    raise
+                lost.append(error.place)
+                form = less
+            else:
+                break
+        with self._lock:
+            self._nearest[key] = form, tuple(lost)
+            while len(self._nearest) > HELD:
+                self._nearest.popitem(last=False)
+        return form, tuple(lost)
 
     def held(self, asked: Structured) -> CompiledGrammar | None:
         """The grammar, if it costs nothing to get it."""
@@ -105,10 +135,12 @@ class Grammars:
             except TooComplex as error:
                 raise InputError(f"{asked.kind}: it is too complex: {error}", NAME) from error
             if why:
-                raise InputError(complaint(asked, source, why), NAME)
+                raise complaint(asked, source, why)
         made = Shared(masker, source, strings_of(asked, masker.spoken))
         if why := made.first.get_error() or masker.tried(made.first):
-            raise InputError(complaint(asked, source, why), NAME)
+            raise complaint(asked, source, why)
+        if asked.kind == "json":
+            _check_promises(read_json(asked), masker)
         return made
 
     def _made_masker(self) -> Masker:
@@ -116,6 +148,18 @@ class Grammars:
             if self._masker is None:
                 self._masker = Masker(self.tokenizer, self.vocab_size, self.eos_ids)
             return self._masker
+
+
+def _check_promises(schema: Any, masker: Masker) -> None:
+    """NoGrammar for what llguidance makes a grammar of that is another than the schema's: one in which a comma may
+    stand before no further member, and one of integers with a bound that was rounded."""
+    for place, lark in closed_patterns(schema):
+        if masker.tried(masker.matcher(masker.lark(lark))) == NO_TEXT:
+            why = "json: all names that match patternProperties are in properties: say there what they are"
+            raise NoGrammar(f"{why}, at {place}", place)
+    for place, (key, bound) in large_bounds(schema):
+        if not masker.exact(key, bound):
+            raise NoGrammar(f"json: {key} is {bound}, and integers so large are not bounded exactly, at {place}", place)
 
 
 def _key(asked: Structured) -> bytes:
@@ -134,7 +178,7 @@ class Masker:
             raise InputError("structured output needs an end token, and this model has none", NAME)
         hint = "structured output can't be had with this tokenizer"
         try:
-            words = Vocabulary(tokenizer, vocab_size, eos_ids)
+            self._words = words = Vocabulary(tokenizer, vocab_size, eos_ids)
             plain = LLTokenizer(TokenizerWrapper(words), n_vocab=vocab_size, eos_token=[*eos_ids], slices=[])
             # In two steps: other threads run between them.
             self.tokenizer: LLTokenizer = plain.with_slices(list(SLICES))
@@ -164,6 +208,23 @@ class Masker:
     def matcher(self, grammar: str, tokenizer: LLTokenizer | None = None) -> LLMatcher:
         """At the beginning of llguidance's own form of a grammar. Its error says why it can't be used."""
         return self._matcher(tokenizer or self.tokenizer, grammar, log_level=0, limits=self._limits)
+
+    def lark(self, grammar: str) -> str:
+        """llguidance's own form of a Lark grammar."""
+        return str(self._matcher.grammar_from_lark(grammar))
+
+    def exact(self, key: str, bound: int) -> bool:
+        """Whether integers are bounded just there: the last one that is allowed is, and the next one isn't."""
+        inside = bound + {"exclusiveMinimum": 1, "exclusiveMaximum": -1}.get(key, 0)
+        outside = inside + (-1 if key in ("minimum", "exclusiveMinimum") else 1)
+        schema = json.dumps({"type": "integer", key: bound})
+        return self._says(schema, str(inside)) and not self._says(schema, str(outside))
+
+    def _says(self, schema: str, text: str) -> bool:
+        """Whether `text` is what a schema asks for."""
+        place = self.matcher(self._matcher.grammar_from_json_schema(schema))
+        tokens = self._words(text)
+        return place.try_consume_tokens(tokens) == len(tokens) and place.is_accepting()
 
     def _as_supposed(self) -> bool:
         """Whether strings are, for this llguidance, what grammar_strings.py takes them for: plain tokens stand in free
@@ -195,7 +256,7 @@ class Masker:
                 began = time.thread_time()
                 allowed = self.allowed(at.compute_bitmask())
                 if at.is_error() or not len(allowed):
-                    return at.get_error().replace("NoExtensionBias", "") or "no text fulfils it"
+                    return short(at.get_error().replace("NoExtensionBias", "")) or NO_TEXT
                 spoken = [token for token in allowed.tolist() if token not in self.eos_ids]
                 if not spoken:
                     break

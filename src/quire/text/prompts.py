@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -371,6 +371,14 @@ class Prompts:
         """`params` as the engine needs them: bad words as token ids, stop strings compiled. It costs what they are
         long, so it is done here and not on the engine's thread. InputError for words that can't be banned."""
         return params if self.text is None else self.text.resolve(params)
+
+    async def nearest(self, params: SamplingParams) -> tuple[SamplingParams, tuple[str, ...]]:
+        """`params` with the nearest form that there is a grammar of, and the places of the keywords that it lacks."""
+        grammars = None if self.text is None else self.text.grammars
+        if params.structured is None or grammars is None or grammars.holds(params.structured):
+            return params, ()
+        form, lost = await self.formed(partial(grammars.nearest, params.structured))
+        return replace(params, structured=form), lost
 
     def quick(self, params: SamplingParams) -> bool:
         """Whether `resolve` needn't compile a grammar, which is of unknown cost."""
