@@ -124,16 +124,17 @@ class AsyncLLM(Front):
         patient: bool = False,
         media: Sequence[tuple[Medium, ...]] = (),
         pixels: Sequence[Pixels] = (),
+        client: str = "",
     ) -> list[Stream]:
         """As `submit`, for several (request id, token ids) at once: the engine takes all of them, or none. `media`:
-        each prompt's, if any has some."""
+        each prompt's, if any has some. Clients share the engine, and the requests of a client share its part."""
         arrival = time.monotonic()
         for id, _ in prompts:
             if not 0 < len(id) <= MOST_ID:
                 raise InputError(f"a request id has 1 to {MOST_ID} characters, got {len(id)}", "request_id")
         if len(prompts) > MOST_REQUESTS:
             raise InputError(f"there are {len(prompts)} prompts; at most {MOST_REQUESTS} are taken at once", "prompt")
-        self._check_open(len(prompts))
+        self._check_open()
         size = sum(map(len, (*(params.bad_words or ()), *(params.stop or ()), *(prompt for _, prompt in prompts))))
         checked = partial(self.prompts.checked, prompts, params, salt, media)
         quick = self.prompts.quick(params)
@@ -150,7 +151,7 @@ class AsyncLLM(Front):
             raise InputError(
                 f"the pictures have {bytes} bytes, prepared; {MOST_PIXELS} may be sent", "multi_modal_data"
             )
-        await self._ask(answer, lambda key: Add(key, asked, resolved, salt, shown), streams)
+        await self._ask(answer, lambda key: Add(key, asked, resolved, salt, shown, client), streams)
         return streams
 
     def generate(
@@ -353,7 +354,7 @@ class AsyncLLM(Front):
             except QuireError as error:
                 log.error("the prefix %r can't be registered again: %s", name, error)
 
-    def _check_open(self, more: int = 1) -> None:
+    def _check_open(self) -> None:
         if self.restarting:
             raise Overloaded("the engine stopped, and is being started again", RETRY_AFTER)
         if self.error is not None:
@@ -361,10 +362,10 @@ class AsyncLLM(Front):
         if not self.accepting or self._closing:
             raise Overloaded("the server is shutting down", RETRY_AFTER)
         # Refused at once: the engine's own check would come after the step under way.
-        limit = self.limits.max_queued
-        if more <= limit < self.queued + more:
+        waiting = self.link.queues.batches + len(self._questions)
+        if waiting >= self.limits.max_queued:
             self._refused()
-            raise Overloaded(f"the queue is full: {self.queued} requests are waiting", RETRY_AFTER)
+            raise Overloaded(f"the queue is full: {waiting} requests are waiting", RETRY_AFTER)
 
 
 def _threaded(built: Built, stall_after: float) -> tuple[Link, Prompts]:

@@ -17,6 +17,7 @@ from quire.control.engine import Engine
 from quire.control.memory.paged import PagedMemory
 from quire.control.memory.virtual import VirtualMemory
 from quire.control.outcomes import Output
+from quire.control.queue import SPAN
 from quire.control.scene import CACHED, FIRST, FREE, OWNERS, PINNED, SHARED, scene
 
 NAMES = ["paged-4", "window", "mixed", "large", "states", "virtual-4", "cross-4", "large-vision-4", "vision-unlike",
@@ -31,7 +32,7 @@ def _check(engine: Engine, told: dict[str, Any]) -> None:
     tables = Counter((g, page) for resident in memory.residents.values() for g, table in enumerate(resident.tables)
                      for page in table[resident.first[g] :])  # fmt: skip
     holding = [*engine.requests.values(), *engine.scheduler.running]
-    order = {seq.id: request.order for request in holding for seq in (*request.live, *request.done)}
+    order = {seq.id: request.order // SPAN for request in holding for seq in (*request.live, *request.done)}
     owner = {
         (g, page): order[id]
         for id, resident in memory.residents.items()
@@ -70,7 +71,7 @@ def _check(engine: Engine, told: dict[str, Any]) -> None:
 
 def _check_host(engine: Engine, memory: PagedMemory, told: dict[str, Any]) -> None:
     """Host pages are those of the tables of sequences that were swapped out."""
-    order = {seq.id: request.order for request in engine.requests.values() for seq in request.live}
+    order = {seq.id: request.order // SPAN for request in engine.requests.values() for seq in request.live}
     for g, group in enumerate(told["groups"]):
         host = group["host"]
         named = defaultdict[int, list[int]](list)

@@ -144,7 +144,7 @@ def test_beams_that_are_preempted_between_their_candidates(depth: int) -> None:
         old = SamplingParams(seed=1, ignore_eos=True, max_tokens=36)
         trace.add(Asked("old", tuple(range(1, 10)), old, ""))
         trace.add(Asked("beams", tuple(range(20, 29)), SamplingParams(seed=1, beam_width=4, max_tokens=9), ""))
-        beams = trace.scheduler.waiting[1]
+        beams = list(trace.scheduler.waiting)[1]
         while trace.engine.unfinished:
             waited, before = len(beams.candidates), beams.preemptions
             trace.step()

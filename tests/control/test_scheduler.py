@@ -163,7 +163,7 @@ def test_refused_branches_are_not_tried_at_every_step(monkeypatch: pytest.Monkey
     trace = opened(tokens=72, name="uncached")
     ask(trace, "a", 10, max_tokens=30)
     ask(trace, "b", 10, n=3, max_tokens=12)
-    b = trace.scheduler.waiting[1]
+    b = list(trace.scheduler.waiting)[1]
     while not b.preemptions:
         trace.step()
     memory = trace.memory.memory
@@ -206,7 +206,7 @@ def test_all_branches_come_back_in_one_step_or_none_does() -> None:
     trace = opened(tokens=72, name="uncached")
     ask(trace, "a", 10, max_tokens=30)
     ask(trace, "b", 10, n=3, max_tokens=12)
-    b = trace.scheduler.waiting[1]
+    b = list(trace.scheduler.waiting)[1]
     some = 0
     while trace.engine.unfinished:
         trace.step()
@@ -256,7 +256,7 @@ def test_who_waits_for_another_does_not_starve(tokens: int, depth: int) -> None:
     shared: int | None = None  # the step after which all is there that can be shared
     while b.status is Status.WAITING:
         ask(trace, f"c{len(scheduler.log):03}", 3 + len(scheduler.log) % 5, max_tokens=6)
-        later.append(scheduler.waiting[-1])
+        later.append(list(scheduler.waiting)[-1])
         trace.step()
         if shared is None and first.computed >= 28:
             shared = len(scheduler.log)

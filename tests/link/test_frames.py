@@ -104,7 +104,7 @@ def told(messages: Sequence[Output], numbers: Sequence[int]) -> list[tuple[int, 
 
 
 @given(
-    now=finite, queues=st.builds(Queues, unsigned, unsigned, unsigned, unsigned), computed=unsigned,
+    now=finite, queues=st.builds(Queues, unsigned, unsigned, unsigned, unsigned, unsigned), computed=unsigned,
     came=st.lists(progress, max_size=3), plain=st.lists(outputs | ended, max_size=6), known=st.booleans(),
 )  # fmt: skip
 def test_steps(
@@ -319,7 +319,7 @@ def bodies() -> list[tuple[Callable[[Frame], object], int, bytes]]:
     ends = Output("", 1, (4, 5), "", (Top(4, -0.5, 1, (4, 9), (-0.5, -2.0)),), "stop", "so", True, -3.0, (), 5)
     plain = [Output("", at % 3, (at,), "", (), None, None, False, -1.0) for at in range(40)]
     pooled = Output("", 0, (), "", (), "stop", None, True, 0.0, pooled=(0.5, -2.0))
-    stepped = Stepped(1.0, Queues(1, 2, 3, 0), 50, [Progress(1, 2, 3.0, None, 5, 6)],
+    stepped = Stepped(1.0, Queues(1, 2, 3, 0, 1), 50, [Progress(1, 2, 3.0, None, 5, 6)],
                       told([*plain, ends, ends._replace(stop_reason=7), pooled], range(43)), some_facts())  # fmt: skip
     held = {"a": 1}, ("a",)
     engine = [stepped, stepped._replace(facts=None), Answer(1, InputError("a", "n")), Answer(2, None, held),

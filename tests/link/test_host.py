@@ -190,13 +190,13 @@ def test_refused_requests_leave_no_pictures() -> None:
     Shown(told)
     bad = (
         Add(0, (seeing(1, 1, 2),), LONG, "", pixels(1)),  # the other one's are missing
-        Add(1, (seeing(2, 1), seeing(3, 1)), LONG, "", pixels(1)),  # more than may wait
+        Add(1, tuple(seeing(2 + i, 1) for i in range(17)), LONG, "", pixels(1)),  # more than may wait
         Add(2, (seeing(4, 1)._replace(prompt=(5, 10**6)),), LONG, "", pixels(1)),
         Add(3, (seeing(6, 1),), LONG),  # there are none at all
     )
     told.turns(*[(0, message) for message in bad])
     assert [str(answer.error)[:20] for answer in told.answers()] == [
-        "the pixels of a pict", "there are 2 prompts,", "prompt token 1 is 10", "the pixels of a pict",
+        "the pixels of a pict", "there are 17 prompts", "prompt token 1 is 10", "the pixels of a pict",
     ]  # fmt: skip
     assert told.host.pictures.bytes == len(told.host.pictures) == 0
     told.host.pictures.most = 20

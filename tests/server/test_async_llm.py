@@ -18,7 +18,7 @@ from waiting import wait_until_async
 
 from quire.async_llm import AsyncLLM
 from quire.errors import EngineDead, InputError, Overloaded, PromptTooLong
-from quire.link.messages import Answer
+from quire.link.messages import Answer, Queues
 from quire.link.thread import ThreadLink
 from quire.llm import LLM
 from quire.sim.echo import expected
@@ -95,15 +95,15 @@ def test_many_are_taken_in_one_step_or_none() -> None:
         for bad, error in (("many-5", [VOCAB]), ("many-3", [7]), ("late", [])):
             with pytest.raises(InputError):
                 await llm.submit_all([*named, (bad, error)], LONG)
-        with pytest.raises(InputError, match="40 requests may wait"):
-            await llm.submit_all([(str(i), [1]) for i in range(41)], LONG)
+        with pytest.raises(InputError, match="at most 48 may wait"):
+            await llm.submit_all([(str(i), [1]) for i in range(49)], LONG)
         blocking = await llm.submit_all([(f"wait-{i}", [1]) for i in range(30)], LONG)
         with pytest.raises(Overloaded):
             await llm.submit_all([(str(i), [1]) for i in range(40)], LONG)
         assert llm.active == 1 + len(blocking)
         assert llm.rejected == 1
 
-    run(work, {"max_num_queued_reqs": 40}, placement="thread", pause=0.03)
+    run(work, {"max_num_queued_reqs": 3}, placement="thread", pause=0.03)
 
 
 def test_words_are_resolved_off_the_engines_thread(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,7 +273,7 @@ def test_a_broken_method_ends_its_own_request() -> None:
 def test_refusals_of_all_threads_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A caller's thread refuses a request just when the engine's thread tells of one that it refused."""
     llm = AsyncLLM.of(echo_service.built(max_num_queued_reqs=5))  # type: ignore[arg-type]
-    monkeypatch.setattr(AsyncLLM, "queued", 5)
+    monkeypatch.setattr(type(llm.link), "queues", Queues(batches=5))
 
     def refuse() -> None:
         with pytest.raises(Overloaded):

@@ -46,19 +46,23 @@ def test_full_queue_answers_503_at_once(brake: Path, placement: Placement) -> No
 
 
 def test_a_list_of_prompts_is_queued_whole_or_not_at_all(brake: Path, placement: Placement) -> None:
-    model = echo_service.built(Echo(brake=str(brake)), max_num_seqs=1, max_num_queued_reqs=4)
+    """It counts once among the requests that wait; and of prompts there may wait 16 for each of these."""
+    model = echo_service.built(Echo(brake=str(brake)), max_num_seqs=1, max_num_queued_reqs=2)
     with echo_service.serving(model, placement=placement) as running:
         url, body = f"{running.url}/v1/completions", {"prompt": ["a"] * 200, "max_tokens": 5}
         answer = httpx.post(url, json=body, timeout=60)
         assert answer.status_code == 400
-        assert "at most 4 requests may wait" in answer.json()["error"]["message"]
-        with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            first = pool.submit(httpx.post, url, json={"prompt": ["a"] * 4, "max_tokens": 200, "ignore_eos": True})
-            wait_until(lambda: running.metric("quire_num_requests_waiting") == 3, "three prompts wait")
-            assert httpx.post(url, json=body | {"prompt": ["a"] * 3}).status_code == 503
-            assert running.metric("quire_num_requests_waiting") + running.metric("quire_num_requests_running") <= 4
+        assert "at most 32 may wait" in answer.json()["error"]["message"]
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            first = pool.submit(httpx.post, url, json={"prompt": ["a"] * 20, "max_tokens": 200, "ignore_eos": True})
+            wait_until(lambda: running.metric("quire_num_requests_waiting") == 19, "19 prompts wait")
+            assert httpx.post(url, json=body | {"prompt": ["a"] * 14}).status_code == 503
+            second = pool.submit(httpx.post, url, json=body | {"prompt": ["a"] * 3})
+            wait_until(lambda: running.metric("quire_num_requests_waiting") == 22, "22 prompts wait")
+            assert httpx.post(url, json=body | {"prompt": "a"}).status_code == 503
             brake.unlink()
-            assert len(first.result().json()["choices"]) == 4
+            assert len(first.result().json()["choices"]) == 20
+            assert len(second.result().json()["choices"]) == 3
         assert running.idle()
 
 

@@ -17,6 +17,7 @@ from quire.vocabulary.pictures import MAX_SIDE, Grid, Tiling
 from quire.vocabulary.specs import Geometry
 
 MAX_SALT = 1024
+PROMPTS = 16  # of the requests that wait, on an average
 BEYOND = 8  # ids behind the vocabulary, which stand for pictures alone: an embedding has rows for so many (Mllama)
 
 Fits = Callable[[list[int], int], bool]
@@ -32,12 +33,16 @@ class Limits(NamedTuple):
     held_by: str = "the model"  # what sets max_len: the model, the memory or an option
     hidden: int = 0  # numbers of an embedding; 0: there are none
 
-    def check_queue(self, more: int, waiting: int) -> None:
-        """Overloaded if `more` requests can't wait now, InputError if so many never can."""
-        if 1 < more > self.max_queued:
-            raise InputError(f"there are {more} prompts, but at most {self.max_queued} requests may wait", "prompt")
-        if waiting + more > self.max_queued:
-            raise Overloaded(f"the queue is full: {waiting} of {self.max_queued} requests are waiting")
+    def check_queue(self, more: int, batches: int, waiting: int) -> None:
+        """Overloaded if a batch of `more` requests can't wait beside so many `batches`, of `waiting` requests in all;
+        InputError if so many requests never can. A batch counts once, whatever its size."""
+        most = self.max_queued * PROMPTS
+        if 1 < more > most:
+            raise InputError(f"there are {more} prompts, but at most {most} may wait", "prompt")
+        if batches >= self.max_queued:
+            raise Overloaded(f"the queue is full: {batches} of {self.max_queued} requests are waiting")
+        if waiting + more > most:
+            raise Overloaded(f"the queue is full: {waiting} of {most} prompts are waiting")
 
     def check_length(self, length: int) -> None:
         """InputError (PromptTooLong) for a prompt of no tokens, or of too many."""

@@ -73,7 +73,7 @@ class Engine:
         self.stats = Stats()
         self.recent: Recent | None = None  # the last steps, while somebody watches
         self.outcomes = Outcomes(self.stats)
-        self.added = 0
+        self.added = self.batches = 0
         self.ended = 0  # requests, those ended by a stop string aside
         self.turns: Turns | None = None  # with engines that have the memory in common
         self.restarts: Restarts | None = None  # what to do once the runner is lost; None: nothing
@@ -112,12 +112,15 @@ class Engine:
         waits: bool = False,
         media: Seq[tuple[Medium, ...]] = (),
         pixels: Seq[Pixels] = (),
+        client: str = "",
     ) -> None:
-        """Queue a request for each (id, prompt), all or none. Raises as `add`. `media` are the pictures of each prompt,
+        """Queue a request for each (id, prompt), all or none. Raises as `add`. They are one batch of `client`'s: see
+        quire.control.queue. `media` are the pictures of each prompt,
         where there are any, and `pixels` those of all of them; the runner gets what it hasn't. `params` are resolved
         already (see quire.text.stream): words are token ids here."""
         self.rest.check_awake()
-        self.limits.check_queue(len(prompts), len(self.scheduler.waiting))
+        waiting = self.scheduler.waiting
+        self.limits.check_queue(len(prompts), waiting.batches, len(waiting))
         check_salt(salt)
         params = self.limits.settled(params, self.pooling, self.scheduler.part is not None)
         accepted: dict[str, Accepted] = {}
@@ -128,8 +131,9 @@ class Engine:
         if media:
             joins = not self.scheduler.memory.geometry.sight
             self.pictures.check([one.media for one in accepted.values()], pixels, joins)
+        self.batches += 1
         for id, one in accepted.items():
-            self._queue(id, one, params, salt, prefix)
+            self._queue(id, one, params, salt, prefix, client)
         for picture in self.pictures.keep(pixels):
             self.say(self.runner.see, picture)
 
@@ -159,7 +163,9 @@ class Engine:
             method.settle(context_of(params, max_tokens, self.scheduler.eos_ids))
         return Accepted(tokens, max_tokens, width, method, media)
 
-    def _queue(self, id: str, accepted: Accepted, params: SamplingParams, salt: str, prefix: str | None) -> None:
+    def _queue(
+        self, id: str, accepted: Accepted, params: SamplingParams, salt: str, prefix: str | None, client: str = ""
+    ) -> None:
         seed = params.seed % 2**63 if params.seed is not None else branch_seed(self.seed, self.added << 20)
         self.added += 1
         seq = Sequence(self.scheduler.new_id(), accepted.tokens, seed=seed, salt=salt)
@@ -170,6 +176,7 @@ class Engine:
             seq.reusable = 0
         request = Request(id, seq, params, arrival=self.clock(), max_tokens=accepted.max_tokens)
         request.method, request.prefix, request.media = accepted.method, prefix, accepted.media
+        request.client, request.batch = client, self.batches
         self.pictures.came(accepted.media)
         self.requests[id] = request
         self.scheduler.add(request)

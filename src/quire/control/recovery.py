@@ -89,7 +89,8 @@ def recover(engine: Engine, lost: RanksLost) -> list[Output]:
         engine.say(engine.runner.see, picture)
     if prefixes is not None:
         again = [_prefix(engine, name, prefix.tokens) for name, prefix in prefixes.registered.items()]
-        engine.scheduler.waiting.extendleft(reversed(again))
+        for request in again:
+            engine.scheduler.waiting.give_back(request)
     return outputs
 
 
@@ -107,15 +108,21 @@ def _prefix(engine: Engine, name: str, tokens: list[int]) -> Request:
 def start_over(scheduler: Scheduler, memory: KVMemory) -> list[Event]:
     """Put everything back in the queue, in order of arrival, before `memory`, which is empty. Steps in flight are
     forgotten; branches that only awaited the end of one have ended, which is returned where it is still to be told."""
-    every = sorted([*scheduler.running, *scheduler.swapped, *scheduler.waiting], key=lambda request: request.order)
+    there = sorted([*scheduler.running, *scheduler.swapped], key=lambda request: request.order)
+    every = sorted([*there, *scheduler.waiting], key=lambda request: request.order)
     scheduler.memory = memory
     scheduler.by_slot, scheduler.births, scheduler.running = {}, [], {}
     scheduler.flight = scheduler.deferred = 0
+    scheduler.pressed, scheduler.favoured = False, None
     if scheduler.sight is not None:
         scheduler.sight = Sight(memory, scheduler.budget)
     scheduler.swapped.clear()
     events = [event for request in every for event in _back(request)]
-    scheduler.waiting = deque(request for request in every if request.live)
+    for request in there:
+        scheduler.waiting.give_back(request)
+    for request in every:
+        if not request.live:
+            scheduler.waiting.remove(request)
     return events
 
 

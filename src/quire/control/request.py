@@ -108,9 +108,9 @@ class Request:
     """The unit of scheduling and of preemption: one prompt and the branches that grow from it."""
 
     __slots__ = (
-        "aborted", "arrival", "cached_tokens", "candidates", "done", "first_token", "id", "live", "max_tokens",
-        "media", "method", "order", "params", "preemptions", "prefix", "prompt_len", "reported", "results", "sampling",
-        "scheduled", "seed", "settled", "status", "stop_ids", "top",
+        "aborted", "arrival", "batch", "cached_tokens", "candidates", "client", "done", "first_token", "id", "live",
+        "max_tokens", "media", "method", "order", "params", "preemptions", "prefix", "prompt_len", "reported",
+        "results", "sampling", "scheduled", "seed", "settled", "status", "stop_ids", "top",
     )  # fmt: skip
 
     def __init__(self, id: str, first: Sequence, params: SamplingParams, *, arrival: float, max_tokens: int) -> None:
@@ -129,7 +129,8 @@ class Request:
         self.settled = 0  # tokens that all branches of a method agree on, and that were told
         self.prefix: str | None = None  # register its prompt under this name
         self.media: tuple[Medium, ...] = ()
-        self.order = 0  # of its arrival, among all requests of the scheduler that has it
+        self.client, self.batch = "", 0  # whose it is, and what came with it
+        self.order = 0  # among all requests of the scheduler that has it: of two the lesser is served first
         self.live = [first]
         self.done: list[Sequence] = []
         self.status = Status.WAITING

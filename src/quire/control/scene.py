@@ -8,6 +8,7 @@ from typing import Any
 
 from quire.control.engine import Engine
 from quire.control.memory.tables import PageTables
+from quire.control.queue import SPAN
 from quire.control.request import Request
 from quire.vocabulary.specs import Group
 
@@ -28,7 +29,8 @@ def scene(engine: Engine) -> dict[str, Any]:
     memory: Any = scheduler.memory
     account = memory.account()
     holding = {*engine.requests.values(), *scheduler.running}  # what has ended may have a step under way
-    colours = {seq.id: FIRST + request.order % OWNERS for request in holding for seq in (*request.live, *request.done)}
+    owners = {request: FIRST + request.order // SPAN % OWNERS for request in holding}
+    colours = {seq.id: owners[request] for request in holding for seq in (*request.live, *request.done)}
     shown = sorted(engine.requests.values(), key=lambda request: request.order)[:MOST_REQUESTS]
     return {
         "steps": stats.steps, "rows": stats.rows, "computed": stats.computed_tokens,

@@ -7,7 +7,7 @@ budget asks for it. The scheduler never asks which memory it drives, and knows n
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 
 from quire.control.branching import Branching, Hands
@@ -15,6 +15,7 @@ from quire.control.costs import DEFAULT, Costs
 from quire.control.decoding import append, pooled, score, top_of
 from quire.control.matching import masks_of, waits
 from quire.control.memory import KVMemory, Later
+from quire.control.queue import Queue
 from quire.control.request import Event, Request, Sequence, Status
 from quire.control.sight import Sight
 from quire.vocabulary.plan import LAST, Birth, Row, Sampled, StepPlan, StepResult
@@ -49,14 +50,16 @@ class Scheduler:
         self.sight = Sight(memory, budget) if geometry.sees else None
         # Whether other engines may take pages before what was decided of them is done: it is sent without rows then
         self.pressing: Callable[[], bool] = lambda: False
-        self.waiting, self.swapped = deque[Request](), deque[Request]()
+        self.waiting, self.swapped = Queue(), deque[Request]()
         self.running: dict[Request, None] = {}  # in order of arrival
         self.by_slot: dict[int, tuple[Request, Sequence]] = {}
         self.births: list[Birth] = []
         self.matched = 0  # requests with a grammar
         self.late = False  # the runner takes masks once a step is under way
         self.flight = 0  # plans made whose results are awaited
-        self.next_seq = self.added = 0
+        self.next_seq = 0
+        self.pressed = False  # a newcomer is to get room that another client or batch has more of
+        self.favoured: Request | None = None  # the newcomer that room was made for
         self.preempted = {"swap": 0, "recompute": 0}  # requests, by the way it was done
         self.deferred = 0  # waiting requests that the last look at the queue told to come later
         hands = Hands(self.new_id, self._fork, self._leave, self._born_of, self.finish)
@@ -69,10 +72,8 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request that the memory `fits`."""
-        self.added += 1
-        request.order = self.added
         self.matched += request.params.grammar is not None
-        self.waiting.append(request)
+        self.waiting.add(request)
 
     @property
     def preemptions(self) -> int:
@@ -88,6 +89,10 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None: nothing to do, or memory is short and a result is awaited first."""
+        if self.pressed:
+            if self.flight:
+                return None
+            self._make_room()
         rows: list[Row] = []
         if self.sight is not None:
             self.sight.begin()
@@ -195,7 +200,7 @@ class Scheduler:
             seq.computed = seq.planned = 0
         victim.candidates = {}  # they will be drawn again
         victim.status = Status.WAITING
-        _enqueue(self.waiting, victim)
+        self.waiting.give_back(victim)
         self._count(victim, "recompute")
 
     def _count(self, victim: Request, way: str) -> None:
@@ -211,9 +216,9 @@ class Scheduler:
     # Admission
 
     def _join(self, rows: list[Row]) -> None:
-        """Bring requests in, oldest first, while the budget, the slots and the memory allow: nobody new is admitted
-        before older ones that were preempted are back (§4.5). Who is told to come later keeps its place and its slots,
-        as the memory keeps room for it, and the next one is tried."""
+        """Bring requests in, in the queue's order, while the budget, the slots and the memory allow: nobody new is
+        admitted before older ones that were preempted are back (§4.5), unless these have more than their share. Who is
+        told to come later keeps its place and its slots, as the memory keeps room for it, and the next one is tried."""
         self.deferred = 0
         if (self.static and self.running) or not (self.swapped or self.waiting):
             return
@@ -221,16 +226,20 @@ class Scheduler:
         slots = self.max_seqs - sum(request.width for request in self.running)  # those of forks to come are taken too
         later: list[Request] = []
         while (budget > 0 or self.static) and (self.swapped or self.waiting):
-            queue = min((q for q in (self.swapped, self.waiting) if q), key=lambda q: q[0].order)
-            request = queue[0]
-            if request.width > slots:
-                break
-            joined = self._swap_in(request, budget) if queue is self.swapped else self._admit(request, budget)
+            request = self._next()
+            back = request.status is Status.SWAPPED
+            joined: list[Row] | Later | None = None
+            if request.width <= slots:
+                joined = self._swap_in(request, budget) if back else self._admit(request, budget)
             if joined is None:
+                self.pressed = self._victim() is not None
                 break
             if isinstance(joined, Later) and request.preemptions:
                 break
-            queue.popleft()
+            if back:
+                self.swapped.popleft()
+            else:
+                self.waiting.take(request)
             slots -= request.width
             if isinstance(joined, Later):
                 later.append(request)
@@ -242,8 +251,61 @@ class Scheduler:
                 self.running = dict.fromkeys(sorted(self.running, key=lambda other: other.order))
             rows.extend(joined)
             budget -= sum(len(row.tokens) for row in joined)
-        self.waiting.extendleft(reversed(later))
+        self.waiting.put_back(later)
         self.deferred = len(later)
+
+    def _next(self) -> Request:
+        """Who is to join next."""
+        favoured, self.favoured = self.favoured, None
+        if favoured is not None and favoured is self.waiting.newcomer():
+            return favoured
+        first = self.waiting.first()
+        back = min((one for one in (first, *list(self.swapped)[:1]) if one is not None), key=lambda one: one.order)
+        new = self.waiting.newcomer()
+        return back if new is None or new is back or not self._due(new, back, 0) else new
+
+    # Room for newcomers whose client or batch has less than others
+
+    def _make_room(self) -> None:
+        """Preempt those that have more than their share, until the newcomer that is next has a slot; at least one."""
+        self.pressed = False
+        while (victim := self._victim()) is not None:
+            self._preempt(victim)
+            self.favoured = self.waiting.newcomer()
+            taken = sum(request.width for request in self.running)
+            if self.favoured is None or self.favoured.width <= self.max_seqs - taken:
+                break
+
+    def _victim(self) -> Request | None:
+        """Whom to preempt for the newcomer that is next: the youngest of the batch that has most slots, of the client
+        that has most. None if that would not be fair."""
+        new = self.waiting.newcomer()
+        if new is None or not self.running:
+            return None
+        clients, batches = self._taken()
+        client = max(clients, key=lambda key: clients[key])
+        _, batch = max((key for key in batches if key[0] == client), key=lambda key: batches[key])
+        youngest = next(one for one in reversed(self.running) if (one.client, one.batch) == (client, batch))
+        return youngest if self._due(new, youngest, youngest.width) else None
+
+    def _due(self, new: Request, other: Request, less: int) -> bool:
+        """Whether a newcomer goes before another request, whose client and batch have `less` slots without it: its own
+        client or, of the same client, its batch has less then, too. A batch asks for a client's own slots only as long
+        as it has none: exchanging more of them would cost the client, and gain it nothing."""
+        if (new.client, new.batch) == (other.client, other.batch):
+            return False
+        clients, batches = self._taken()
+        if new.client != other.client:
+            return clients[new.client] + new.width <= clients[other.client] - less
+        return not batches[new.client, new.batch] and new.width <= batches[other.client, other.batch] - less
+
+    def _taken(self) -> tuple[Counter[str], Counter[tuple[str, int]]]:
+        """Slots that each client and each batch has."""
+        clients, batches = Counter[str](), Counter[tuple[str, int]]()
+        for request in self.running:
+            clients[request.client] += request.width
+            batches[request.client, request.batch] += request.width
+        return clients, batches
 
     def _swap_in(self, request: Request, budget: int) -> list[Row] | None:
         """Bring all live sequences of a swapped request back, or none."""

@@ -67,6 +67,7 @@ ERRORS: dict[str, type[InputError]] = {
     kind.__name__: kind for kind in (InputError, PromptTooLong, PrefixTaken, PrefixesFull, UnknownPrefix, NotIdle)
 }
 # Of parameters: the front's own. The form of an output goes as it is, to be compiled there.
+MOST_CLIENT = 64
 UNSENT = ("stop", "bad_words", "method", "stop_automaton", "structured_outputs", "grammar")
 DEFAULTS = {field.name: field.default for field in fields(SamplingParams) if field.name not in UNSENT}
 T = TypeVar("T")
@@ -173,9 +174,9 @@ def number(data: Mapping[str, Any], name: str) -> int:
 def write_front(message: FromFront) -> tuple[int, bytes]:
     """The kind and body of a front's message. InputError for parameters that can't be sent."""
     match message:
-        case Add(key, requests, params, salt, pixels):
+        case Add(key, requests, params, salt, pixels, client):
             head = write_json({
-                "key": key, "salt": salt, "numbers": [asked.number for asked in requests],
+                "key": key, "salt": salt, "client": client, "numbers": [asked.number for asked in requests],
                 "ids": [asked.id for asked in requests], "params": sent_params(params),
             })  # fmt: skip
             prompts = write_runs([asked.prompt for asked in requests], "prompts")
@@ -232,7 +233,10 @@ def _read_add(body: memoryview) -> Add:
     media, pixels = read_media(reader, prompts) if reader.at < reader.end else ([()] * len(ids), ())
     _at_end(reader)
     asked = tuple(map(Asked, numbers, ids, prompts, media))
-    return Add(number(head, "key"), asked, read_params(field(head, "params", dict)), field(head, "salt", str), pixels)
+    if len(client := field(head, "client", str)) > MOST_CLIENT:
+        raise WireError("client", f"it has {len(client)} characters; at most {MOST_CLIENT} are read")
+    params = read_params(field(head, "params", dict))
+    return Add(number(head, "key"), asked, params, field(head, "salt", str), pixels, client)
 
 
 def add_key(frame: Frame) -> int:

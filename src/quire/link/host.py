@@ -249,7 +249,7 @@ class Host:
             if message.pixels or seen:
                 self._add_seeing(prompts, message, seen)
             else:
-                self.engine.add_all(prompts, message.params, salt=message.salt)
+                self.engine.add_all(prompts, message.params, salt=message.salt, client=message.client)
 
         seen = {asked.number: {medium.key for medium in asked.media} for asked in message.requests if asked.media}
         self._answer(front, message.key, add, {asked.number: asked.id for asked in message.requests}, seen)
@@ -263,7 +263,9 @@ class Host:
         pixels = self.pictures.hold([shown[key] for key in used])
         try:
             media = [asked.media for asked in message.requests]
-            self.engine.add_all(prompts, message.params, salt=message.salt, media=media, pixels=pixels)
+            self.engine.add_all(
+                prompts, message.params, salt=message.salt, media=media, pixels=pixels, client=message.client
+            )
         except BaseException:
             self.pictures.drop(used)
             raise

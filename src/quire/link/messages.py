@@ -37,13 +37,14 @@ class Asked(NamedTuple):
 
 class Add(NamedTuple):
     """Queue all of these, or none. Their parameters are resolved: words are token ids. `pixels` are those of all their
-    pictures, each once."""
+    pictures, each once. `client`, at most MOST_CLIENT characters, is whoever has a common share of the engine."""
 
     key: int
     requests: tuple[Asked, ...]
     params: SamplingParams
     salt: str = ""
     pixels: tuple[Pixels, ...] = ()
+    client: str = ""
 
 
 class Abort(NamedTuple):
@@ -131,12 +132,13 @@ class Progress(NamedTuple):
 
 class Queues(NamedTuple):
     """Requests that wait for their first step, are in memory, or in host memory; `deferred` of those that wait, until
-    another one has computed a common prefix."""
+    another one has computed a common prefix; `batches` that those that wait are of."""
 
     waiting: int = 0
     running: int = 0
     swapped: int = 0
     deferred: int = 0
+    batches: int = 0
 
 
 class Facts(NamedTuple):
@@ -186,7 +188,8 @@ class Ready(NamedTuple):
 def queues_of(engine: Engine) -> Queues:
     """As they are now."""
     scheduler = engine.scheduler
-    return Queues(len(scheduler.waiting), len(scheduler.running), len(scheduler.swapped), scheduler.deferred)
+    waiting = scheduler.waiting
+    return Queues(len(waiting), len(scheduler.running), len(scheduler.swapped), scheduler.deferred, waiting.batches)
 
 
 def facts_of(engine: Engine, seconds: float = 0.0) -> Facts:

@@ -29,8 +29,9 @@ from quire.vocabulary.columns import (
 )
 from quire.vocabulary.plan import Mapped, RankUse
 
-# now; waiting, running, swapped, deferred; computed; numbers of progress, outputs, those with more; bytes of facts
-HEAD = struct.Struct("<d4IIIIII")
+# now; waiting, running, swapped, deferred, batches; computed; numbers of progress, outputs, those with more; bytes of
+# facts
+HEAD = struct.Struct("<d5IIIIII")
 PROGRESS = struct.Struct("<IIddII")  # number, max_tokens, scheduled, first_token, cached_tokens, preemptions
 MORE = struct.Struct("<BBBqI")  # why it ended, done, kind of the reason, reason as a number, bytes of the reason
 FINISHES = (None, "stop", "length", "abort", "error")
@@ -103,7 +104,7 @@ def said_facts(facts: Facts) -> dict[str, Any]:
 def read_stepped(body: memoryview) -> Stepped:
     """The message in a body. WireError names the field and the byte where it can't be one."""
     reader = Reader(body)
-    now, waiting, running, swapped, deferred, computed, progressed, count, few, size = reader.take(HEAD, "head")
+    now, *queued, computed, progressed, count, few, size = reader.take(HEAD, "head")
     if progressed * PROGRESS.size > reader.end - reader.at:
         raise reader.error("progress", f"{progressed} are announced, {reader.end - reader.at} bytes remain")
     progress = [_read_progress(reader) for _ in range(progressed)]
@@ -126,8 +127,7 @@ def read_stepped(body: memoryview) -> Stepped:
     facts = read_facts(_load(bytes(body[at : at + size]))) if size else None
     if reader.at != reader.end:
         raise reader.error("frame", f"{reader.end - reader.at} bytes follow its end")
-    queues = Queues(waiting, running, swapped, deferred)
-    return Stepped(now, queues, computed, progress, list(zip(numbers, outputs)), facts)
+    return Stepped(now, Queues(*queued), computed, progress, list(zip(numbers, outputs)), facts)
 
 
 def _read_progress(reader: Reader) -> Progress:

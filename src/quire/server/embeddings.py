@@ -17,6 +17,7 @@ from starlette.responses import Response
 
 from quire.errors import InputError
 from quire.server.errors import renamed
+from quire.server.guards import client_of
 from quire.server.pieces import Pieces
 from quire.server.protocol import MAX_INPUTS, EmbeddingRequest, RerankRequest, ScoreRequest, warnings
 from quire.server.request_log import log_request
@@ -140,7 +141,7 @@ class Embeddings:
                 special = full is None or full.add_special_tokens is not False
                 prompts = await service.prompts.read(given, special, service.cut(body, 1), places=places)
             call = Call(service.llm, f"{kind}-{uuid.uuid4().hex}", service.held, embedded(len(given), hidden, name))
-            await call.submit(prompts, EMBED, salt=body.cache_salt or "", patient=True)
+            await call.submit(prompts, EMBED, salt=body.cache_salt or "", patient=True, client=client_of(http))
         if service.log_requests:
             log_request(call.id, prompts, EMBED, http.scope)
         tokens = sum(len(prompt.ids) for prompt in prompts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 from collections.abc import Sequence
+from hashlib import sha256
 from typing import NamedTuple
 
 from starlette.exceptions import HTTPException
@@ -15,6 +16,7 @@ from quire.server.errors import Failure, route_path
 
 OPEN = ("/health",)
 ADMIN = "quire.admin"  # in a request's scope: an admin key came with it
+CLIENT = "quire.client"  # in a request's scope: see client_of
 TRUSTED = "quire.trusted"  # in a request's scope: a key came with it, or none is needed
 MAX_BODY = 8 << 20  # bytes
 MAX_BODIES = 256 << 20  # bytes, of all requests under way
@@ -47,9 +49,10 @@ class RequireKey:
         self.admin_keys = [key.encode() for key in admin_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        admin = self._knows(scope, self.admin_keys)
-        known = self._knows(scope, self.keys)
-        scope[ADMIN], scope[TRUSTED] = admin, not self.keys or known or admin
+        admin, known = self._known(scope, self.admin_keys), self._known(scope, self.keys)
+        scope[ADMIN], scope[TRUSTED] = bool(admin), bool(not self.keys or known or admin)
+        key = known or admin
+        scope[CLIENT] = sha256(key).hexdigest()[:32] if key and self.keys else ""
         if scope["type"] == "lifespan" or scope[TRUSTED] or route_path(scope) in self.open:
             await self.app(scope, receive, send)
         elif scope["type"] == "http":
@@ -59,10 +62,17 @@ class RequireKey:
             await send({"type": "websocket.close", "code": 1008})
 
     @staticmethod
-    def _knows(scope: Scope, keys: Sequence[bytes]) -> bool:
+    def _known(scope: Scope, keys: Sequence[bytes]) -> bytes:
+        """The one of `keys` that came with a request; b"" if none did."""
         # Every key is compared, so that the time says nothing about which one was close.
-        matches = [hmac.compare_digest(key, known) for key in keys_of(scope) for known in keys]
-        return any(matches)
+        matches = [(hmac.compare_digest(key, known), known) for key in keys_of(scope) for known in keys]
+        return next((known for equal, known in matches if equal), b"")
+
+
+def client_of(request: Request) -> str:
+    """Who shares the engine with others: a digest of the key that came with a request; "" where none is needed."""
+    found: str = request.scope.get(CLIENT, "")
+    return found
 
 
 async def require_admin(request: Request) -> None:

@@ -126,7 +126,7 @@ class SayingRenderer(ChatRenderer):
     about: Json
 
     def __init__(self, id: str, model: str, chat: ChatRequest, asked: Asked, words: Words, entries: Entries) -> None:
-        _, prompt, _, box, thinking = asked
+        prompt, box, thinking = asked.prompt, asked.box, asked.thinking
         super().__init__(id, model, chat, [prompt], words, box, thinking)
         self._reading, self._entries = Reading(box, thinking), entries
 

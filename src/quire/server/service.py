@@ -15,7 +15,7 @@ import quire
 from quire.async_llm import AsyncLLM
 from quire.errors import InputError, about
 from quire.server.errors import Failure, UnknownModel
-from quire.server.guards import TRUSTED
+from quire.server.guards import TRUSTED, client_of
 from quire.server.metrics import Metrics
 from quire.server.peers import Peers
 from quire.server.pieces import Numbers, Pace, Turns, Words, numbers, strings
@@ -174,7 +174,9 @@ class Service:
         """Queue what was asked for. The headers of the answer, which warn of what is `said`, too."""
         headers = self.headers(body, prompts, said)
         try:
-            await call.submit(prompts, params, salt=body.cache_salt or "", patient=not body.stream)
+            await call.submit(
+                prompts, params, salt=body.cache_salt or "", patient=not body.stream, client=client_of(http)
+            )
         except InputError as error:
             if error.param == NAME:  # what the engine calls it
                 error.param = field_of(body)

@@ -65,15 +65,17 @@ class Call:
         self.streams: list[Stream] = []
         self._held, self._size, self._bytes = held, size, 0
 
-    async def submit(self, prompts: Sequence[Prompt], params: SamplingParams, *, salt: str, patient: bool) -> None:
-        """Queue all prompts, or none."""
+    async def submit(
+        self, prompts: Sequence[Prompt], params: SamplingParams, *, salt: str, patient: bool, client: str
+    ) -> None:
+        """Queue all prompts of a client, or none."""
         self._held.add(self._size)
         named = [(f"{self.id}-{at}", prompt.ids) for at, prompt in enumerate(prompts)]
         pixels = [one for prompt in prompts for one in prompt.pixels]
         media = [prompt.media for prompt in prompts] if pixels else ()
         try:
             self.streams = await self.llm.submit_all(
-                named, params, salt=salt, patient=patient, media=media, pixels=pixels
+                named, params, salt=salt, patient=patient, media=media, pixels=pixels, client=client
             )
         except BaseException:
             self._held.drop(self._size)
