@@ -2,9 +2,8 @@
 
 python tests/server/canary.py --url http://127.0.0.1:8000 [--out FILE]
 
-Against a server that runs, of any version: start it with --max-num-seqs as it is to be measured. Each load is begun, and
-while it runs a completion of two tokens is asked for again and again. A line a load: its own seconds, and the median and the
-longest of the completions'."""
+Against a server that runs, of any version. Each load is begun, and while it runs a completion of two tokens is asked
+for again and again. A line a load: its own seconds, and the median and the longest of the completions'."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from typing import Any
 
 import httpx
 
-WORDS = "once upon a time there was a reader of pages who kept a quire".split()
+WORDS = ("once", "upon", "a", "time", "there", "was", "a", "reader", "of", "pages", "who", "kept", "a", "quire")
 Ask = Callable[[str, dict[str, Any]], httpx.Response]
 
 
@@ -51,9 +50,13 @@ def measured(ask: Ask, requests: list[tuple[str, dict[str, Any]]]) -> dict[str, 
         seconds = time.monotonic() - began
     served = [one for one in took if one != float("inf")]
     return {
-        "seconds": round(seconds, 2), "refused": refused, "canaries": len(took), "refused_canaries": len(took) - len(served),
-        "median_s": round(statistics.median(served), 3) if served else None, "longest_s": round(max(served, default=0), 3),
-    }  # fmt: skip
+        "seconds": round(seconds, 2),
+        "refused": refused,
+        "canaries": len(took),
+        "refused_canaries": len(took) - len(served),
+        "median_s": round(statistics.median(served), 3) if served else None,
+        "longest_s": round(max(served, default=0), 3),
+    }
 
 
 def main() -> None:

@@ -185,7 +185,7 @@ def test_no_request_is_to_blame_for_a_process_that_does_not_come_up(
 def test_a_process_that_is_gone_when_its_time_is_over_was_late() -> None:
     template = ChatTemplate("x", {})
     kill(template)
-    with pytest.raises(RenderError, match="it ran longer than 2 s"):
+    with pytest.raises(RenderError, match="it got no answer in 2 s"):
         template._renderer._answer(time.monotonic(), 2.0, 100)
     assert template.render(ASK) == "x"
 
@@ -245,3 +245,34 @@ def test_a_renderer_without_python_says_so(monkeypatch: pytest.MonkeyPatch) -> N
     renderer = Renderer()
     with pytest.raises(RenderError, match="its process ended"):
         renderer.compile("x")
+
+
+def test_a_process_that_does_not_run_costs_no_request() -> None:
+    """It was stopped, or the machine is too busy: another one is asked."""
+    renderer = Renderer()
+    try:
+        renderer.compile("{{ a }}")
+        os.kill(renderer._pid, signal.SIGSTOP)
+        assert renderer.render({"a": "said"}, 1.0, 100) == "said"
+    finally:
+        renderer.close()
+
+
+def test_who_never_gets_to_run_is_told_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = Renderer._start
+
+    def stopped(self: Renderer) -> None:
+        start(self)
+        self._up = True
+        os.kill(self._pid, signal.SIGSTOP)
+
+    renderer = Renderer()
+    try:
+        renderer.compile("{{ a }}")
+        os.kill(renderer._pid, signal.SIGSTOP)
+        monkeypatch.setattr(Renderer, "_start", stopped)
+        monkeypatch.setattr(Renderer, "_compile_again", lambda self: None)
+        with pytest.raises(Overloaded, match="gets no processor time"):
+            renderer.render({"a": "said"}, 0.4, 100)
+    finally:
+        renderer.close()

@@ -186,9 +186,13 @@ def _saved(folder: Path, **changes: object) -> Path:
         ),
     ],
 )  # fmt: skip
-def test_a_tokenizer_that_panics_is_refused_at_start(part: str, value: object, tmp_path: Path) -> None:
+def test_a_tokenizer_that_panics_is_refused_at_start(
+    part: str, value: object, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Without the library's own lines about it."""
     with pytest.raises(StartupError, match="tokenizer"):
         Tokenizer.load(_saved(tmp_path, **{part: value}))
+    assert capfd.readouterr().err == ""
 
 
 def test_a_panic_at_a_clients_text_is_an_input_error(tmp_path: Path) -> None:

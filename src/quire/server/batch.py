@@ -236,7 +236,9 @@ def answered(path: Path, out: BinaryIO) -> tuple[Ids, int]:
 
 def open_partial(target: Path, resume: bool) -> tuple[BinaryIO, Ids, int]:
     """The file that becomes `target`, open, with the answers of an earlier run if they are kept. StartupError if it
-    can't be written, or is there and isn't to be resumed."""
+    is a folder, can't be written, or is there and isn't to be resumed."""
+    if target.is_dir():
+        raise StartupError(f"{target} is a folder", "Give a file as --output-file")
     partial, fresh = Path(f"{target}{PARTIAL}"), Path(f"{target}{PARTIAL}.new")
     if partial.exists() and not resume:
         raise StartupError(f"{partial} is there: a run that didn't end", "Add --resume to go on with it, or remove it")

@@ -5,6 +5,8 @@ stranger's tokenizer would do is tried before it serves. It doesn't know what a 
 from __future__ import annotations
 
 import json
+import os
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -39,11 +41,30 @@ def refused(what: str) -> Any:
     return failing(lambda reason: InputError(f"{what}: {reason}"), TypeError, OverflowError)
 
 
-def unreadable(what: str | Path) -> Any:
-    """A context in which the library's failures are StartupErrors."""
-    return failing(
-        lambda reason: StartupError(f"{what} is not a readable tokenizer: {reason}", "Download the file again")
-    )
+@contextmanager
+def unreadable(what: str | Path) -> Iterator[None]:
+    """A context in which the library's failures are StartupErrors. For the start: what is written to descriptor 2
+    meanwhile is held back, and what the library writes there when it panics is left out."""
+    remedy = "Download the file again"
+    with tempfile.TemporaryFile() as held:
+        there = os.dup(2)
+        try:
+            os.dup2(held.fileno(), 2)
+            with failing(lambda reason: StartupError(f"{what} is not a readable tokenizer: {reason}", remedy)):
+                yield
+        except StartupError as error:
+            cause: BaseException | None = error
+            while cause is not None and type(cause).__name__ != PANIC:
+                cause = cause.__cause__
+            if cause is not None:
+                held.truncate(0)
+            raise
+        finally:
+            os.dup2(there, 2)
+            os.close(there)
+            held.seek(0)
+            if said := held.read():
+                os.write(2, said)
 
 
 def encode(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:

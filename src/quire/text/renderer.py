@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+import psutil
+
 from quire.errors import EngineDead, Overloaded, StartupError
 from quire.text import confined
 from quire.text.frames import HEADER, pack, unpack
@@ -31,6 +33,10 @@ class RenderError(Exception):
 
 class Ended(RenderError):
     """The process was gone before it answered: the template's doing, or the system's, which may kill any process."""
+
+
+class Starved(Ended):
+    """The process got hardly any processor time before it was late: the system's doing, not the template's."""
 
 
 class Renderer:
@@ -53,12 +59,16 @@ class Renderer:
     def render(self, variables: dict[str, Any], seconds: float, most: int) -> str | None:
         """The text; None when it has more than `most` bytes. RenderError for what the template raised and for what it
         took beyond its limits, within `seconds` (of each of two tries, should the process end in the first). Overloaded
-        when others' renders take too long, or the process can't be started again; EngineDead after `close`."""
+        when others' renders take too long, or the process can't be started again or doesn't get to run; EngineDead
+        after `close`."""
         with self._my_turn():
             try:
                 return self._render(variables, seconds, most)
             except Ended:  # killed for want of memory, say: only in a second one it's the template's doing
-                return self._render(variables, seconds, most)
+                try:
+                    return self._render(variables, seconds, most)
+                except Starved as error:
+                    raise Overloaded("the chat template's process gets no processor time", 1) from error
 
     def close(self) -> None:
         """End the process; nothing can be rendered any more."""
@@ -81,6 +91,7 @@ class Renderer:
         command = ["-c", BOOT, *confined.folders_of("quire", "jinja2", "markupsafe")]
         process, ours = confined.start(command, "for the chat template", StartupError, kept=("TZ",))  # its clock
         self._socket, self._end = ours, weakref.finalize(self, confined.end, process, ours)
+        self._pid = process.pid
         if self._closed:  # meanwhile, by another thread
             self._end()
 
@@ -123,14 +134,15 @@ class Renderer:
         frame = pack([seconds, asked])
         if len(frame) > MAX_FRAME:
             raise RenderError(f"what it is given has {len(frame)} bytes; {MAX_FRAME} are the most")
-        end = time.monotonic() + seconds
+        end, spent = time.monotonic() + seconds, _spent(self._pid)
         with suppress(OSError):  # an ended or stuck process: the answer tells
             self._socket.settimeout(seconds)
             self._socket.sendall(frame)
-        return self._answer(end, seconds, most)
+        return self._answer(end, seconds, most, spent)
 
-    def _answer(self, end: float, seconds: float, most: int) -> Any:
-        """What a frame of at most `most` bytes says that is there before `end`. Whatever fails here, the process is
+    def _answer(self, end: float, seconds: float, most: int, spent: float = 0.0) -> Any:
+        """What a frame of at most `most` bytes says that is there before `end`, of a process that had `spent` so many
+        seconds of a processor before it was asked. Whatever fails here, the process is
         another one afterwards, so that no answer is taken for one to the next question."""
         try:
             size = int.from_bytes(self._receive(HEADER, end), "big")
@@ -138,7 +150,10 @@ class Renderer:
                 raise ValueError
             kind, value = unpack(self._receive(size, end))
         except TimeoutError as error:
+            starved = _spent(self._pid) - spent < seconds / 2
             self._restart()
+            if starved:
+                raise Starved(f"it got no answer in {seconds:g} s") from error
             raise RenderError(f"it ran longer than {seconds:g} s") from error
         except (EOFError, OSError) as error:
             self._restart()
@@ -163,3 +178,12 @@ class Renderer:
                 raise EOFError
             data += chunk
         return bytes(data)
+
+
+def _spent(pid: int) -> float:
+    """Seconds of a processor that a process had; 0 if it is gone."""
+    try:
+        times = psutil.Process(pid).cpu_times()
+        return float(times.user + times.system)
+    except psutil.Error:
+        return 0.0

@@ -166,7 +166,7 @@ def layer_sets(config: EngineConfig, spec: ModelSpec, itemsize: int) -> list[tup
         return [(i,) for i in owners] + rows
     kept = {i: spec.layers[i].kept for i in owners}
     sets = [tuple(i for i in owners if kept[i] == kind) for kind in dict.fromkeys(kept.values())]
-    if config.page_sizes == "gcd":
+    if config.page_sizes == "gcd" and len(sets) > 1:
         sizes = [(len(layers), spec.layers[layers[0]].token_bytes(itemsize)) for layers in sets]
         counts = equal_sets(sizes)
         if counts is None:
