@@ -14,6 +14,10 @@ class Rope:
 
     LongRoPE divides what pair i turns by its number in `long` where sequences may be longer than `original_len`, and in
     `short` where none is: keys stay as they were rotated, so that it is one or the other for all sequences.
+
+    Only a `share` of a head is rotated (Phi-4-mini), whose size stands for head_dim then. Rows of queries and keys are
+    put in `order` as they are loaded: products of the two don't change, and kernels rotate whole heads, most of them by
+    nothing.
     """
 
     kind: str
@@ -28,3 +32,15 @@ class Rope:
     truncate: bool = True
     short: tuple[float, ...] = ()
     long: tuple[float, ...] = ()
+    share: float = 1.0
+
+    def turned(self, head_dim: int) -> int:
+        """How many of a head's numbers are rotated."""
+        return int(head_dim * self.share)
+
+    def order(self, head_dim: int) -> list[int]:
+        """A head's numbers as rotation has them, pair i being numbers i and i + head_dim / 2: those that are rotated
+        are the first `turned` of a checkpoint's, whose pairs are i and i + turned / 2."""
+        half, rest = self.turned(head_dim) // 2, list(range(self.turned(head_dim), head_dim))
+        first, second = rest[: len(rest) // 2], rest[len(rest) // 2 :]
+        return [*range(half), *first, *range(half, 2 * half), *second]

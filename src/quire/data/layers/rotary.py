@@ -62,11 +62,15 @@ def cos_sin(rope: Rope, head_dim: int, length: int) -> Tensor:
     rotated as a sequence of p + 1 tokens would be: unscaled below `original_len`, with the base for p + 1 beyond.
     That is what transformers' generation with a cache does token by token, and it doesn't depend on the batch.
     """
-    positions = torch.arange(length, dtype=torch.float32).unsqueeze(1)
+    turned, positions = rope.turned(head_dim), torch.arange(length, dtype=torch.float32).unsqueeze(1)
     lengths = {"dynamic": positions + 1, "longrope": torch.tensor(length)}
-    frequencies = inverse_frequencies(rope, head_dim, lengths.get(rope.kind))
+    frequencies = inverse_frequencies(rope, turned, lengths.get(rope.kind))
     angles = positions * frequencies
-    return torch.stack((angles.cos(), angles.sin()), dim=1).mul_(rope.attention_factor)
+    found = torch.stack((angles.cos(), angles.sin()), dim=1).mul_(rope.attention_factor)
+    if turned == head_dim:
+        return found
+    still = torch.tensor((1.0, 0.0)).view(1, 2, 1).expand(length, 2, (head_dim - turned) // 2)
+    return torch.cat((found, still), dim=2)
 
 
 def inverse_frequencies(rope: Rope, head_dim: int, length: Tensor | None = None) -> Tensor:

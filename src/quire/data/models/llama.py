@@ -164,7 +164,16 @@ class Llama(nn.Module):
         if s.stored == "internlm2":
             grouped = s.heads // s.kv_heads * s.head_dim, s.head_dim, s.head_dim
             names |= {k: stored._replace(grouped=grouped) for k, stored in names.items() if k.endswith(attention)}
+        if s.rope.share < 1:
+            names |= {k: stored._replace(order=self._order(k)) for k, stored in names.items() if k.endswith(attention)}
         return names
+
+    def _order(self, name: str) -> tuple[int, ...]:
+        """Rows of queries, keys and values, the former two as rotation has them."""
+        *turned, values = self.get_submodule(name.rpartition(".")[0]).parts
+        dim, end = self.settings.head_dim, sum(turned)
+        heads = [head + row for head in range(0, end, dim) for row in self.settings.rope.order(dim)]
+        return (*heads, *range(end, end + values))
 
     @property
     def ignored(self) -> tuple[str, ...]:

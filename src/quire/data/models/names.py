@@ -12,12 +12,13 @@ from torch import nn
 class Stored(NamedTuple):
     """A parameter's rows are those of `tensors`, one below the other, `rows` of each; `transpose` for weights kept as
     [in, out]. Where tensors are `grouped`, their rows lie in groups, each with so many rows of every part, and the
-    parameter has one part below the other."""
+    parameter has one part below the other. `order`: the parameter's rows by their numbers there, if they are others."""
 
     tensors: tuple[str, ...]
     rows: tuple[int, ...]
     transpose: bool = False
     grouped: tuple[int, ...] = ()
+    order: tuple[int, ...] = ()
 
 
 def expand(model: nn.Module, table: Mapping[str, str | tuple[str, ...]], transposed: str = "") -> dict[str, Stored]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from quire.data.layers.rope import KINDS, Rope
 from quire.data.models.fields import Fields
 from quire.errors import StartupError, shown
 
 
-def read_rope(fields: Fields, max_position: int) -> tuple[Rope, int]:
-    """The rotary embedding and the length that it reaches.
+def read_rope(fields: Fields, max_position: int, partial: bool = False) -> tuple[Rope, int]:
+    """The rotary embedding and the length that it reaches. `partial`: it may be of a part of each head.
 
     Newer configs hold everything in `rope_parameters`; older ones hold `rope_theta` and perhaps `rope_scaling`. Where
     both are given `rope_scaling` counts, as in transformers.
@@ -20,7 +21,13 @@ def read_rope(fields: Fields, max_position: int) -> tuple[Rope, int]:
     if not isinstance(section, dict) or any(isinstance(value, dict) for value in section.values()):
         raise StartupError(f"{where} must be one flat object, got {shown(section)}", "One rope a model is supported")
     rope = Fields(section, f"{where} of config.json")
-    return rope_of(fields, rope, max_position, fields.number("rope_theta", 10000.0))
+    if not partial:
+        return rope_of(fields, rope, max_position, fields.number("rope_theta", 10000.0))
+    share = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
+    if not 0 < share <= 1:
+        raise StartupError(f"partial_rotary_factor is {share}", "It must be above 0, and 1 at most")
+    found, length = _rope_of(fields, rope, max_position, fields.number("rope_theta", 10000.0))
+    return replace(found, share=float(share)), length
 
 
 def rope_of(fields: Fields, rope: Fields, max_position: int, theta: float) -> tuple[Rope, int]:
@@ -28,6 +35,10 @@ def rope_of(fields: Fields, rope: Fields, max_position: int, theta: float) -> tu
     where it names none."""
     for options in (fields, rope):
         options.refuse("partial_rotary_factor", 1.0)
+    return _rope_of(fields, rope, max_position, theta)
+
+
+def _rope_of(fields: Fields, rope: Fields, max_position: int, theta: float) -> tuple[Rope, int]:
     kind = rope.text("rope_type", rope.text("type", "default"))
     if kind not in (*KINDS, "su"):
         raise StartupError(f"the rope_type {shown(kind)} is not supported", f"Supported: {', '.join(KINDS)}")

@@ -63,10 +63,15 @@ class LlamaSettings:
             fields.refuse("bias", False)
         hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
         kv_heads, head_dim = read_heads(fields, heads, heads, 128 if qwen3 else hidden // heads)
-        rope, max_len = read_rope(fields, fields.size("max_position_embeddings"))
-        if rope.kind == "longrope" and len(rope.short) != head_dim // 2:
+        rope, max_len = read_rope(fields, fields.size("max_position_embeddings"), architecture == "Phi3ForCausalLM")
+        turned = rope.turned(head_dim)
+        if turned % 2 or not turned:
             raise StartupError(
-                f"short_factor and long_factor have {len(rope.short)} numbers", f"They must have {head_dim // 2}"
+                f"partial_rotary_factor is {rope.share}, and head_dim {head_dim}", "They must leave pairs to rotate"
+            )
+        if rope.kind == "longrope" and len(rope.short) != turned // 2:
+            raise StartupError(
+                f"short_factor and long_factor have {len(rope.short)} numbers", f"They must have {turned // 2}"
             )
         layers = fields.size("num_hidden_layers", most=MAX_LAYERS)
         kinds = _kinds(fields, architecture, layers, max_len)

@@ -56,7 +56,7 @@ def forms_of(model: Model, scheme: Few, file: GGUF | None = None) -> Forms:
             forms = tuple(FORMS[kind] for kind in kinds if kind in FORMS)
         elif scheme.stored:
             made = Form(scheme.bits, scheme.group, 0 if scheme.bits == 4 else 128, True)
-            stays = scheme.ordered or bool(names[name].grouped)
+            stays = scheme.ordered or bool(names[name].grouped or names[name].order)
             forms = tuple(made for module in modules if scheme.covers(module, model.prefixes) and not stays)
         else:
             eight = scheme.bits == 8 or HEAD.search(module_of(model, layer)) is not None

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -49,9 +50,9 @@ class Target(NamedTuple):
     """Where a tensor goes: these rows of one of our parameters, after a transposition if the file keeps [in, out].
 
     `fp8`: it is in FP8, or is rounded to it. Then `scale` [G, N] is where its scales go; None where the rows are in
-    the model's dtype and are to hold the products. `grouped`: see quire.data.models.names. `form`: it is in few
-    bits, or is rounded to them, and is this part of the weight of `layer`, if it is one's. `whole`: the parameter that
-    these rows are all of. `slice`: what of the tensor they are; None: all of it."""
+    the model's dtype and are to hold the products. `grouped`, `order`: see quire.data.models.names. `form`: it is in
+    few bits, or is rounded to them, and is this part of the weight of `layer`, if it is one's. `whole`: the parameter
+    that these rows are all of. `slice`: what of the tensor they are; None: all of it."""
 
     rows: Tensor
     transpose: bool
@@ -64,6 +65,12 @@ class Target(NamedTuple):
     whole: Parameter | None = None
     slice: Slice | None = None
     room: int = 0  # rows that a slice's are to be, with zeros behind them
+    order: tuple[int, ...] = ()
+
+    def arranged(self, tensor: Tensor) -> Tensor:
+        """A tensor's rows as ours."""
+        tensor = ungrouped(tensor, self.grouped) if self.grouped else tensor
+        return tensor[list(self.order)] if self.order else tensor
 
     @property
     def divided(self) -> bool:
@@ -139,7 +146,7 @@ def load(
             put(target.rows, target.layer, target.part, stored.numbers)
         else:
             floats = stored.floats()
-            target.rows.copy_(ungrouped(floats, target.grouped) if target.grouped else floats)
+            target.rows.copy_(target.arranged(floats))
 
 
 def _incomplete(model: Model, folder: Path, missing: list[str]) -> StartupError:
@@ -192,11 +199,16 @@ def targets_of(model: Model, scheme: FP8 | Few | None, file: GGUF | None = None)
             scales = scale.split(source.rows, 1)
         made = forms.get(name, (None,) * len(parts))
         whole = parameters[name] if len(parts) == 1 else None
-        for part, (tensor, rows, cut) in enumerate(zip(source.tensors, parts, slices_of(model, name, source))):
+        begins = accumulate(source.rows, initial=0)
+        for part, (tensor, rows, cut, at) in enumerate(
+            zip(source.tensors, parts, slices_of(model, name, source), begins)
+        ):
+            order = tuple(row - at for row in source.order[at : at + len(rows)])
             yes = fp8[name][part] if name in fp8 else False
             target = Target(
-                rows, source.transpose, yes, scales[part], source.grouped, made[part], layers.get(name), part, whole
-            )
+                rows, source.transpose, yes, scales[part], source.grouped, made[part], layers.get(name), part, whole,
+                order=order,
+            )  # fmt: skip
             if cut is not None:  # its rows come in our order, and padding may be behind them
                 full = whole if cut.count == len(rows) else None
                 own = None if target.scale is None else target.scale[:, : cut.count]
@@ -264,8 +276,7 @@ def fill(
             wanted = "Such weights are not supported where quantization_config in config.json doesn't say so"
         raise StartupError(f"{shown(key)} in {path} has dtype {kind}", wanted)
     _check_shape(tuple(tensor.shape), tuple(target.rows.shape), target.transpose, key, path)
-    if target.grouped:
-        tensor = ungrouped(tensor, target.grouped)
+    tensor = target.arranged(tensor)
     tensor = tensor.t() if target.transpose else tensor
     if target.form is not None:
         if target.rows.is_meta and len(tensor) < target.room:
@@ -316,8 +327,7 @@ def _scale(target: Target, given: Tensor, key: str, path: Path, blocks: bool) ->
                            "Scales must be finite and above 0")  # fmt: skip
     if target.slice is not None:
         scale = _own(scale, target.slice, key)
-    if target.grouped:
-        scale = ungrouped(scale.t(), target.grouped).t()
+    scale = target.arranged(scale.t()).t()
     if target.scale is None:
         yield target.rows, scale
     else:
