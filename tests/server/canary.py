@@ -2,8 +2,9 @@
 
 python tests/server/canary.py --url http://127.0.0.1:8000 [--out FILE]
 
-Against a server that runs, of any version. Each load is begun, and while it runs a completion of two tokens is asked
-for again and again. A line a load: its own seconds, and the median and the longest of the completions'."""
+Against a server that runs, of any version. Each load is served alone, then again while a completion of two tokens is
+asked for again and again. A line a load: its own seconds both times, and the median and the longest of the
+completions'."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ def text(seed: int, words: int) -> str:
 
 def loads() -> dict[str, list[tuple[str, dict[str, Any]]]]:
     """The requests of each load, all asked at once."""
-    long = {"max_tokens": 64, "ignore_eos": True}
+    long = {"max_tokens": 192, "ignore_eos": True}
     return {
         "8 ordinary": [("completions", {"prompt": text(i, 40), **long}) for i in range(8)],
         "64 ordinary": [("completions", {"prompt": text(i, 40), **long}) for i in range(64)],
@@ -36,11 +37,22 @@ def loads() -> dict[str, list[tuple[str, dict[str, Any]]]]:
     }
 
 
-def measured(ask: Ask, requests: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
+def alone(ask: Ask, requests: list[tuple[str, dict[str, Any]]]) -> float:
+    """Seconds of a load."""
     with ThreadPoolExecutor(len(requests)) as pool:
         began = time.monotonic()
-        asked: list[Future[httpx.Response]] = [pool.submit(ask, path, body) for path, body in requests]
-        time.sleep(0.5)  # the load is to be under way
+        list(pool.map(lambda one: ask(*one), requests))
+        return time.monotonic() - began
+
+
+def measured(ask: Ask, requests: list[tuple[str, dict[str, Any]]], salt: str) -> dict[str, Any]:
+    """What a load takes, and completions beside it. `salt`: nothing is found in the cache."""
+    first, second = ([(path, {**body, "cache_salt": f"{salt}{i}"}) for path, body in requests] for i in range(2))
+    seconds_alone = alone(ask, first)
+    with ThreadPoolExecutor(len(requests)) as pool:
+        began = time.monotonic()
+        asked: list[Future[httpx.Response]] = [pool.submit(ask, path, body) for path, body in second]
+        time.sleep(0.1)  # the load is to be under way
         took = []
         while not all(one.done() for one in asked) and len(took) < 200:
             start = time.monotonic()
@@ -50,6 +62,7 @@ def measured(ask: Ask, requests: list[tuple[str, dict[str, Any]]]) -> dict[str, 
         seconds = time.monotonic() - began
     served = [one for one in took if one != float("inf")]
     return {
+        "seconds_alone": round(seconds_alone, 3),
         "seconds": round(seconds, 2),
         "refused": refused,
         "canaries": len(took),
@@ -71,7 +84,7 @@ def main() -> None:
 
         found = {}
         for name, requests in loads().items():
-            found[name] = measured(ask, requests)
+            found[name] = measured(ask, requests, f"{name}, {time.time()}, ")
             print(f"{name}: {json.dumps(found[name])}", flush=True)
     if options.out:
         with open(options.out, "w") as file:
