@@ -1,42 +1,28 @@
-"""Examples for clients, over the bundled model: the agent calls its tool and gets an answer; an extraction is a recipe,
-whatever the model knows of bread."""
+"""An example for clients, over the bundled model: the agent calls its tool and gets an answer."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import echo_service
-import pytest
 from openai import OpenAI
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))  # scripts, not a part of the package
 
 import agent
-import extraction
 
 from quire.build import build
 from quire.config import EngineConfig
 
 
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
+def test_it_calls_its_tool() -> None:
     model = build(EngineConfig(kv_tokens=4096, max_num_seqs=4, device="cpu"))
-    with echo_service.serving(model) as running:
-        yield f"{running.url}/v1"
-
-
-def test_an_extraction_is_of_the_form(url: str) -> None:
-    extraction.MODEL = "echo"
-    recipe = extraction.by_openai(url)
-    assert isinstance(recipe, extraction.Recipe)
-    assert recipe.ingredients
-
-
-def test_it_calls_its_tool(url: str) -> None:
-    with OpenAI(base_url=url, api_key="unused", max_retries=0, timeout=60) as client:
+    with (
+        echo_service.serving(model) as running,
+        OpenAI(base_url=f"{running.url}/v1", api_key="unused", max_retries=0, timeout=60) as client,
+    ):
         question, called, result, *rest = agent.run(client, "How many pages has a quire?")
     assert question["role"] == "user"
     [call] = called["tool_calls"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from typing import Any
 
 import pytest
@@ -40,12 +39,10 @@ def test_a_size_in_gib() -> None:
     assert (plan.weights, plan.max_len, plan.clipped) == (WEIGHTS, 2048, "")
     assert (plan.device_bytes, plan.free_bytes) == (16 * GIB, 8 * GIB)
     assert planned(kv_gib=100_000 * TOKEN / GIB, page_size=1024).kv_tokens == 97 * 1024  # whole pages of what is given
-
-
-def test_a_size_in_tokens_is_rounded_up_to_pages() -> None:
-    assert planned(kv_tokens=2049, page_size=16).kv_tokens == 2064
+    assert planned(kv_gib=2 * TOKEN / GIB, page_size=1).kv_tokens == 2  # and no less
+    rounded = planned(kv_tokens=2049, page_size=16)  # up to pages
+    assert (rounded.kv_tokens, rounded.kv_bytes) == (2064, 2064 * TOKEN)
     assert planned(kv_tokens=2048, page_size=16).kv_tokens == 2048
-    assert planned(kv_tokens=2049, page_size=16).kv_bytes == 2064 * TOKEN
 
 
 def test_a_cpu_gives_a_share_of_what_is_free(machine: dict[str, tuple[int, int]]) -> None:
@@ -73,46 +70,41 @@ def test_sequences_are_cut_to_the_memory_and_it_is_said() -> None:
     assert planned(kv_tokens=1000, max_model_len=900).max_len == 900
 
 
-def said(message: str, device: str = "cpu", spec: ModelSpec = SPEC, **settings: Any) -> StartupError:
-    with pytest.raises(StartupError, match=re.escape(message)) as raised:
-        planned(device, spec, **settings)
-    return raised.value
+LARGE = {"spec": dataclasses.replace(SPEC, parameters=70_000_000_000)}
+FULL = r"95\.4 MiB of weights, [\d.]+ [MG]iB of activations and 8\.00 GiB of KV cache don't fit into 8\.00 GiB on cpu"
+SMALLER = "Use a smaller --kv-gib, --max-num-batched-tokens or model"
+ON_A_GPU = f"{SMALLER}, or a larger --gpu-memory-utilization"
 
 
-def test_longer_than_the_model() -> None:
-    error = said("--max-model-len is 4096, but the model was made for 2048 tokens", max_model_len=4096)
-    assert error.remedy == "Use at most 2048"
-
-
-def test_longer_than_the_memory() -> None:
-    error = said("--max-model-len is 2000, but the KV cache holds 1008 tokens", max_model_len=2000, kv_tokens=1000)
-    assert error.remedy == "Use --max-model-len 1008 or less, or a larger --kv-gib"
-
-
-@pytest.mark.parametrize("size", [{"kv_gib": 8.0}, {"kv_tokens": 8 * GIB // TOKEN}])
-def test_more_than_there_is(size: dict[str, float]) -> None:
-    error = said("8.00 GiB of KV cache don't fit into 8.00 GiB on cpu", **size)
-    assert "95.4 MiB of weights" in error.cause
-    assert re.search(r"[\d.]+ [MG]iB of activations", error.cause)
-    assert error.remedy == "Use a smaller --kv-gib, --max-num-batched-tokens or model"
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_model_that_does_not_fit(device: str) -> None:
-    large = dataclasses.replace(SPEC, parameters=70_000_000_000)
-    error = said("130.39 GiB of weights", device, large)
-    assert f"on {device}" in error.cause
-    assert "or model" in error.remedy
-
-
-def test_a_gpu_that_others_have_filled(machine: dict[str, tuple[int, int]]) -> None:
-    machine["cuda"] = (80 * GIB, 4 * GIB)
-    said("0.0 MiB on cuda", "cuda")
-
-
-def test_less_than_two_tokens() -> None:
-    said("out of memory", kv_gib=TOKEN / GIB, page_size=1)
-    assert planned(kv_gib=2 * TOKEN / GIB, page_size=1).kv_tokens == 2
+@pytest.mark.parametrize(
+    ("settings", "cause", "remedy"),
+    [
+        (
+            {"max_model_len": 4096},
+            "--max-model-len is 4096, but the model was made for 2048 tokens",
+            "Use at most 2048",
+        ),
+        (
+            {"max_model_len": 2000, "kv_tokens": 1000},
+            "--max-model-len is 2000, but the KV cache holds 1008 tokens",
+            "Use --max-model-len 1008 or less, or a larger --kv-gib",
+        ),
+        ({"kv_gib": 8.0}, FULL, SMALLER),
+        ({"kv_tokens": 8 * GIB // TOKEN}, FULL, SMALLER),
+        (LARGE, r"130\.39 GiB of weights.* on cpu", SMALLER),
+        ({**LARGE, "device": "cuda"}, r"130\.39 GiB of weights.* on cuda", ON_A_GPU),
+        ({"device": "cuda", "free": 4 * GIB}, r"0\.0 MiB on cuda", ON_A_GPU),  # others have filled it
+        ({"kv_gib": TOKEN / GIB, "page_size": 1}, "out of memory", SMALLER),
+    ],
+)
+def test_what_does_not_fit(
+    machine: dict[str, tuple[int, int]], settings: dict[str, Any], cause: str, remedy: str
+) -> None:
+    given = dict(settings)
+    machine["cuda"] = (80 * GIB, given.pop("free", 79 * GIB))
+    with pytest.raises(StartupError, match=cause) as raised:
+        planned(**given)
+    assert raised.value.remedy == remedy
 
 
 def test_a_plan_is_one_screen_and_says_when_it_does_not_add_up() -> None:
@@ -136,11 +128,9 @@ def test_activations_grow_with_what_they_are_made_of() -> None:
     for larger in ({"hidden": 1024}, {"intermediate": 4096}, {"vocab_size": 32000}, {"layers": layers}):
         assert before < activation_bytes(CONFIG, dataclasses.replace(SPEC, **larger), 2), larger
     assert before < activation_bytes(CONFIG, SPEC, 4)
-
-
-def test_activations_hold_a_step_and_its_logits() -> None:
-    """No less than the tensors that are certainly alive together."""
-    assert activation_bytes(CONFIG, SPEC, 2) >= 2048 * (512 + 2 * 1024) * 2 + 256 * 1000 * 4
+    config = EngineConfig().sized("cpu")  # each rotary embedding has a table
+    one, two = (activation_bytes(config, dataclasses.replace(SPEC, rotaries=count), 2) for count in (1, 2))
+    assert two - one == 2048 * 64 * 4
 
 
 def test_kernels_for_cpus_gather_no_keys() -> None:
@@ -155,12 +145,6 @@ def test_kernels_for_cpus_gather_no_keys() -> None:
     assert activation_bytes(more, SPEC, 2) - activation_bytes(native, SPEC, 2) == parts
 
 
-def test_each_rotary_embedding_has_a_table() -> None:
-    config = EngineConfig().sized("cpu")
-    one, two = (activation_bytes(config, dataclasses.replace(SPEC, rotaries=count), 2) for count in (1, 2))
-    assert two - one == 2048 * 64 * 4
-
-
 def test_a_step_encodes_what_its_time_and_its_tokens_allow() -> None:
     """`parts_a_step` by hand: 8,192 tokens are the rows of 32 parts of 256, and one picture more may be among them in
     part, 13 more; a budget that few parts fill; pictures whose rows take no places; at least one."""
@@ -169,16 +153,6 @@ def test_a_step_encodes_what_its_time_and_its_tokens_allow() -> None:
     assert parts_a_step(512, 41, 256, 3328) == 12
     assert parts_a_step(8192, 566, 0, 6404) == 14
     assert parts_a_step(16, 41, 256, 3328) == 1
-
-
-def test_fewer_rows_of_pictures_leave_more_memory() -> None:
-    """What is planned for parts is for as many as a step encodes."""
-    eyes = VisionSpec(512, 100, 1, part_tokens=10, part_bytes=10**5, part_rows=50)
-    some, all_of_them = (
-        activation_bytes(CONFIG, dataclasses.replace(SPEC, vision=one), 2)
-        for one in (eyes, dataclasses.replace(eyes, part_rows=0))
-    )
-    assert all_of_them - some == (204 - 43) * 10**5
 
 
 def test_pictures_take_what_a_step_encodes_and_what_it_leaves() -> None:
@@ -190,3 +164,10 @@ def test_pictures_take_what_a_step_encodes_and_what_it_leaves() -> None:
     assert activation_bytes(CONFIG, seeing, 4) - activation_bytes(CONFIG, SPEC, 4) == 2 * (
         activation_bytes(CONFIG, seeing, 2) - before
     )
+    # Fewer rows leave more memory: as many parts are planned as a step encodes.
+    eyes = VisionSpec(512, 100, 1, part_tokens=10, part_bytes=10**5, part_rows=50)
+    some, all_of_them = (
+        activation_bytes(CONFIG, dataclasses.replace(SPEC, vision=one), 2)
+        for one in (eyes, dataclasses.replace(eyes, part_rows=0))
+    )
+    assert all_of_them - some == (204 - 43) * 10**5

@@ -1,15 +1,21 @@
-"""The command line: flags, failures of one line, and the commands over an echo engine."""
+"""The command line: flags, failures of one line, the commands over an echo engine, --config FILE, and `quire chat` in a
+terminal."""
 
 from __future__ import annotations
 
 import io
 import json
 import os
+import pty
+import re
+import select
 import shutil
 import subprocess
 import sys
+import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -18,8 +24,10 @@ import echo_service
 import pytest
 
 import quire
-from quire.cli import main, parse
+from quire.cli import chat, main, parse
+from quire.cli.config_file import MOST
 from quire.cli.flags import ENGINE, config_from, sampling_from
+from quire.cli.serve import options_from
 from quire.config import EngineConfig
 from quire.control.costs import Costs
 from quire.sim.echo import expected_beams
@@ -87,15 +95,11 @@ def test_flags_become_settings(command: str) -> None:
             value = 0.5 if "float" in str(field.type) else 1 if field.name == "pp" else 7
             given = [flag, str(value)]
         assert getattr(config_from(parse([command, *given])), field.name) == value, flag
-    assert config_from(parse([command, "--block-size", "8"])).page_size == 8
     assert config_from(parse([command, "--kv-gib", "1.5"])).kv_gib == 1.5
     override = ["--override-generation-config", '{"temperature": 0.5, "top_k": 3}']
     assert config_from(parse([command, *override])).override_generation_config == {"temperature": 0.5, "top_k": 3}
-    for given, meant in (([], "auto"), (["--generation-config", "auto"], "auto"), (["--no-generation-config"], "vllm")):
+    for given, meant in (([], "auto"), (["--no-generation-config"], "vllm")):
         assert config_from(parse([command, *given])).generation_config == meant
-    assert config_from(parse([command, "--swap-space", "2"])).swap_gib == 2
-    for said, meant in (("half", "float16"), ("float", "float32")):
-        assert config_from(parse([command, "--dtype", said])) == EngineConfig(dtype=meant)
 
 
 def test_sampling_flags() -> None:
@@ -114,12 +118,12 @@ def test_sampling_flags() -> None:
     ("arguments", "words"),
     [
         (["serve", "--kv-gb", "3"], "Unknown argument '--kv-gb'. Did you mean --kv-gib?"),
-        (["serve", "--max-num-seq=3"], "Did you mean --max-num-seqs?"),
         (["plan", "model", "another"], "Unknown argument 'another'"),
         (["serve", "--port", "abc"], "invalid int value: 'abc'"),
         (["serv"], "invalid choice: 'serv'"),
         (["plan", "--page-size", "0"], "--page-size is 0. It must be between 1 and 1024"),
         (["plan", "--dtype", "int3"], "invalid choice: 'int3'"),
+        (["plan", "--quantization", "gptq"], "gptq"),
         (["plan", "--kv-gib", "nan"], "--kv-gib is nan"),
         (["generate", "--prompt", "a", "--temperature", "-3"], "temperature must be between"),
         (["generate", "--prompt-file", "/nonexistent/file"], "can't be read"),
@@ -130,7 +134,6 @@ def test_sampling_flags() -> None:
         (["generate", "--prompt", "a", "--beam-width", "2", "--stop", "x"], "stop_token_ids works"),
         (["generate", "--prompt", "a", "--length-penalty", "2"], "--length-penalty needs --beam-width"),
         (["generate", "--prompt", "a", "--n", "3", "--best-of", "2"], "best_of must be at least n"),
-        (["generate", "--prompt", "a", "--early-stopping", "1"], "invalid choice: '1'"),
         (["serve", "--swap-gib", "-1"], "--swap-gib is -1"),
         (["serve", "--prefixes", "/nonexistent/file"], "--prefixes /nonexistent/file can't be read"),
         (["serve", "--admin-key-file", "/nonexistent/file"], "--admin-key-file /nonexistent/file can't be read"),
@@ -145,13 +148,6 @@ def test_failures_end_with_one_line(run: Run, arguments: list[str], words: str) 
     assert last.startswith("quire: error: ")
     assert words in last
     assert "Traceback" not in error
-
-
-def test_debug_shows_where(run: Run) -> None:
-    status, _, error = run("plan", "--debug", "--page-size", "0")
-    assert status == 2
-    assert "Traceback" in error
-    assert error.strip().splitlines()[-1].startswith("quire: error: --page-size is 0")
 
 
 def test_unknown_model_fails_at_once(tmp_path: Path) -> None:
@@ -174,9 +170,10 @@ def test_generate(run: Run, tmp_path: Path) -> None:
     for stdin in ("once", "once\n"):
         _, out, _ = run("generate", "--json", "--max-tokens", "2", stdin=stdin)
         assert json.loads(out)["prompt"] == "once"
-    status, _, error = run("generate", stdin="\n")
+    status, _, error = run("generate", "--debug", stdin="\n")
     assert status == 2
-    assert "the prompt is empty" in error
+    assert "Traceback" in error, "--debug shows where"
+    assert "quire: error: the prompt is empty" in error.splitlines()[-1]
 
 
 def test_chat_from_a_pipe(run: Run) -> None:
@@ -189,7 +186,7 @@ def test_chat_from_a_pipe(run: Run) -> None:
     assert answers[:half] == answers[half:] != "", "a conversation that was reset begins anew"
 
 
-def test_beams_and_best_of(run: Run) -> None:
+def test_beams(run: Run) -> None:
     flags = ("--json", "--max-tokens", "4", "--ignore-eos", "--n", "2")
     status, out, _ = run("generate", "--prompt", "once", *flags, "--beam-width", "3")
     beams = json.loads(out)
@@ -199,14 +196,8 @@ def test_beams_and_best_of(run: Run) -> None:
     found = expected_beams(ids, params, vocab_size=echo_service.VOCAB)
     assert beams["texts"] == [echo_service.tokenizer().decode(beam.tokens) for beam in found]
     assert beams["cumulative_logprobs"] == [beam.logprob for beam in found]
-    _, out, _ = run("generate", "--prompt", "once", *flags, "--best-of", "5")
-    best = json.loads(out)["cumulative_logprobs"]
-    assert best == sorted(best, reverse=True)
     _, plain, _ = run("generate", "--prompt", "once", *flags)
     assert json.loads(plain)["cumulative_logprobs"] == [None, None]
-
-
-def test_chat_prints_one_answer_after_another(run: Run) -> None:
     flags = ("--seed", "1", "--max-tokens", "5", "--ignore-eos", "--beam-width", "2")
     _, one, _ = run("chat", *flags, stdin="once\n")
     _, both, _ = run("chat", *flags, "--n", "2", stdin="once\n")
@@ -288,3 +279,243 @@ def test_no_error_of_a_strangers_file_is_unknown(kind: str, tmp_path: Path, caps
     assert "Run again with --debug" not in error
     assert status in (0, 2)
     assert status == 0 or error.strip().splitlines()[-1].startswith("quire: error: ")
+
+
+WHOLE = """
+model: a/b
+port: 9000
+host: "::1"
+kv-gib: 1.5
+max_model_len: 512
+enable-prefix-caching: false
+dummy-weights: true
+enforce-eager: no
+strict: yes
+served-model-name: [one, two]
+allowed-origins: "*"
+override-generation-config: {temperature: 0.5, top_k: 3}
+dtype: half
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "serve.yaml"
+
+
+def test_every_kind_of_setting(file: Path) -> None:
+    file.write_text(WHOLE)
+    said = ["a/b", "--port", "9000", "--host", "::1", "--kv-gib", "1.5", "--max-model-len", "512", "--dtype", "half",
+            "--no-enable-prefix-caching", "--dummy-weights", "--strict", "--allowed-origins", "*",
+            "--override-generation-config", '{"temperature": 0.5, "top_k": 3}',
+            "--served-model-name", "one", "two"]  # fmt: skip
+    found, same = parse(["serve", "--config", str(file)]), parse(["serve", *said])
+    assert config_from(found) == config_from(same)
+    assert options_from(found) == options_from(same)
+    file.write_text('{"port": 7}')  # JSON is YAML too
+    for said in (["--config", str(file), "a/b"], ["a/b", f"--config={file}"], ["--config", str(file), "--", "a/b"]):
+        found = parse(["serve", *said])
+        assert (config_from(found).model, options_from(found).port) == ("a/b", 7)
+    file.write_text("# nothing\n")
+    assert parse(["serve", "--config", str(file)]).port == 8000
+
+
+def test_the_command_line_wins(file: Path) -> None:
+    file.write_text(WHOLE)
+    said = ["c/d", "--kv-cache-memory-bytes", "1G", "--port", "1", "--served-model-name", "three"]
+    said += ["--load-format", "auto", "--enable-prefix-caching"]
+    found = parse(["serve", *said, "--config", str(file)])
+    config = config_from(found)
+    assert (config.model, config.kv_gib) == ("c/d", 1.0)
+    assert (config.enable_prefix_caching, config.dummy_weights) == (True, False)
+    assert config.max_model_len == 512, "what only the file says"
+    options = options_from(found)
+    assert (options.port, options.served_model_name) == (1, ("three",))
+
+
+def test_lists_of_repeated_flags(file: Path) -> None:
+    file.write_text("stop: [a, b]\nprompt: once\nseed: 4\nearly-stopping: true\nbeam-width: 2\n")
+    found = parse(["generate", "--config", str(file)])
+    assert found.prompt == ["once"]
+    assert sampling_from(found) == {"stop": ["a", "b"], "seed": 4, "early_stopping": True, "beam_width": 2}
+    assert sampling_from(parse(["generate", "--config", str(file), "--stop", "c"]))["stop"] == ["c"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("prot: 1", "--config: there is no setting 'prot'. See quire serve --help"),
+        ("config: other.yaml", "there is no setting 'config'"),
+        ("1: 2", "there is no setting '1'"),
+        ("trust-remote-code: true", "there is no setting 'trust-remote-code'"),
+        ("kv_gib: 1\nkv-gib: 2", "'kv-gib' is there twice"),
+        ("port: [1, 2]", "port is a list. It must be text or a number"),
+        ("port:", "port is empty. It must be text or a number"),
+        ("port: 2024-01-01", "port is datetime.date"),
+        ("port: many", "invalid int value: 'many'"),
+        ("strict: 1", "strict is 1. It must be true or false"),
+        ("override-generation-config: {temperature: [1]}", "override-generation-config is a list"),
+        ("served-model-name: [[a]]", "served-model-name is a list"),
+        ("[a, b]", "holds a list. Write one setting a line"),
+        ("just words", "holds a str"),
+        ("a: b: c", "is not YAML: mapping values are not allowed here"),
+        ("!!python/object/apply:os.system ['true']", "is not YAML: could not determine a constructor"),
+        ("port: " + "9" * 5000, "is not YAML"),
+        ("[" * 20_000, "is not YAML"),
+        ("? [a]\n: 1", "is not YAML"),
+        ("\x00", "is not YAML"),
+    ],
+)
+def test_what_cannot_be(file: Path, capsys: pytest.CaptureFixture[str], text: str, words: str) -> None:
+    file.write_text(text)
+    with pytest.raises(SystemExit) as end:
+        parse(["serve", "--config", str(file)])
+    said = capsys.readouterr().err
+    assert end.value.code == 2
+    assert said.startswith("quire: error: ")
+    assert said.count("\n") == 1
+    assert len(said) < 600
+    assert words in said
+
+
+def test_aliases_that_multiply_are_not_followed(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 20)]
+    file.write_text("\n".join(lines))
+    with pytest.raises(SystemExit):
+        parse(["serve", "--config", str(file)])
+    assert "there is no setting 'a0'" in capsys.readouterr().err
+    file.write_text("port: &a [*a]")  # holds itself
+    with pytest.raises(SystemExit):
+        parse(["serve", "--config", str(file)])
+    assert "port is a list" in capsys.readouterr().err
+
+
+def test_only_regular_files_of_a_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    large, pipe = tmp_path / "large.yaml", tmp_path / "pipe"
+    large.write_text("#" * (MOST + 1))
+    os.mkfifo(pipe)
+    for path, words in (
+        (large, f"is larger than {MOST} bytes"),
+        (pipe, "is no regular file"),
+        (Path("/dev/zero"), "is no regular file"),
+        (tmp_path, "is no regular file"),
+        (tmp_path / "none", "can't be read"),
+        (Path("a\0b"), "can't be read"),
+    ):
+        with pytest.raises(SystemExit):
+            parse(["serve", "--config", str(path)])
+        assert words in capsys.readouterr().err
+
+
+TESTS = Path(__file__).parent
+PROGRAM = f"""
+import os, signal, sys, types
+signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored, by inheritance, where tests run in background
+os.close(os.open(os.ttyname(0), os.O_RDWR))  # a session's first terminal controls it: Ctrl-C interrupts
+sys.path.insert(0, {str(TESTS)!r})
+import echo_service
+stand_in = types.ModuleType("quire.build")
+stand_in.build = lambda config, progress=False: echo_service.built()
+sys.modules["quire.build"] = stand_in
+from quire.cli import chat, main
+chat.answer = lambda llm, history, params: print([said["content"] for said in history]) or history
+if len(sys.argv) > 1:
+    chat.MOST_RECALLED = int(sys.argv[1])
+sys.exit(main(["chat"]))
+"""
+UP, CONTROL_D, CONTROL_C = "\x1b[A", "\x04", "\x03"
+
+
+class Terminal:
+    """A chat in a terminal of its own. It repeats what it was told so far in place of an answer."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.end, theirs = pty.openpty()
+        environment = {**os.environ, "TERM": "xterm", "INPUTRC": os.devnull}
+        self.child = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, *arguments],
+            stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True,
+        )  # fmt: skip
+        os.close(theirs)
+        self.shown = ""
+
+    def until(self, pattern: str, seconds: float = 60) -> str:
+        """What is shown up to the first match of `pattern`, which is taken away."""
+        end = time.monotonic() + seconds
+        while not (found := re.search(pattern, self.shown)):
+            ready, _, _ = select.select([self.end], [], [], max(0.0, end - time.monotonic()))
+            assert ready, f"waited for {pattern!r}, and there is only {self.shown!r}"
+            try:
+                self.shown += os.read(self.end, 4096).decode()
+            except OSError as error:  # the other end is closed
+                raise AssertionError(f"it ended before {pattern!r}: {self.shown!r}") from error
+        before, self.shown = self.shown[: found.end()], self.shown[found.end() :]
+        return before
+
+    def type(self, text: str) -> None:
+        os.write(self.end, text.encode())
+
+    def say(self, line: str, answer: str) -> str:
+        """Type a line at the prompt and wait for the answer."""
+        self.type(line + "\r")
+        return self.until(answer)
+
+    def status(self, last: str) -> int:
+        """The exit status after typing `last`; once more where readline wasn't ready for it yet, which Ctrl-C needs."""
+        for _ in range(20):
+            self.type(last)
+            with suppress(subprocess.TimeoutExpired):
+                return self.child.wait(timeout=5)
+        raise AssertionError(f"{last!r} doesn't end it")
+
+
+@contextmanager
+def terminal(*arguments: str) -> Iterator[Terminal]:
+    opened = Terminal(*arguments)
+    try:
+        yield opened
+    finally:
+        opened.child.kill()
+        opened.child.wait()
+        os.close(opened.end)
+
+
+@pytest.mark.parametrize("last", ["/quit\r", "/exit\r", CONTROL_D, CONTROL_C])
+def test_commands_are_said_at_start_and_each_ends_it(last: str) -> None:
+    with terminal() as opened:
+        shown = opened.until("> ")
+        for word in ("/quit", "/exit", "/reset", "/help", "arrow keys", "//"):
+            assert word in shown
+        assert opened.status(last) == 0
+
+
+def test_arrow_keys_recall_and_edit_the_last_lines() -> None:
+    with terminal("2") as opened:
+        opened.until("> ")
+        opened.say("first", r"\['first'\]")
+        opened.until("> ")
+        opened.say("/reset", "> ")
+        opened.say(UP * 9, r"\['first'\]")  # of two lines
+        opened.until("> ")
+        opened.say("/reset", "> ")
+        opened.say(UP * 2 + "\x7f\x7fe!", r"\['fire!'\]")
+        for line in ("two", "three"):
+            opened.until("> ")
+            opened.say(line, rf"'{line}'\]")
+        opened.until("> ")
+        opened.say("/reset", "> ")
+        opened.say(UP * 9, r"\['three'\]")
+
+
+def test_an_unknown_command_is_not_said_to_the_model() -> None:
+    with terminal() as opened:
+        opened.until("> ")
+        assert "/quit or /exit ends it" in opened.say("/clear all", r"(?s)/clear is not a command.*\r\n")
+        opened.until("> ")
+        assert chat.unknown("/" + "x" * 500).index(" is not a command: ") == 80, "a long one is cut"
+        opened.say("//clear", r"\['/clear'\]")
+        opened.until("> ")
+        opened.say("/help", "/reset forgets")
+        opened.until("> ")
+        opened.say("a / b", r"\['/clear', 'a / b'\]")

@@ -1,4 +1,5 @@
-"""tools/compare_cpu.py: what its numbers are, that engines take turns, and one process of quire over a tiny model."""
+"""tools/compare_cpu.py, compare_structured.py and compare_tokens.py: what their numbers are, that engines take turns,
+and one process of quire over a tiny model."""
 
 from __future__ import annotations
 
@@ -7,13 +8,21 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import gguf_files
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))  # scripts, not a part of the package
 
 import compare_cpu
 import compare_models
+import compare_structured
+import compare_tokens
 import compare_worker
+
+from quire import SamplingParams
+from quire.bench.traces import tokenizer_of
+from quire.config import EngineConfig
+from quire.text.tokenizer import Tokenizer
 
 TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2}  # fmt: skip
@@ -27,36 +36,6 @@ def found(seconds: float, first: float = 0.5, name: str = "W2") -> dict[str, Any
     runs = [{"seconds": seconds + 1, "first_s": first, "others": 0.0},
             {"seconds": seconds, "first_s": first, "others": 0.2}]  # fmt: skip
     return {"ready_s": 1.0, "first_token_s": 2.0, "workloads": {name: {"runs": runs, "peak_bytes": 10**9}}}
-
-
-def test_prompts_share_their_start_and_differ_by_seed() -> None:
-    workload = compare_worker.Workload(3, 5, 2, 1)
-    one, other = workload.prompts(100, "a"), workload.prompts(100, "b")
-    assert [len(prompt) for prompt in one] == [7, 7, 7]
-    assert len({tuple(prompt[:5]) for prompt in one}) == 1
-    assert len({tuple(prompt) for prompt in one}) == 3
-    assert one == workload.prompts(100, "a") != other
-
-
-def test_vllm_runs_bf16_alone_and_quire_can_be_left_out() -> None:
-    args = given("--formats", "bf16", "q8_0")
-    assert compare_cpu.contestants(args) == [
-        ("quire", "bf16"), ("vllm", "bf16"), ("llama", "bf16"), ("quire", "q8_0"), ("llama", "q8_0")
-    ]  # fmt: skip
-    assert compare_cpu.contestants(given("--without-quire", "--peers", "llama")) == [("llama", "bf16")]
-
-
-@pytest.mark.parametrize(
-    ("name", "run", "expected"),
-    [
-        ("W1", {"seconds": 8.0}, 32 * 128 / 8),
-        ("W2", {"seconds": 2.0, "first_s": 0.73}, 10.0),
-        ("W3", {"seconds": 2.5}, 2.5),
-        ("S8", {"seconds": 0.64}, 20.0),
-    ],
-)
-def test_runs_have_the_numbers_that_the_table_names(name: str, run: dict[str, float], expected: float) -> None:
-    assert compare_cpu.number_of(name, run) == pytest.approx(expected)
 
 
 def test_the_fastest_run_of_a_process_and_the_median_of_rounds_count() -> None:
@@ -123,3 +102,66 @@ def test_one_process_of_quire_measures_a_tiny_model(tmp_path: Path, monkeypatch:
     config["num_hidden_layers"] = 3  # more than the file holds
     (tmp_path / "125m-bf16" / "config.json").write_text(json.dumps(config))
     assert "config.json makes" in compare_cpu.run_one(args, "quire", "bf16", 0)["error"]
+
+
+@pytest.fixture(scope="module")
+def words() -> Tokenizer:
+    return tokenizer_of(EngineConfig(model="tiny"))
+
+
+def run(seconds: float, tokens: int) -> dict[str, Any]:
+    ms = 1e3 * seconds / tokens
+    return {"seconds": seconds, "tokens": tokens, "ended": 1, "valid": 1, "others": 0.5, "ms_a_token": ms}
+
+
+def test_the_median_of_the_rounds_ratios_counts() -> None:
+    rounds = [{"quire": run(1.0, 100), "llama": run(llama, 50)} for llama in (1.0, 3.0, 2.0)]
+    result = compare_structured.result_of("flat, 1", "llama", rounds)
+    assert result["times_as_fast"] == {"by the token": 4.0, "by the outputs": 2.0}
+    assert result["ratios"]["by the token"] == [2.0, 6.0, 4.0]
+    assert (result["ms_a_token"], result["cores_used_by_others"]) == ({"quire": 10.0, "llama": 40.0}, 0.5)
+    assert "2.00-6.00" in compare_structured.show([result], "llama")
+
+
+def test_one_process_of_quire(words: Tokenizer, tmp_path: Path) -> None:
+    args = compare_structured.arguments().parse_args([str(tmp_path), "--tokens", "24", "--repeats", "1"])
+    given = [one for one in compare_structured.workloads(words) if one["name"] in ("long keys, 1", "none, 8")]
+    short = {"name": "short", "schema": {"enum": [7]}, "prompts": given[0]["prompts"]}
+    keys, free, ended = compare_structured.run_one(args, "quire", Path("tiny"), [*given, short])
+    assert words.decode(keys["found"][0], skip_special_tokens=True).lstrip("{ \n\t").startswith('"the_measured_value')
+    assert [len(tokens) for tokens in free["found"]] == [24] * 8
+    assert compare_structured.checked(free, None, words)["tokens"] == 8 * 24
+    told = compare_structured.checked(ended, short["schema"], words)
+    assert (told["ended"], told["valid"]) == (1, 1)
+
+
+def said(*tokens: int) -> dict[str, Any]:
+    return {"ids": [1, 2], "tokens": list(tokens), "margins": [0.5, 0.25, 0.125][: len(tokens)]}
+
+
+def test_answers_part_at_their_first_other_token_or_where_one_ends() -> None:
+    reference = [said(5, 6, 7), said(5, 6, 7), said(5, 6), said(5, 6)]
+    greedy = [[5, 6, 7], [5, 8, 9], [5, 6, 3], [5]]
+    same = [[True, True, True], [True, False, True], [True, True], [True, False]]
+    found = compare_tokens.agreement(reference, greedy, same)
+    assert found == {"prompts": 4, "whole": 2, "tokens": 10, "behind": 8, "margins": [0.25, 0.25]}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    compare_models._random(tmp_path, TINY)
+    return gguf_files.convert(tmp_path, "llama", tmp_path / "model.gguf", "bf16", rope__freq_base=10000.0)
+
+
+def test_quire_agrees_with_its_own_tokens_and_not_with_others(file: Path) -> None:
+    args = compare_tokens.arguments().parse_args([str(file.parent), "--tokens", "4"])
+    engine = compare_tokens.Quire(args, file, "float32")
+    reference: list[dict[str, Any]] = [{"ids": ids, "margins": [0.5] * 4} for ids in ([5, 6, 7], [8, 9], [11] * 20)]
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
+    for one, made in zip(reference, engine.llm.generate([one["ids"] for one in reference], params, use_tqdm=False)):
+        one["tokens"] = list(made.outputs[0].token_ids)
+    assert engine.beside(reference, []) == {"prompts": 3, "whole": 3, "tokens": 12, "behind": 12, "margins": []}
+    reference[1]["tokens"][3] += 1
+    reference[1]["margins"][3] = 0.25
+    assert engine.beside(reference, []) == {"prompts": 3, "whole": 2, "tokens": 12, "behind": 11, "margins": [0.25]}
+    engine.llm.close()

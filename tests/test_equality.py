@@ -18,6 +18,7 @@ from quire.config import EngineConfig
 from quire.control.engine import Engine
 from quire.control.memory import Size
 from quire.control.memory.paged import PagedMemory
+from quire.control.outcomes import Output
 from quire.data.models import read_spec
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.plan import StepPlan
@@ -127,16 +128,22 @@ def engine_of(oracle: Any, **settings: object) -> Engine:
     return built.engine
 
 
-def answers_of(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
-    params = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
-    for i, prompt in enumerate(prompts):
-        engine.add(str(i), prompt, params)
-    answers: dict[str, list[int]] = {str(i): [] for i in range(len(prompts))}
+def outputs_of(engine: Engine, asked: dict[str, tuple[list[int], SamplingParams]]) -> dict[str, list[Output]]:
+    """All of each request's, once all requests are done."""
+    for id, (prompt, params) in asked.items():
+        engine.add(id, prompt, params)
+    outputs: dict[str, list[Output]] = {id: [] for id in asked}
     while engine.unfinished:
         for output in engine.step():
-            answers[output.request] += output.tokens
+            outputs.setdefault(output.request, []).append(output)
         engine.scheduler.memory.check()
-    return list(answers.values())
+    return outputs
+
+
+def answers_of(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
+    params = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
+    found = outputs_of(engine, {str(i): (prompt, params) for i, prompt in enumerate(prompts)})
+    return [[token for output in outputs for token in output.tokens] for outputs in found.values()]
 
 
 def assert_equal(oracle: Oracle, engine: Engine, prompts: list[list[int]]) -> None:
@@ -358,25 +365,3 @@ def test_a_group_preempted_at_any_step_goes_on_as_before(oracle, plenty, family:
         ran = run_all(engine, model, [(0, kind)])
         assert engine.scheduler.preempted[policy] == 1
         assert_same(ran, plenty(family))
-
-
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_registered_prefixes_do_not_change_tokens(oracle, plenty, page_size: int) -> None:
-    model = oracle("llama")
-    for kind in ("greedy", "parallel", "beams"):
-        prompt = prompt_of(model, kind)
-        for length in {1, max(len(prompt) // 2, 1), len(prompt)}:
-            engine = engine_of(model, page_size=page_size, prefix_tokens=48, enable_prefix_caching=False)
-            engine.register_prefix("start", prompt[:length])
-            while engine.unfinished:
-                engine.step()
-            engine.add(kind, prompt, params_of(kind))
-            request = engine.requests[kind]
-            answer = [[] for _ in range(params_of(kind).n)]
-            while engine.unfinished:
-                for output in engine.step():
-                    answer[output.branch] += output.tokens
-                engine.scheduler.memory.check()
-            assert answer == [tokens for tokens, _ in plenty("llama").results[kind]]
-            shared = length if length < len(prompt) else (length - 1) // page_size * page_size
-            assert request.cached_tokens == shared

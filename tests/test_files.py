@@ -1,4 +1,5 @@
-"""Files that others wrote: where a checkpoint's may be, what kind and size a file may have, and what errors show."""
+"""Files that others wrote: where a checkpoint's may be, what kind and size a file may have, and what errors show; and
+where requests' defaults come from: the model's generation_config.json, another one, none, and what overrides it."""
 
 from __future__ import annotations
 
@@ -12,12 +13,14 @@ from typing import Any
 
 import pytest
 
-from quire.build import _read_costs
+from quire.build import _read_costs, build
+from quire.config import EngineConfig
 from quire.data.weights.checkpoint import check_size, read_config, read_generation_config, tensor_files
 from quire.errors import StartupError, shown
 from quire.files import LIMITS, find, read, read_object
 from quire.server.keys import ADMIN_KEY_VARIABLE, read_keys
 from quire.server.prefixes import read_prefixes
+from quire.source import read_source
 from quire.text.chat import ChatTemplate
 from quire.text.folder import special_tokens, tokenizer_config
 from quire.text.tokenizer import Tokenizer
@@ -96,29 +99,18 @@ def test_a_checkpoints_files_are_bounded(name: str, tmp_path: Path) -> None:
         READERS[name](tmp_path)
 
 
-def test_a_snapshot_of_the_hubs_cache_may_link_to_its_blobs(tmp_path: Path) -> None:
-    entry = tmp_path / "models--owner--name"
-    snapshot = entry / "snapshots" / "0123"
-    snapshot.mkdir(parents=True)
-    (entry / "blobs").mkdir()
-    (entry / "blobs" / "abc").write_text("{}")
-    (snapshot / "config.json").symlink_to("../../blobs/abc")
-    (tmp_path / "link").symlink_to(snapshot)
-    for folder in (snapshot, tmp_path / "link"):
-        assert read_config(folder) == {}
-        assert find(folder, "config.json") == entry / "blobs" / "abc"
-    (tmp_path / "models--other--name").mkdir()
-    (tmp_path / "models--other--name" / "x").write_text("{}")
-    (snapshot / "generation_config.json").symlink_to("../../../models--other--name/x")
-    with pytest.raises(StartupError, match="leads out of it"):
-        read_generation_config(snapshot)
-
-
-def test_a_folder_may_link_to_the_blobs_of_the_hubs_cache(tmp_path: Path) -> None:
-    folder, blobs = tmp_path / "model", tmp_path / "hub" / "models--owner--name" / "blobs"
+@pytest.mark.parametrize("place", ["model", "hub/models--owner--name/snapshots/0123", "link"])
+def test_a_folder_may_link_to_the_blobs_of_the_hubs_cache(place: str, tmp_path: Path) -> None:
+    """Be it anywhere, in the cache itself, or a link to there; but to nothing else."""
+    folder, blobs = tmp_path / place, tmp_path / "hub" / "models--owner--name" / "blobs"
+    if place == "link":
+        folder.symlink_to("hub/models--owner--name/snapshots/0123")
+        folder.resolve().mkdir(parents=True)
+    inside = [blobs.parent / "x", blobs / "deeper" / "x"]  # of the entry, which its snapshots may link to
     refused = [
-        blobs.parent / "x", blobs / "deeper" / "x", tmp_path / "blobs" / "x", tmp_path / "hub" / "blobs" / "x",
-        tmp_path / "hub" / "datasets--owner--name" / "blobs" / "x", blobs / "out",
+        *(inside if place == "model" else ()), tmp_path / "blobs" / "x", tmp_path / "hub" / "blobs" / "x",
+        tmp_path / "hub" / "datasets--owner--name" / "blobs" / "x", tmp_path / "hub" / "models--other--name" / "x",
+        blobs / "out",
     ]  # fmt: skip
     for path in (folder / "x", blobs / "abc", *refused[:-1]):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -145,12 +137,6 @@ def test_the_operators_files_are_regular_and_bounded(kind: str, tmp_path: Path) 
                         (str(large), f"more than {LIMITS[kind]} bytes"), (str(tmp_path), "can't be read")):  # fmt: skip
         with pytest.raises(StartupError, match=words):
             OPERATORS[kind](path)
-
-
-def test_the_operators_files_may_be_links(tmp_path: Path) -> None:
-    (tmp_path / "secret").write_text("key-one")
-    (tmp_path / "keys").symlink_to("secret")
-    assert read_keys(str(tmp_path / "keys")) == ("key-one",)
 
 
 def test_what_a_file_says_of_its_size_counts_for_nothing() -> None:
@@ -220,7 +206,7 @@ def test_special_tokens_are_bounded() -> None:
             special_tokens(bad)
 
 
-def test_keys_leave_the_environment() -> None:
+def test_keys_leave_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = (
         "import os, pathlib, subprocess, sys; from quire.server.keys import read_keys\n"
         "assert read_keys(None) == ('secret-one',)\n"
@@ -232,10 +218,67 @@ def test_keys_leave_the_environment() -> None:
     )
     keys = {"QUIRE_API_KEY": "secret-one", ADMIN_KEY_VARIABLE: "secret-two"}
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env={**os.environ, **keys})
-
-
-def test_a_variable_leaves_though_a_file_has_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "key").write_text("one")
+    (tmp_path / "secret").write_text("one")
+    (tmp_path / "keys").symlink_to("secret")
     monkeypatch.setenv("QUIRE_API_KEY", "two")
-    assert read_keys(str(tmp_path / "key")) == ("one",)
+    assert read_keys(str(tmp_path / "keys")) == ("one",)  # an operator's file may be a link
     assert "QUIRE_API_KEY" not in os.environ
+
+
+SHAPE = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": 16,
+    "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,
+    "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "hidden_act": "silu", "eos_token_id": 3,
+}  # fmt: skip
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(SHAPE))
+    (folder / "generation_config.json").write_text(
+        '{"do_sample": false, "temperature": 0.7, "top_k": 20, "eos_token_id": [5, 7]}'
+    )
+    return folder
+
+
+def defaults(model: Path, **settings: Any) -> dict[str, Any]:
+    return read_source(EngineConfig(model=str(model), **settings), weights=False).defaults
+
+
+def test_the_models_own(model: Path) -> None:
+    assert defaults(model) == defaults(model, generation_config=True) == {"temperature": 0.7, "top_k": 20}
+    assert defaults(model, generation_config="vllm") == defaults(model, generation_config=False) == {}
+
+
+def test_another_folders(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.2, "max_new_tokens": 7}')
+    assert defaults(model, generation_config=str(tmp_path)) == {"temperature": 0.2}
+    (tmp_path / "generation_config.json").write_text('{"temperature": -2}')
+    with pytest.raises(StartupError, match=r"--generation-config .* can't be used: temperature"):
+        defaults(model, generation_config=str(tmp_path))
+
+
+def test_what_overrides(model: Path) -> None:
+    override = {"temperature": 0.1, "min_p": 0.2}
+    assert defaults(model, override_generation_config=override) == {"temperature": 0.1, "top_k": 20, "min_p": 0.2}
+    assert defaults(model, override_generation_config=override, generation_config="vllm") == override
+    for wrong in ({"temperature": "hot"}, {"top_p": 2}, {"top_k": 1.5}):
+        with pytest.raises(StartupError, match="--override-generation-config can't be used"):
+            defaults(model, override_generation_config=wrong)
+
+
+def test_end_tokens_stay_the_models_own(model: Path) -> None:
+    settings = {"dummy_weights": True, "kv_tokens": 64, "device": "cpu", "skip_tokenizer_init": True}
+    for said, more in (("auto", {}), ("auto", {"top_p": 0.5}), ("vllm", {})):
+        built = build(
+            EngineConfig(model=str(model), generation_config=said, override_generation_config=more or None, **settings)
+        )
+        assert built.engine.scheduler.eos_ids == {3, 5, 7}
+        assert built.defaults == ({"temperature": 0.7, "top_k": 20, **more} if said == "auto" else {})
+        shown = [notice for notice in built.notices if "temperature" in notice]
+        assert len(shown) == (said == "auto")
+        if more:
+            assert "requests have temperature=0.7, top_p=0.5, top_k=20 where they say nothing" in shown[0]
+        built.engine.close()

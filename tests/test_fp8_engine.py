@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import quire
 from quire.build import build
@@ -53,12 +52,6 @@ def test_perplexity_of_the_bundled_model(asked: str) -> None:
     assert abs(after / before - 1) < MOST[asked]
 
 
-def test_an_unknown_format_is_refused() -> None:
-    with pytest.raises(StartupError, match="--quantization is 'gptq'") as failure:
-        EngineConfig(quantization="gptq")
-    assert failure.value.remedy == "Choose one of: fp8, int8, int4"
-
-
 def test_a_checkpoint_that_says_fp8_and_is_not(tmp_path: Path) -> None:
     bundled = read_source(EngineConfig()).folder
     assert bundled is not None
@@ -76,23 +69,15 @@ def test_a_checkpoint_that_says_fp8_and_is_not(tmp_path: Path) -> None:
 
 
 def test_keys_of_prefixes_tell_formats_apart() -> None:
-    """Keys and values differ, and so must what they are found by."""
-    roots = set()
+    """Keys and values differ, and so must what they are found by. A CPU plans with the model's dtype."""
+    roots, weights = set(), set()
     for quantization in (None, "fp8"):
-        engine = build(EngineConfig(kv_tokens=512, device="cpu", dtype="float32", quantization=quantization)).engine
+        built = build(EngineConfig(kv_tokens=512, device="cpu", dtype="float32", quantization=quantization))
+        engine = built.engine
+        weights.add(built.plan.weights)
         roots.add(engine.scheduler.memory.prefixes.root)  # type: ignore[attr-defined]
         engine.close()
-    assert len(roots) == 2
-
-
-def test_a_simulation_reads_half_the_bytes() -> None:
-    plain = plant_of(EngineConfig(model_config="llama3-8b"), "h200-llama3-8b")
-    fp8 = plant_of(EngineConfig(model_config="llama3-8b", quantization="fp8"), "h200-llama3-8b")
-    products = 32 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336)
-    rows = 32 * (6144 + 4096 + 28672 + 4096)
-    assert plain.cost.shape.weight_bytes - fp8.cost.shape.weight_bytes == products - 4 * rows
-    assert fp8.kv_bytes - plain.kv_bytes == products - 4 * rows
-    assert fp8.kv_tokens > plain.kv_tokens
+    assert (len(roots), len(weights)) == (2, 1)
 
 
 def test_a_simulation_reads_the_experts_that_tokens_take() -> None:
@@ -110,9 +95,3 @@ def test_a_simulation_reads_the_experts_that_tokens_take() -> None:
     assert fp8.read(1) == pytest.approx(16 * 2 * expert + mixer + rest + 2 * head, rel=0.015)
     assert fp8.read(10**6) == fp8.weight_bytes
     assert fp8.weight_bytes == pytest.approx(plain.mixed + mixer + rest + 2 * head, rel=0.001)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="of a CPU")
-def test_a_cpu_plans_with_the_models_dtype() -> None:
-    plans = [build(EngineConfig(kv_tokens=256, dtype="float32", quantization=q)).plan for q in (None, "fp8")]
-    assert plans[0].weights == plans[1].weights

@@ -65,16 +65,13 @@ def test_stages_copy_into_each_others_memory(peers: list[Any], layout: dict[str,
     several.close()
 
 
-def test_stages_that_reach_nobody_say_so(peers: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_reaches_nobody_says_so(peers: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UNREACHABLE", "1")
     with pytest.raises(StartupError, match="a stage's GPU doesn't reach another one's memory: no such memory"):
-        LLM("tiny", pp=2, **SETTINGS)
-
-
-def test_ranks_that_reach_nobody_say_so(peers: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("UNREACHABLE", "1")
+        LLM("tiny", pp=2, attention="sdpa", **SETTINGS)
+    peers.clear()
     with pytest.raises(StartupError, match=r"rank [01] has no peers: no such memory"):
-        LLM("tiny", tp=2, **SETTINGS)
+        LLM("tiny", tp=2, attention="sdpa", **SETTINGS)
     assert peers == []
 
 

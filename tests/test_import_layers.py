@@ -51,9 +51,9 @@ LAYERS: dict[str, set[str]] = {  # what each part of the package may import, its
     **dict.fromkeys(TOP, BELOW | TOP | {"client"}),
 }
 FORBIDDEN_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "_pickle"}
-FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__"}
-FORBIDDEN_NAMES = {("torch", "load"), ("yaml", "load")}
-UNSANDBOXED = {"Environment", "Template"}  # of jinja2: may be named in annotations, not called
+FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__", "Environment", "Template"}
+FORBIDDEN_NAMES = {"torch.load", "yaml.load"}
+UNSANDBOXED = {"jinja2.Environment", "jinja2.Template"}  # may be named in annotations, not called
 
 
 def part(name: str) -> str:
@@ -80,21 +80,13 @@ def imported(tree: ast.AST) -> Iterator[str]:
 def breaches(tree: ast.AST) -> Iterator[str]:
     """Uses of what could run code from a file, or of a template engine without its sandbox."""
     for name in imported(tree):
-        head, _, tail = name.partition(".")
-        if head in FORBIDDEN_MODULES or (head, tail) in FORBIDDEN_NAMES:
+        if name.partition(".")[0] in FORBIDDEN_MODULES or name in FORBIDDEN_NAMES:
             yield name
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            if node.func.id in FORBIDDEN_CALLS | UNSANDBOXED:
-                yield node.func.id
-        elif isinstance(node, ast.Attribute) and ast.unparse(node) in {f"jinja2.{name}" for name in UNSANDBOXED}:
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in FORBIDDEN_CALLS:
+            yield node.func.id
+        elif isinstance(node, ast.Attribute) and ast.unparse(node) in FORBIDDEN_NAMES | UNSANDBOXED:
             yield ast.unparse(node)
-        if (
-            isinstance(node, ast.Attribute)
-            and isinstance(node.value, ast.Name)
-            and (node.value.id, node.attr) in FORBIDDEN_NAMES
-        ):
-            yield f"{node.value.id}.{node.attr}"
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -115,24 +107,10 @@ def test_nothing_runs_code_from_files(path: Path) -> None:
     assert list(breaches(ast.parse(path.read_text()))) == []
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "import pickle",
-        "from pickle import loads",
-        "import cloudpickle as c",
-        "eval('1')",
-        "exec(text)",
-        "torch.load(path)",
-        "from torch import load",
-        "jinja2.Template(text)",
-        "from jinja2 import Environment\nEnvironment().from_string(text)",
-    ],
-)
-def test_the_search_finds_what_it_looks_for(source: str) -> None:
-    assert list(breaches(ast.parse(source)))
-
-
-@pytest.mark.parametrize("source", ["model.eval()", "re.compile('a')", "from jinja2 import Template"])
-def test_the_search_finds_nothing_else(source: str) -> None:
-    assert not list(breaches(ast.parse(source)))
+def test_the_search_finds_what_it_looks_for() -> None:
+    for source in ("import pickle", "from pickle import loads", "import cloudpickle as c", "eval('1')", "exec(text)",
+                   "torch.load(path)", "from torch import load", "jinja2.Template(text)",
+                   "from jinja2 import Environment\nEnvironment().from_string(text)"):  # fmt: skip
+        assert list(breaches(ast.parse(source))), source
+    for source in ("model.eval()", "re.compile('a')", "from jinja2 import Template"):
+        assert not list(breaches(ast.parse(source))), source

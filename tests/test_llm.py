@@ -62,13 +62,21 @@ def test_every_form_of_a_prompt(llm: LLM) -> None:
         assert result.finished
 
 
-def test_results_come_in_the_order_of_prompts(llm: LLM) -> None:
+def test_results_come_in_the_order_of_prompts() -> None:
+    """Also of more than the queue holds."""
+    llm = LLM.of(echo_service.built(max_num_queued_reqs=2)._replace(defaults={"temperature": 0.5, "unknown": 1}))  # type: ignore[arg-type]
     prompts = [[i + 1] * (1 + i % 7) for i in range(40)]
     params = [SamplingParams(max_tokens=1 + (7 * i) % 11, seed=i, ignore_eos=True) for i in range(40)]
     results = llm.generate(prompts, params, use_tqdm=False)
     assert [result.prompt_token_ids for result in results] == prompts
     assert [r.outputs[0].token_ids for r in results] == [wanted(p, s, s.seed or 0) for p, s in zip(prompts, params)]
     assert llm.generate([], PARAMS) == []
+    metrics = results[0].metrics
+    assert metrics is not None
+    times = [metrics.arrival_time, metrics.first_scheduled_time, metrics.first_token_time, metrics.finished_time]
+    assert times == sorted(filter(None, times))
+    assert (llm.prompts.params().temperature, llm.prompts.params(temperature=0.0).temperature) == (0.5, 0)
+    llm.generate([[1]], None, use_tqdm=False)
 
 
 @pytest.mark.parametrize(("terminal", "asked"), [(True, True), (True, False), (False, True)])
@@ -80,11 +88,6 @@ def test_a_progress_bar_on_terminals_only(
     monkeypatch.setattr(sys, "stderr", stream)
     llm.generate([[1]], PARAMS, use_tqdm=asked)
     assert ("prompts" in stream.getvalue()) == (terminal and asked)
-
-
-def test_more_prompts_than_the_queue_holds() -> None:
-    llm = LLM.of(echo_service.built(max_num_queued_reqs=2))  # type: ignore[arg-type]
-    assert len(llm.generate([[1]] * 30, PARAMS, use_tqdm=False)) == 30
 
 
 def test_branches_and_logprobs(llm: LLM) -> None:
@@ -168,6 +171,7 @@ def test_registered_prefixes() -> None:
     [result] = llm.generate([[*ids, 3]], PARAMS, use_tqdm=False)
     assert result.num_cached_tokens == 22
     assert result.outputs[0].token_ids == wanted([*ids, 3])
+    assert llm.generate([ids], PARAMS, use_tqdm=False)[0].num_cached_tokens == 20  # whole pages, not the last token
     with pytest.raises(PrefixTaken):
         llm.register_prefix("rules", [1])
     with pytest.raises(PrefixesFull):
@@ -180,14 +184,6 @@ def test_registered_prefixes() -> None:
     assert llm.register_prefix("text", "once upon") == len(tokenizer().encode("once upon"))
     assert llm.generate(["once upon a time"], PARAMS, use_tqdm=False)[0].num_cached_tokens > 0
     llm.engine.scheduler.memory.check()
-
-
-def test_metrics_are_in_order(llm: LLM) -> None:
-    metrics = llm.generate([[5]], PARAMS, use_tqdm=False)[0].metrics
-    assert metrics is not None
-    times = (metrics.arrival_time, metrics.first_scheduled_time, metrics.first_token_time, metrics.finished_time)
-    assert None not in times
-    assert list(times) == sorted(times)  # type: ignore[type-var]
 
 
 @pytest.mark.parametrize(
@@ -234,13 +230,6 @@ def test_without_a_tokenizer() -> None:
         llm.chat([{"role": "user", "content": "a"}], PARAMS)
 
 
-def test_the_models_own_defaults() -> None:
-    llm = LLM.of(echo_service.built()._replace(defaults={"temperature": 0.5, "top_k": 7, "unknown": 1}))  # type: ignore[arg-type]
-    assert (llm.prompts.params().temperature, llm.prompts.params().top_k) == (0.5, 7)
-    assert llm.prompts.params(temperature=0.0).temperature == 0
-    llm.generate([[1]], None, use_tqdm=False)
-
-
 class Interrupted(Echo):
     """Ctrl-C is pressed in the tenth step."""
 
@@ -250,20 +239,15 @@ class Interrupted(Echo):
         return super().collect(ticket)
 
 
-def test_ctrl_c_aborts_all_and_leaves_the_llm_usable() -> None:
+@pytest.mark.parametrize("stream", [False, True])
+def test_ctrl_c_aborts_all_and_leaves_the_llm_usable(stream: bool) -> None:
     llm = LLM.of(echo_service.built(Interrupted(pause=0.01)))  # type: ignore[arg-type]
+    params = SamplingParams(max_tokens=200, ignore_eos=True)
     with pytest.raises(KeyboardInterrupt):
-        llm.generate([[i + 1] for i in range(8)], SamplingParams(max_tokens=200, ignore_eos=True), use_tqdm=False)
+        list(llm.stream([1, 2], params)) if stream else llm.generate([[i + 1] for i in range(8)], params)
     assert not llm.engine.unfinished
     usage = llm.engine.scheduler.memory.account().usage
     assert usage.free + usage.cached == usage.total
-    assert llm.generate([[1, 2]], PARAMS, use_tqdm=False)[0].outputs[0].token_ids == wanted([1, 2])
-
-
-def test_ctrl_c_ends_a_stream_and_leaves_the_llm_usable() -> None:
-    llm = LLM.of(echo_service.built(Interrupted(pause=0.01)))  # type: ignore[arg-type]
-    with pytest.raises(KeyboardInterrupt):
-        list(llm.stream([1, 2], SamplingParams(max_tokens=200, ignore_eos=True)))
     assert llm.generate([[1, 2]], PARAMS, use_tqdm=False)[0].outputs[0].token_ids == wanted([1, 2])
 
 

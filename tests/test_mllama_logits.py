@@ -12,32 +12,23 @@ from typing import Any
 import pytest
 import tokenizers
 import torch
-from mllama_models import PROMPTS, SIDE, VOCAB, Mixed, Saved, engine_of, picture, run, shown, text, tokens_of
+from mllama_models import PROMPTS, SIDE, VOCAB, Saved, engine_of, run, shown, text, tokens_of
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from test_unlike_logits import assert_said, preempting
 
 from quire import SamplingParams
 from quire.config import EngineConfig
-from quire.data.models import read_spec, resolve
-from quire.data.models.configs import named_config
+from quire.data.models import read_spec
 from quire.data.models.mllama import Mllama
 from quire.data.weights.checkpoint import read_config
 from quire.data.weights.loader import load
 from quire.errors import InputError, StartupError
 from quire.source import read_sight, read_source
 from quire.text.prompts import Prompts
-from quire.text.sight import joined
 from quire.text.tokenizer import Tokenizer
-from quire.vocabulary.media import Medium
 
 NEW = 9
-LONG: list[Mixed] = [
-    [*text(300, 0), "3", *text(350, 1), "1", "0", *text(400, 2)],
-    text(600, 3),
-    ["3", *text(513, 4)],
-    [*text(7, 5), "3"],
-]
 
 
 @pytest.fixture(scope="module")
@@ -45,43 +36,38 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     return Saved(tmp_path_factory.mktemp("mllama"))
 
 
-def check(
-    model: Saved, prompts: list[Mixed], branches: int, hit: bool = True, within: float = 1e-4, **settings: Any
-) -> None:
-    """Twice, or in a memory without prefixes once: the second time prompts and pictures are found in memory."""
+def check(model: Saved, **settings: Any) -> None:
+    """Twice: the second time prompts and pictures are found in memory."""
     how = settings.get("preemption")
     if how is not None:
         settings["depth"] = 1
-    engine = engine_of(model, enable_prefix_caching=hit, **settings)
+    engine = engine_of(model, enable_prefix_caching=True, **settings)
     if how is not None:
         preempting(engine, {3, 5, 8, 14, 22})
-    params = SamplingParams(temperature=0.9, seed=3, n=branches, max_tokens=NEW, ignore_eos=True, logprobs=20)
-    for _ in range(1 + hit):
-        answers = list(run(engine, prompts, params))
-        assert len({tuple(tokens) for _, tokens, _ in answers}) == branches * len(prompts), "branches part"
+    params = SamplingParams(temperature=0.9, seed=3, n=2, max_tokens=NEW, ignore_eos=True, logprobs=20)
+    for _ in range(2):
+        answers = list(run(engine, PROMPTS, params))
+        assert len({tuple(tokens) for _, tokens, _ in answers}) == 2 * len(PROMPTS), "branches part"
         for prompt, tokens, tops in answers:
-            assert_said(tops, model.logprobs(prompt, tokens), within)
+            assert_said(tops, model.logprobs(prompt, tokens))
     assert how is None or engine.scheduler.preempted[how] > 0
-    assert (engine.scheduler.memory.account().sharing.hits > 0) == hit or how is not None
+    assert (engine.scheduler.memory.account().sharing.hits > 0) or how is not None
     engine.close()
-
-
-def options(preemption: str | None) -> dict[str, Any]:
-    return {} if preemption is None else {"preemption": preemption}
 
 
 @pytest.mark.share(8)
 @pytest.mark.parametrize("preemption", [None, "swap", "recompute"])
 @pytest.mark.parametrize(("page_size", "chunk"), [(1, 7), (4, 1), (16, 3), (16, 64)])
 def test_logits_of_branches(model: Saved, page_size: int, chunk: int, preemption: str | None) -> None:
-    check(model, PROMPTS, 2, page_size=page_size, max_num_batched_tokens=chunk, **options(preemption))
+    how = {} if preemption is None else {"preemption": preemption}
+    check(model, page_size=page_size, max_num_batched_tokens=chunk, **how)
 
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("settings", [{"pp": 2}, {"pp": 3, "preemption": "swap"}, {"pp": 2, "tp": 2}], ids=str)
 def test_logits_of_stages(model: Saved, settings: dict[str, Any]) -> None:
     """Each has eyes, for its own layers that attend to pictures; the third of three has none of these."""
-    check(model, PROMPTS, 2, **{"page_size": 4, "max_num_batched_tokens": 16, **settings})
+    check(model, **{"page_size": 4, "max_num_batched_tokens": 16, **settings})
 
 
 @pytest.mark.usefixtures("threads")
@@ -90,7 +76,7 @@ def test_logits_of_stages(model: Saved, settings: dict[str, Any]) -> None:
     "settings", [{"max_num_batched_tokens": 7}, {"preemption": "swap"}, {"preemption": "recompute"}], ids=str
 )
 def test_logits_of_ranks(model: Saved, settings: dict[str, Any], ranks: int) -> None:
-    check(model, PROMPTS, 2, tp=ranks, **{"page_size": 4, "max_num_batched_tokens": 16, **settings})
+    check(model, tp=ranks, **{"page_size": 4, "max_num_batched_tokens": 16, **settings})
 
 
 @pytest.mark.parametrize(
@@ -105,20 +91,6 @@ def test_logits_in_other_memories(model: Saved, settings: dict[str, Any]) -> Non
     for prompt, tokens, tops in run(engine, PROMPTS, params):
         assert_said(tops, model.logprobs(prompt, tokens))
     engine.close()
-
-
-@pytest.mark.parametrize(("chunk", "preemption"), [(512, None), (1024, "recompute")])
-def test_logits_of_long_prompts(model: Saved, chunk: int, preemption: str | None) -> None:
-    check(model, LONG, 1, max_num_batched_tokens=chunk, **options(preemption))
-
-
-def test_pictures_are_seen(model: Saved) -> None:
-    """That the others can fail: another picture, or none, makes other tokens likely."""
-    tokens = text(5, 9)
-    plain = model.logprobs(["0", *text(9, 1)], tokens)
-    for other in ("1", 7):
-        assert (plain - model.logprobs([other, *text(9, 1)], tokens)).abs().max() > 0.1
-    assert (plain - model.logprobs(["0", "1", *text(9, 1)], tokens)[:]).abs().max() > 0.1
 
 
 def test_a_picture_hits_whatever_stands_before_it(model: Saved) -> None:
@@ -192,45 +164,22 @@ def test_tokens_that_stand_for_pictures_are_not_scored(model: Saved) -> None:
 def test_published_names(model: Saved, tmp_path: Path) -> None:
     """Those of the first checkpoints, and those of transformers 5: the same weights."""
     tensors = load_file(model.folder / "model.safetensors")
-    plain = {name: next((x for x in Mllama.prefixes if name.startswith(x)), "") for name in tensors}
-    layouts: list[dict[str, str]] = [{}, {}]
-    for name in tensors:
-        bare = name.removeprefix(plain[name])
-        inner = "vision" if "vision_model" in name else "projector" if "projector" in name else "text"
-        head = bare.startswith("lm_head")
-        old = {"vision": "vision_model.", "projector": "", "text": "language_model." + "model." * (not head)}
-        new = {"vision": "model.vision_model.", "projector": "model.", "text": "" if head else "model.language_model."}
-        layouts[0][name], layouts[1][name] = old[inner] + bare, new[inner] + bare
+    for i, (language, rest) in enumerate((("language_model.model.", ""), ("model.language_model.", "model."))):
+        named = {}
+        for name, tensor in tensors.items():
+            bare = name.removeprefix(next((x for x in Mllama.prefixes if name.startswith(x)), ""))
+            head = "language_model." if not i else ""
+            inner = rest if "vision_model" in name or "projector" in name else language
+            inner += "vision_model." * ("vision_model" in name)
+            named[(head if bare.startswith("lm_head") else inner) + bare] = tensor
+        (tmp_path / str(i)).mkdir()
+        save_file(named, tmp_path / str(i) / "model.safetensors")
     config = read_config(model.folder)
-    loaded = []
-    for i, names in enumerate(layouts):
-        folder = tmp_path / str(i)
-        folder.mkdir()
-        save_file({names[name]: tensor for name, tensor in tensors.items()}, folder / "model.safetensors")
-        loaded.append(Mllama(config, torch.float32, torch.device("cpu")))
-        load(loaded[-1], folder)
+    loaded = [Mllama(config, torch.float32, torch.device("cpu")) for _ in range(2)]
+    for i, one in enumerate(loaded):
+        load(one, tmp_path / str(i))
     for one, other in zip(*(each.parameters() for each in loaded), strict=True):
         assert torch.equal(one, other)
-
-
-def test_weights_are_counted(model: Saved) -> None:
-    config = read_config(model.folder)
-    spec, ours = read_spec(config), resolve(config)(config, torch.float32, torch.device("meta"))
-    eyes = sum(parameter.numel() for parameter in ours.eyes.parameters())
-    assert spec.vision is not None
-    assert spec.vision.parameters == eyes
-    assert spec.parameters == sum(parameter.numel() for parameter in ours.parameters()) - eyes
-    assert spec.parameters + eyes == sum(parameter.numel() for parameter in model.model.parameters())
-
-
-def test_named_shapes() -> None:
-    counts = {"llama3.2-vision-11b": 10_670_220_835, "llama3.2-vision-90b": 88_594_000_000}
-    for name, count in counts.items():
-        spec = read_spec(named_config(name))
-        assert spec.vision is not None
-        assert spec.vision.most_rows == 4 * 1601
-        assert spec.parameters + spec.vision.parameters == pytest.approx(count, rel=1e-3)
-        assert [i for i, layer in enumerate(spec.layers) if layer.cross] == list(range(3, len(spec.layers), 5))
 
 
 @pytest.mark.parametrize(
@@ -256,21 +205,6 @@ def test_configs_that_are_none(model: Saved, change: dict[str, Any], message: st
         (config if name in config else config["text_config"])[name] = value
     with pytest.raises(StartupError, match=message):
         read_spec(config)
-
-
-def test_neighbours_are_one() -> None:
-    """In order, whatever their number; others stay what they are."""
-    own = [picture(number) for number in range(4)]
-    media = [Medium(one.key, at, 1, 17 * one.shape[0]) for one, at in zip(own, (0, 1, 5, 6))]
-    found, pixels = joined(media, own)
-    assert [(one.start, one.tokens, one.rows, one.parts) for one in found] == [(0, 2, 51, 2), (5, 2, 119, 2)]
-    assert [one.key for one in found] == [one.key for one in pixels]
-    assert pixels[0].data == own[0].data + own[1].data
-    assert (pixels[0].shape, pixels[0].grid) == ((3, 31, 31, 3), own[0].grid + own[1].grid)
-    alone, same = joined(media[1:3], own[1:3])
-    assert (list(alone), list(same)) == (media[1:3], own[1:3])
-    swapped, _ = joined([media[0], media[1]._replace(key=own[2].key)], [own[0], own[2]])
-    assert swapped[0].key not in {found[0].key, own[0].key, own[2].key}
 
 
 def test_prompts_of_users(model: Saved) -> None:

@@ -1,4 +1,5 @@
-"""The source distribution holds what `make test` needs; the package imports only what it declares."""
+"""The source distribution holds what `make test` needs; the package imports only what it declares; and each rule of
+targets.py still matches something."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from pathlib import Path
 from shutil import copytree, ignore_patterns
 
 import pytest
+from targets import GATE_CASES
 
 from quire.data.kernels.cpu.variants import variants
 
@@ -86,3 +88,11 @@ def test_every_import_is_declared() -> None:
             for module in modules:
                 top = module.partition(".")[0]
                 assert top in declared or top == "quire" or top in sys.stdlib_module_names, (path.name, module)
+
+
+def test_every_rule_names_tests_that_exist() -> None:
+    for prefix in GATE_CASES:
+        file, _, function = prefix.partition("::")
+        found = [path for path in ROOT.glob(f"{file}*") if path.is_dir() or path.suffix == ".py"]
+        assert found, f"no test file begins with {file}"
+        assert not function or f"def {function}" in found[0].read_text(), f"{file} has no {function}"

@@ -20,20 +20,7 @@ from quire.errors import LogError, StartupError
 from quire.plan_log import LENGTH, MAGIC, MOST_IN_FLIGHT, Logged, PlanLog, logged
 from quire.plan_replay import Replay, compare, differing, replay
 from quire.sim.echo import EchoRunner
-from quire.vocabulary.plan import (
-    Birth,
-    Copy,
-    In,
-    Out,
-    Poison,
-    Row,
-    Sampled,
-    Sampling,
-    StepPlan,
-    StepResult,
-    Table,
-    Top,
-)  # fmt: skip
+from quire.vocabulary.plan import Birth, Copy, In, Out, Poison, Row, Sampled, Sampling, StepPlan, StepResult, Table, Top
 from quire.vocabulary.wire import decode, encode
 
 PROMPT = "Once upon a time, there was a"

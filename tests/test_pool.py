@@ -17,7 +17,6 @@ from quire.build import build
 from quire.control.memory.paged import PagedMemory
 from quire.errors import InputError, Overloaded, StartupError
 
-MIB = 2**20
 SHAPE = {
     "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16, "vocab_size": 512,
     "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu",
@@ -63,10 +62,7 @@ def both(
     """The llama and the windowed model over a pool of so many MiB; `unlike` are settings of the latter."""
     first, second = config(folders.llama, **settings), config(folders.windowed, **{**settings, **(unlike or {})})
     pool = Pool([first, second], kv_gib=mib / 1024)
-    with (
-        LLM(folders.llama, custom_kv_cache=pool) as llama,
-        LLM(folders.windowed, custom_kv_cache=pool) as windowed,
-    ):
+    with LLM(folders.llama, custom_kv_cache=pool) as llama, LLM(folders.windowed, custom_kv_cache=pool) as windowed:
         yield llama, windowed
 
 
@@ -159,26 +155,6 @@ def long(seed: int = 9) -> dict[str, list[int]]:
 LONG = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, detokenize=False)
 
 
-def test_a_model_that_is_short_lets_the_other_go_on(folders: Folders) -> None:
-    """Requests that need most of the pool each: what one began, between two of its outputs, is finished for the sake of
-    the other, and nobody hears less of it."""
-    said = []
-    for folder in folders:
-        with LLM.of(build(config(folder, kv_tokens=8192))) as llm:
-            said.append(tokens(llm, [long()], LONG)[0])
-    for order in (0, 1), (1, 0):
-        with both(folders, 0.75, preemption="recompute", max_num_batched_tokens=64) as models:
-            first, second = models[order[0]], models[order[1]]
-            watch(first, second)
-            stream = first.stream(long(), LONG)
-            heard = list(next(stream).tokens)
-            assert share(first) > 0.3
-            assert tokens(second, [long()], LONG)[0] == said[order[1]]
-            heard += [token for output in stream for token in output.tokens]
-            assert heard == said[order[0]]
-            assert not first.engine.unfinished
-
-
 def test_a_session_that_holds_the_memory_is_named_and_nothing_breaks(folders: Folders) -> None:
     with both(folders, 1) as (llama, windowed):
         with llama.session(long(), width=1, max_tokens=60) as node:
@@ -189,26 +165,6 @@ def test_a_session_that_holds_the_memory_is_named_and_nothing_breaks(folders: Fo
             memory(windowed).check()
         assert len(tokens(windowed, [long()], LONG)[0]) == 60
         assert len(tokens(llama, [long()], LONG)[0]) == 60
-
-
-def test_each_drops_its_own_cached_pages_and_leaves_what_it_held(folders: Folders) -> None:
-    with both(folders, 8) as (llama, windowed):
-        for llm in (llama, windowed):
-            tokens(llm, prompts(2, 96))
-        cached = [sum(map(len, memory(llm).pages.index)) for llm in (llama, windowed)]
-        assert memory(llama).prefixes.reset() == cached[0] > 0
-        assert [sum(map(len, memory(llm).pages.index)) for llm in (llama, windowed)] == [0, cached[1]]
-        hits = memory(windowed).account().sharing.hits
-        tokens(windowed, prompts(2, 96))
-        assert memory(windowed).account().sharing.hits > hits
-        part = memory(windowed).pages
-        stream = llama.stream(long(), LONG)
-        next(stream)
-        assert part.elsewhere > 0
-        llama.close()
-        assert part.elsewhere == 0
-        memory(windowed).check()
-        tokens(windowed, prompts(2, 96))
 
 
 def test_registered_prefixes_of_one_are_out_of_the_others_reach(folders: Folders) -> None:
@@ -273,3 +229,22 @@ def test_a_pool_names_its_models(folders: Folders) -> None:
     LLM(folders.llama, custom_kv_cache=pool).close()
     with pytest.raises(StartupError, match="none is left"):
         LLM(folders.llama, custom_kv_cache=pool)
+
+
+@pytest.mark.share(4)
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_however_the_memory_is_cut_tokens_are_the_same(folders: Folders, page_size: int) -> None:
+    """Of a model alone, whose pages have two sizes: roomy and starved, with prompts in chunks that end anywhere."""
+    asked, greedy, beams = prompts(10, 64), [], []
+    for way in (*({"page_sizes": sizes} for sizes in ("lcm", "max", "gcd", "own")), {"memory": "uniform"}):
+        settings = {**way, "page_size": page_size, "swap_gib": 0.05, "debug": True}
+        with LLM.of(build(config(folders.windowed, kv_tokens=4096, **settings))) as roomy:
+            greedy.append(tokens(roomy, asked, LONG))
+            beams.append(tokens(roomy, asked[:3], BEAMS))
+        settings |= {"kv_tokens": 192, "max_num_batched_tokens": 37}
+        with LLM.of(build(config(folders.windowed, **settings))) as starved:
+            greedy.append(tokens(starved, asked, LONG))
+            assert starved.engine.scheduler.preemptions > 0
+            starved.engine.scheduler.memory.check()
+    assert all(said == greedy[0] for said in greedy)
+    assert all(said == beams[0] for said in beams)

@@ -92,15 +92,6 @@ def roomy(folder: Path, said: Said) -> list[list[int]]:
     return [output.token_ids for output in results]
 
 
-def test_what_is_kept_matters(folder: Path, roomy: list[list[int]], tmp_path: Path) -> None:
-    """Or all that follows would show nothing: the same model says something else where all is kept."""
-    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "pyramid_kv": None}))
-    with opened(tmp_path) as llm:
-        whole = [result.outputs[0].token_ids for result in served(llm, prompts(), params())]
-    same = [a == b for a, b in zip(whole, roomy)]
-    assert [n for n, equal in zip(LENGTHS, same) if equal] == [7, 9]
-
-
 @pytest.mark.share(6)
 @pytest.mark.parametrize("chunk", [8, 13, 512])
 @pytest.mark.parametrize("page", [1, 4, 16])

@@ -24,10 +24,7 @@ from quire.control.engine import Engine
 from quire.errors import InputError
 from quire.vocabulary.params import SamplingParams
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 128, "tie_word_embeddings": False,
-}  # fmt: skip
+SIZES: dict[str, Any] = {**test_equality.SIZES, "tie_word_embeddings": False}
 STATES: dict[str, Any] = {"vocab_size": 97, "hidden_size": 32, "tie_word_embeddings": False, "pad_token_id": None}
 FAMILIES: dict[str, Any] = {
     **test_equality.FAMILIES,

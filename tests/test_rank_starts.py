@@ -1,23 +1,28 @@
-"""Ranks are started before torch is imported: what ends them, and what never starts any."""
+"""What a start does before torch is imported: ranks, what ends them and what never starts any; memory for weights."""
 
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from importlib import import_module
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from waiting import IDLE
 
 from quire import build as building
+from quire import reserve as module
 from quire.build import build
 from quire.config import EngineConfig
+from quire.data.kernels.cpu.memory import memory
 from quire.errors import StartupError
 from quire.link.child import Child
 from quire.parallel import devices, remote
 from quire.parallel.sides import Keeper
+from quire.reserve import GPUS, reserve
 from quire.source import Source, read_source
 from quire.text.renderer import Renderer
 
@@ -58,6 +63,7 @@ def test_whatever_goes_wrong_ends_them(
 
     if step != "import_module":
         import_module("torch")
+    monkeypatch.setattr(building, "build_engine", lambda *_, **__: pytest.fail("an engine is built"))
     monkeypatch.setattr(building, step, wrong)
     made: list[Renderer] = []
     monkeypatch.setattr("quire.text.renderer.Renderer", lambda: made.append(Renderer()) or made[0])
@@ -66,18 +72,6 @@ def test_whatever_goes_wrong_ends_them(
     assert raised.value is error
     assert ranks.ended == (step not in ("read_source", "ranks_of"))
     assert [one._end.alive for one in made] == [False], "the process that renders chat templates"
-
-
-def test_pictures_are_known_before_an_engine_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whose ranks nobody would end: Ray's are its own."""
-
-    def wrong(*_: Any) -> None:
-        raise StartupError("no such token")
-
-    monkeypatch.setattr(building, "read_sight", wrong)
-    monkeypatch.setattr(building, "build_engine", lambda *_: pytest.fail("an engine is built"))
-    with pytest.raises(StartupError, match="no such token"):
-        build(EngineConfig(device="cpu"))
 
 
 @pytest.mark.parametrize(
@@ -99,22 +93,6 @@ def test_what_is_refused_starts_none(
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(StartupError, match=told):
         build(EngineConfig(**{"device": "cpu"} | settings))
-
-
-def test_gpus_are_counted_before_torch_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
-        (tmp_path / name).touch()
-    monkeypatch.setattr(devices, "FILES", f"{tmp_path}/nvidia[0-9]*")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.delenv("QUIRE_SHARE_GPU", raising=False)
-    assert [devices.may_start(device, 2) for device in ("cpu", "auto", "cuda")] == [True, True, True]
-    assert [devices.may_start(device, 3) for device in ("cpu", "auto", "cuda")] == [True, False, False]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    assert not devices.may_start("auto", 2)
-    monkeypatch.setenv("QUIRE_SHARE_GPU", "1")
-    assert devices.may_start("auto", 3)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert [devices.may_start(device, 2) for device in ("auto", "cuda")] == [True, False]
 
 
 # Devices' files that machines have; what CUDA_VISIBLE_DEVICES is, of containers, of clusters, of people.
@@ -199,3 +177,59 @@ def test_an_interrupt_while_they_start_leaves_none(monkeypatch: pytest.MonkeyPat
     assert not keeper.is_alive()
     assert started[0].ended()
     assert started[0].connections[0].fileno() == -1
+
+
+# What is made ready for packed weights before torch is there: no more than is free, and none after a failure.
+
+CONFIG = EngineConfig(device="cpu")
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sizes that are asked for, on a machine with kernels."""
+    sizes: list[int] = []
+    monkeypatch.setattr(module, "memory", lambda: SimpleNamespace(ahead=sizes.append))
+    monkeypatch.setattr(module.kernels, "suited", lambda name: Path("avx2.so"))
+    return sizes
+
+
+@pytest.fixture
+def source() -> Source:
+    return read_source(CONFIG)
+
+
+def test_as_much_as_weights_take(asked: list[int], source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    reserve(CONFIG, source)
+    reserve(replace(CONFIG, quantization="int4"), source)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1 << 10))
+    reserve(CONFIG, source)
+    plain, few, little = asked
+    assert 0.5 < plain / (2 * source.spec.parameters) <= 1.1
+    assert few < plain / 3
+    assert little == 1 << 9
+
+
+def test_nothing_where_a_gpu_may_compute(
+    asked: list[int], source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor of a link to nothing: whoever reads it says so."""
+    monkeypatch.setattr("os.path.exists", lambda path: path in GPUS)
+    reserve(EngineConfig(), source)
+    assert asked == []
+    reserve(CONFIG, source)
+    assert len(asked) == 1
+    (tmp_path / "model.safetensors").symlink_to(tmp_path / "gone")
+    reserve(CONFIG, source._replace(folder=tmp_path))
+    assert asked[1:] == [0]
+
+
+def test_a_start_that_fails_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: object) -> None:
+        memory().ahead(1 << 20)
+        raise StartupError("it fails", "Nothing")
+
+    monkeypatch.setattr("quire.build.read_text", failing)
+    memory().settle()
+    with pytest.raises(StartupError, match="it fails"):
+        build(EngineConfig(device="cpu", skip_tokenizer_init=True))
+    assert (memory().thread, memory().block, memory().ready) == (None, None, 0)

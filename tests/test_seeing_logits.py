@@ -157,11 +157,6 @@ def test_stages(saved: Any, case: str, settings: dict[str, Any]) -> None:
     check(saved(case), case, pp=2, page_size=4, max_num_batched_tokens=chunk_of(case, 16), **settings)
 
 
-def test_ranks_of_their_own_processes(saved: Any) -> None:
-    """Pixels reach each of them."""
-    check(saved("internvl"), "internvl", tp=2, max_num_batched_tokens=16)
-
-
 def test_a_device_that_encodes_does_not_wait(saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step begins with its pictures: what a GPU waits for the host is counted up to them."""
     model = saved("llava")
@@ -223,7 +218,8 @@ def test_logits_without_caching(saved: Any, case: str, vision_cache: str) -> Non
     settings = {"vision_cache": vision_cache, "page_size": 4, "max_num_batched_tokens": chunk}
     entries = check(saved(case), case, enable_prefix_caching=False, **settings)
     parts = 2 * sum(one.parts for prompt in given for one in prompt.pictures)
-    assert sum(entry.parts for entry in entries) >= parts
+    total = sum(entry.parts for entry in entries)
+    assert total > parts if vision_cache == "off" and case != "paligemma" else total >= parts
 
 
 @pytest.mark.parametrize("attention", ["reference", "sdpa"])
@@ -276,18 +272,6 @@ def test_parts_of_a_picture_are_let_go_with_its_request(saved: Any) -> None:
     while engine.unfinished:
         engine.step()
     assert not engine.runner.pictures.coming
-
-
-def test_off_encodes_for_every_chunk(saved: Any) -> None:
-    model = saved("llava")
-    engine = engine_of(model, max_num_batched_tokens=8, vision_cache="off")
-    entries = encoded(engine)
-    shown = model.shown(60, 90, 1)
-    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
-    list(run(engine, [model.prompt(shown)], params))
-    assert len(entries) == -(-shown.rows // 8)
-    assert {entry.parts for entry in entries} == {shown.parts}
-    engine.close()
 
 
 @pytest.mark.share(30)

@@ -54,10 +54,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return cache(lambda case: Saved(case, tmp_path_factory.mktemp("saved")))
 
 
-CUTS = [(1, 7), (16, 3), (4, 64), (16, 20)]
-"""Tokens of a page, and most of a step."""
-
-
 @pytest.mark.share(3)
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.soak)])
@@ -75,7 +71,7 @@ def test_logits_of_ranks(saved: Any, case: str, settings: dict[str, Any], ranks:
 @pytest.mark.share(80)
 @pytest.mark.parametrize("hit", [True, False])
 @pytest.mark.parametrize("preemption", [None, "swap", "recompute"])
-@pytest.mark.parametrize(("page_size", "chunk"), CUTS)
+@pytest.mark.parametrize(("page_size", "chunk"), [(1, 7), (16, 3), (4, 64), (16, 20)])
 @pytest.mark.parametrize("memory", ["paged", "uniform"])
 @pytest.mark.parametrize("case", CASES)
 def test_logits_of_branches(
@@ -92,16 +88,6 @@ def test_logits_of_branches(
 def test_logits_behind_512_tokens(saved: Any, case: str, page_size: int, chunk: int, preemption: str | None) -> None:
     settings = {"page_size": page_size, "max_num_batched_tokens": chunk, "state_tokens": 512}
     check(saved(case), LONG, 1, preemption=preemption, **settings)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("preemption", [None, "swap", "recompute"])
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-@pytest.mark.parametrize("chunk", [1, 7, 512, 1024])
-@pytest.mark.parametrize("case", CASES)
-def test_all_logits(saved: Any, case: str, page_size: int, chunk: int, preemption: str | None) -> None:
-    settings = {"page_size": page_size, "max_num_batched_tokens": chunk, "state_tokens": 512}
-    check(saved(case), LONG, 2, preemption=preemption, **settings)
 
 
 @pytest.mark.gpu

@@ -4,7 +4,6 @@ penalties and log-probabilities, short of memory, beside rows that have no form 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -68,43 +67,6 @@ def test_outputs_are_of_their_form(llm: LLM, more: dict[str, Any]) -> None:
             assert len(one.logprobs) == len(one.token_ids)
 
 
-def test_short_of_memory(llm: LLM) -> None:
-    """Preempted both ways, the outputs are those of an engine that has room."""
-    params = [SamplingParams(temperature=1, seed=i, n=2, max_tokens=120, structured_outputs=FORM) for i in range(4)]
-    wanted = [[one.text for one in output.outputs] for output in llm.generate(PROMPTS, params)]
-    for preemption in ("swap", "recompute"):
-        with LLM(dtype="float32", max_num_seqs=8, kv_tokens=448, max_model_len=224, swap_gib=0.1, page_size=16,
-                 preemption=preemption) as small:  # fmt: skip
-            found = small.generate(PROMPTS, params)
-            assert small.engine.scheduler.preempted[preemption] > 0
-        assert [[one.text for one in output.outputs] for output in found] == wanted
-        assert checked(found) > 4
-
-
-def test_other_forms(llm: LLM) -> None:
-    def one(**form: Any) -> str:
-        params = SamplingParams(
-            temperature=1, seed=1, max_tokens=80, structured_outputs=StructuredOutputsParams(**form)
-        )
-        return llm.generate(PROMPTS[0], params)[0].outputs[0].text
-
-    assert re.fullmatch(r"[A-Z]{2}-[0-9]{3}", one(regex=r"[A-Z]{2}-[0-9]{3}"))
-    assert one(choice=["yes", "no", "perhaps"]) in ("yes", "no", "perhaps")
-    assert re.fullmatch(r"(fig|pear), \d", one(grammar='start: FRUIT ", " /[0-9]/\nFRUIT: "fig" | "pear"'))
-    assert " " not in one(json={"const": {"a": [1, 2]}}, disable_any_whitespace=True)
-
-
-def test_a_marker_comes_first(llm: LLM) -> None:
-    """The form begins behind it; what is before it is free, but doesn't end."""
-    tokens = llm.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=12))[0].outputs[0].token_ids
-    form = Structured("choice", '["<done>"]', after=tuple(tokens[4:6]))
-    params = SamplingParams(temperature=0, max_tokens=40, structured=form)
-    done = llm.generate(PROMPTS[0], params)[0].outputs[0]
-    assert list(done.token_ids[:6]) == list(tokens[:6])
-    assert done.text.endswith("<done>")
-    assert done.finish_reason == "stop"
-
-
 def test_refusals(llm: LLM) -> None:
     def refused(match: str, **more: Any) -> None:
         with pytest.raises(InputError, match=match):
@@ -120,19 +82,6 @@ def test_refusals(llm: LLM) -> None:
 def test_without_a_tokenizer() -> None:
     with LLM(skip_tokenizer_init=True) as llm, pytest.raises(InputError, match="needs a tokenizer"):
         llm.generate([[1, 2]], SamplingParams(structured_outputs=FORM, detokenize=False))
-
-
-def test_steps_in_flight(llm: LLM) -> None:
-    """Where steps begin before their masks are made, the outputs are the same."""
-    params = [
-        SamplingParams(temperature=1, seed=i, n=1 + i % 2, max_tokens=120, structured_outputs=FORM) for i in range(3)
-    ]
-    params.append(SamplingParams(temperature=1, seed=9, max_tokens=60))
-    wanted = [[one.text for one in output.outputs] for output in llm.generate(PROMPTS, params)]
-    with LLM(dtype="float32", max_num_seqs=12, depth=2) as deep:
-        assert deep.engine.scheduler.late
-        found = deep.generate(PROMPTS, params)
-    assert [[one.text for one in output.outputs] for output in found] == wanted
 
 
 @pytest.mark.parametrize("settings", [{"tp": 2}, {"executor": "process"}])

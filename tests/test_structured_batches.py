@@ -11,31 +11,24 @@ from quire import LLM
 
 
 @pytest.fixture(scope="module")
-def roomy() -> Iterator[LLM]:
-    with LLM(**ENGINE) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def swapping() -> Iterator[LLM]:
-    with LLM(**ENGINE, **SHORT, preemption="swap") as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def recomputing() -> Iterator[LLM]:
-    with LLM(**ENGINE, **SHORT, preemption="recompute") as found:
-        yield found
+def engines() -> Iterator[list[LLM]]:
+    """A roomy one, and those that are short of memory."""
+    with (
+        LLM(**ENGINE) as roomy,
+        LLM(**ENGINE, **SHORT, preemption="swap") as swapping,
+        LLM(**ENGINE, **SHORT, preemption="recompute") as recomputing,
+    ):
+        yield [roomy, swapping, recomputing]
 
 
 @pytest.mark.share(25)
 @pytest.mark.parametrize("number", range(0, BATCHES, 2))
-def test_swapped(number: int, roomy: LLM, swapping: LLM) -> None:
-    run(number, roomy, swapping)
+def test_swapped(number: int, engines: list[LLM]) -> None:
+    run(number, engines[0], engines[1])
 
 
 @pytest.mark.share(25)
 @pytest.mark.parametrize("number", range(1, BATCHES, 2))
-def test_recomputed(number: int, roomy: LLM, recomputing: LLM) -> None:
-    run(number, roomy, recomputing)
-    assert not recomputing.engine.scheduler.preempted["swap"]
+def test_recomputed(number: int, engines: list[LLM]) -> None:
+    run(number, engines[0], engines[2])
+    assert not engines[2].engine.scheduler.preempted["swap"]

@@ -103,12 +103,6 @@ def test_all_sampling_equals_eager_steps(oracle, asked: dict[str, Any]) -> None:
     assert tapes_of(engine).programs, "some steps were replayed"
 
 
-@pytest.mark.parametrize("depth", [2, 3])
-def test_samples_that_only_the_runner_has_seen_are_resolved(oracle, depth: int) -> None:
-    model = oracle("llama")
-    assert_equal(model, an_engine(model, depth=depth, page_size=4, kv_tokens=96), model.prompts)
-
-
 def test_what_torch_would_compute_is_refused_and_said_once(
     oracle, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

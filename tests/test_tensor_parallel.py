@@ -10,13 +10,10 @@ from typing import Any
 
 import gguf_files
 import pytest
-import torch
-import transformers
 from echo_ranks import ThreadRank
-from test_equality import FAMILIES
+from test_equality import FAMILIES, random_model
 
 import quire.parallel.remote
-from quire import LLM
 from quire.build import build
 from quire.config import EngineConfig
 from quire.control.engine import Engine
@@ -55,13 +52,7 @@ def saver(factory: pytest.TempPathFactory, families: Mapping[str, Callable[[], A
 
     def saved(family: str) -> Path:
         folder = factory.mktemp("model")
-        torch.manual_seed(0)
-        config = families[family]()
-        config.eos_token_id = config.bos_token_id = config.pad_token_id = None
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
-        for parameter in model.parameters():
-            parameter.data.normal_(0, 0.3)
-        model.save_pretrained(folder)
+        random_model(families[family]()).save_pretrained(folder)
         return folder
 
     return cache(saved)
@@ -109,13 +100,6 @@ def test_two_ranks_say_what_one_says(folders: Any, case: str) -> None:
         assert case != "chunks" or engine.scheduler.memory.account().sharing.hits > 0
 
 
-@pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("family", ["mistral", "opt"])
-def test_four_ranks_say_what_one_says(folders: Any, family: str) -> None:
-    """Two heads of keys on four ranks, windows, biases, padded vocabularies."""
-    both(folders(family), 4, 1, max_num_batched_tokens=16)
-
-
 TINY = Path(__file__).parents[1] / "src" / "quire" / "assets" / "tiny"
 
 
@@ -141,8 +125,15 @@ def test_a_journal_entry_skipped_on_one_rank_is_named(folders: Any, monkeypatch:
 
     def built(hello: Hello) -> Any:
         runner = build_rank(hello)
+        bind = runner.bind
+
+        def bound(geometry: Geometry) -> None:
+            bind(geometry)
+            replay = runner.store.replay
+            runner.store.replay = lambda journal: replay(tuple(entry for entry in journal if type(entry) is not Copy))
+
         if not hello.part.first:
-            monkeypatch.setattr(runner, "bind", partial(_bound_without_copies, runner, runner.bind))
+            monkeypatch.setattr(runner, "bind", bound)
         return runner
 
     remote = partial(RemoteRunner, start=partial(ThreadRank, built))
@@ -153,32 +144,24 @@ def test_a_journal_entry_skipped_on_one_rank_is_named(folders: Any, monkeypatch:
     engine.close()
 
 
-def _bound_without_copies(runner: Any, bind: Callable[[Geometry], None], geometry: Geometry) -> None:
-    bind(geometry)
-    replay = runner.store.replay
-    runner.store.replay = lambda journal: replay(tuple(entry for entry in journal if type(entry) is not Copy))
-
-
 @pytest.mark.usefixtures("threads")
-def test_one_rank_in_a_process_says_the_same(folders: Any) -> None:
-    both(folders("llama"), 1, 1, executor="process")
-
-
-@pytest.mark.usefixtures("threads")
-def test_ranks_that_are_started_anew_say_the_same(folders: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("layout", [{"tp": 2, "depth": 2}, {"tp": 1, "pp": 2}], ids=str)
+def test_ranks_that_are_started_anew_say_the_same(
+    folders: Any, monkeypatch: pytest.MonkeyPatch, layout: dict[str, int]
+) -> None:
     """Whatever their caches held, and whatever was in flight: greedy and sampled requests, branches, beams."""
     left = iter((3, 9, 12))  # steps of each start
 
     def built(hello: Hello) -> Any:
         runner = build_rank(hello)
-        if not hello.part.first and (step := next(left, None)) is not None:
+        if not (hello.part.first and hello.part.starts) and (step := next(left, None)) is not None:
             collect, steps = runner.collect, iter(range(1, step))
             monkeypatch.setattr(runner, "collect", lambda ticket: collect(ticket) if next(steps, 0) else 1 // 0)
         return runner
 
     remote = partial(RemoteRunner, start=partial(ThreadRank, built))
     monkeypatch.setattr(quire.parallel.remote, "RemoteRunner", remote)
-    _, engine = both(folders("llama"), 2, 1, depth=2, on_rank_failure="restart", swap_gib=0.01)
+    _, engine = both(folders("llama"), rounds=1, **layout, on_rank_failure="restart", swap_gib=0.01)
     assert engine.stats.restarts == 3
     engine.scheduler.memory.check()
     assert engine.scheduler.memory.account().sharing.tables == 0
@@ -197,15 +180,13 @@ def test_ranks_that_are_started_anew_say_the_same(folders: Any, monkeypatch: pyt
         ({"tp": 2, "on_rank_failure": "restart", "log_plans": "log"}, "--on-rank-failure is restart, and --log-plans"),
         ({"tp": 2, "quantization": "int8"}, "a rank would have 16 of 32 columns of .*, of which 32 share a scale"),
         ({"tp": 2, "attention": "triton"}, "--attention is triton, which needs a GPU"),
+        ({"tp": 2.0}, "--tp is 2.0. It must be a whole number between 1 and"),
+        ({"tp": -1}, "--tp is -1. It must be between 1 and"),
+        ({"pp": True}, "--pp is True"),
+        ({"pp": 0}, "--pp is 0. It must be between 1 and 63"),
     ],
 )
 @pytest.mark.usefixtures("threads")
 def test_what_cannot_be_divided_is_refused(folders: Any, settings: dict[str, Any], told: str) -> None:
     with pytest.raises(StartupError, match=told):
         engine_of(folders("llama"), **settings)
-
-
-@pytest.mark.parametrize("tp", [True, 2.0, "2", -1])
-def test_ranks_are_a_whole_number(tp: object) -> None:
-    with pytest.raises(StartupError, match=r"--tp is .* must be (a whole number )?between 1 and"):
-        LLM("tiny", tp=tp)

@@ -1,27 +1,35 @@
-"""The bundled model that sees, with its own weights, through the engine and over HTTP: what was drawn is what is said;
-a picture that was there is not encoded again; and an embedding or a page that is another one shows as a wrong word."""
+"""The bundled model that sees, with its own weights, through the engine and over HTTP: its tokens are transformers';
+what was drawn is what is said; a picture that was there is not encoded again; and an embedding or a page that is
+another one shows as a wrong word."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import echo_service
 import httpx
 import numpy as np
 import pytest
+import torch
 from openai import OpenAI
 from picture_files import uri, written
 from PIL import Image, ImageDraw
 from prometheus_client.parser import text_string_to_metric_families
 from torch import Tensor
+from transformers import LlavaOnevisionForConditionalGeneration
+from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 
+import quire
 from quire import LLM, SamplingParams
 from quire.config import EngineConfig
 from quire.control.memory import gallery
 from quire.data.models.vision.llava import LlavaOneVision
 from quire.data.runner.pictures import Pictures
+from quire.errors import StartupError
 
+FOLDER = Path(quire.__file__).parent / "assets" / "tiny-vision"
 Patch = pytest.MonkeyPatch
 SETTINGS: dict[str, Any] = {"model": "tiny-vision", "dtype": "float32", "threads": 1, "kv_tokens": 2048, "swap_gib": 0}
 INKS = {"red": (220, 30, 30), "green": (30, 160, 60), "blue": (30, 60, 220)}
@@ -39,6 +47,12 @@ def sketch(*things: tuple[str, str, tuple[int, int, int, int]], side: int = 96) 
 
 def alone(colour: str, shape: str) -> Image.Image:
     return sketch((colour, shape, (24, 24, 72, 72)))
+
+
+def noise(height: int, width: int, seed: int) -> Image.Image:
+    """Few colours in large squares, which differ when they are resized."""
+    small = np.random.default_rng(seed).integers(0, 256, (5, 7, 3), dtype=np.uint8)
+    return Image.fromarray(small).resize((width, height), Image.Resampling.NEAREST)
 
 
 TWO = sketch(("red", "circle", (12, 12, 48, 48)), ("blue", "square", (72, 72, 108, 108)), side=120)
@@ -64,10 +78,33 @@ def say(llm: LLM, *images: Image.Image, question: str = WHICH) -> list[str]:
     return [result.outputs[0].text for result in results]
 
 
-def test_what_is_drawn_is_said(llm: LLM) -> None:
-    things = [(colour, shape) for colour in INKS for shape in PENS]
-    assert say(llm, *[alone(*thing) for thing in things]) == [f"This is a {' '.join(thing)}." for thing in things]
-    assert say(llm, TWO, question=ALL) == [TOLD]
+def test_chats_equal_transformers(llm: LLM) -> None:
+    """Token for token, of one picture and of two, beyond the model's own end; noise tells what frames a wide one."""
+    model = LlavaOnevisionForConditionalGeneration.from_pretrained(FOLDER, dtype=torch.float32).eval()
+    processor = LlavaOnevisionImageProcessorPil.from_pretrained(FOLDER)
+    model.generation_config.eos_token_id = None
+    green = sketch(("green", "square", (9, 9, 40, 30)), side=70)
+    for images in ([TWO], [green, TWO], [noise(30, 90, 1), noise(70, 100, 0)]):
+        pictures = [{"type": "image_url", "image_url": {"url": uri(written(image))}} for image in images]
+        content = [*pictures, {"type": "text", "text": ALL}]
+        greedy = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+        [result] = llm.chat([{"role": "user", "content": content}], greedy, use_tqdm=False)
+        ids = torch.tensor([result.prompt_token_ids])
+        seen = processor([images], return_tensors="pt")
+        with torch.inference_mode():
+            found = model.generate(
+                input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False, **seen
+            )
+        assert result.outputs[0].token_ids == found[0, ids.shape[1] :].tolist()
+
+
+def test_a_tokenizer_that_means_another_token(tmp_path: Path) -> None:
+    for path in FOLDER.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    config = (FOLDER / "config.json").read_text()
+    (tmp_path / "config.json").write_text(config.replace('"image_token_index": 3072', '"image_token_index": 3071'))
+    with pytest.raises(StartupError, match=r"<image> is token 3072 of the tokenizer, and config\.json says 3071"):
+        LLM(**{**SETTINGS, "model": str(tmp_path)}, dummy_weights=True)
 
 
 def pages_of_a_picture_of_that_size(patch: Patch) -> None:

@@ -14,7 +14,6 @@ from test_equality import (
     MORE,
     SOME,
     Oracle,
-    answers_of,
     assert_equal,
     assert_same,
     engine_of,
@@ -88,20 +87,6 @@ def test_kernels_that_read_page_tables_run_over_it_too(oracle, layout: str, atte
     assert emptied(engine)
 
 
-def test_a_kernel_of_contiguous_tokens_is_refused_over_pages(oracle) -> None:  # noqa: F811
-    with pytest.raises(StartupError, match=r"--attention is contiguous.*the memory is paged"):
-        engine_of(oracle("llama"), attention="contiguous")
-
-
-def test_a_second_run_hits_the_prefix_cache(oracle) -> None:  # noqa: F811
-    model = oracle("llama")
-    engine = virtual(model, kv_tokens=1024)
-    first = answers_of(engine, model.prompts)
-    assert answers_of(engine, model.prompts) == first
-    assert engine.scheduler.memory.account().sharing.hits > 0
-    assert emptied(engine)
-
-
 @cache
 def least_tokens(model: Oracle, layout: str) -> int:
     """Room for the largest request alone, and a page."""
@@ -163,6 +148,7 @@ def test_a_small_memory_gets_small_pages(oracle) -> None:  # noqa: F811
         ({"virtual_page_kib": 2048}, r"--memory virtual has 0 bytes of pages"),
         ({"map_ahead": "never"}, r"--map-ahead is 'never'"),
         ({"max_num_seqs": 60000}, r"mappings, more than half of vm.max_map_count"),
+        ({"memory": "paged", "attention": "contiguous"}, r"--attention is contiguous.*the memory is paged"),
     ],
 )
 def test_what_cannot_be_is_refused_at_start(oracle, settings: dict[str, object], message: str) -> None:  # noqa: F811
@@ -189,24 +175,6 @@ def test_an_engine_that_dies_says_why_and_gives_its_pages_back(oracle, monkeypat
     assert driver.physical() == 0
 
 
-def test_a_start_that_fails_says_why(oracle, monkeypatch) -> None:  # noqa: F811
-    def full(*_: object) -> None:
-        raise StartupError("no memory for swapped pages", "Use a smaller --swap-gib")
-
-    monkeypatch.setattr("quire.data.runner.store.HostPool", full)
-    with pytest.raises(StartupError, match="no memory for swapped pages"):
-        virtual(oracle("llama"))
-
-
-def test_groups_of_unlike_layers_get_all_that_was_planned() -> None:
-    """Nothing is padded to another group's size here."""
-    spec = ModelSpec("two kinds", (LayerSpec(2, 64), LayerSpec(16, 64, window=512)), 100, 4096, 64, 16, 64, 1000)
-    config = EngineConfig(memory="virtual", kv_gib=0.25, max_num_seqs=8, max_num_batched_tokens=64).sized("cpu")
-    plan = plan_memory(config, spec, "two kinds", "float32", 4, "cpu")
-    memory = VirtualMemory.build(config, spec, Size(plan.kv_tokens, plan.max_len, 4))
-    assert 0.97 * 2**28 <= memory.geometry.bytes <= 2**28
-
-
 @pytest.mark.parametrize("layout", ["sliced", "sliced:3", "layer"])
 def test_the_plan_says_how_many_tokens_fit(layout: str) -> None:
     """Five layers don't fill two buffers of three."""
@@ -220,6 +188,11 @@ def test_the_plan_says_how_many_tokens_fit(layout: str) -> None:
     assert tokens > (8_000 if layout == "sliced:3" else 9_800)
     group = memory.geometry.groups[0]
     assert group.pages(tokens) <= len(group.ids) < group.pages(tokens) + 2
+    unlike = ModelSpec("two kinds", (LayerSpec(2, 64), LayerSpec(16, 64, window=512)), 100, 4096, 64, 16, 64, 1000)
+    config = EngineConfig(memory="virtual", kv_gib=0.25, max_num_seqs=8, max_num_batched_tokens=64).sized("cpu")
+    plan = plan_memory(config, unlike, "two kinds", "float32", 4, "cpu")
+    memory = VirtualMemory.build(config, unlike, Size(plan.kv_tokens, plan.max_len, 4))
+    assert 0.97 * 2**28 <= memory.geometry.bytes <= 2**28, "nothing is padded to another group's size"
 
 
 def test_an_engine_that_is_dropped_gives_its_pages_back(oracle) -> None:  # noqa: F811

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 WORD = {"id": "cmpl-0", "choices": [{"index": 0, "text": " word", "finish_reason": None}], "usage": None}
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -17,11 +18,17 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding
 
 class Paced:
     """`together` tokens come in each chunk. The first connection of each `drop` is closed after its first chunk; 0:
-    none. Nothing is sent before so many requests as `crowd` were under way at once."""
+    none. Nothing is sent before so many requests as `crowd` were under way at once. One of `every` is refused.
+    Where there are `metrics` nothing is sent before they were looked at once more."""
 
-    def __init__(self, first: float, gap: float, together: int = 1, drop: int = 0, crowd: int = 0) -> None:
+    def __init__(
+        self, first: float = 0.0, gap: float = 0.0, together: int = 1, drop: int = 0, crowd: int = 0, every: int = 0,
+        metrics: bytes = b"",
+    ) -> None:  # fmt: skip
         self.first, self.gap, self.together, self.drop, self.crowd = first, gap, together, drop, crowd
+        self.every, self.metrics, self.looks = every, metrics, 0
         self.requests = self.under_way = self.most = self.connections = 0
+        self.asked: list[dict[str, Any]] = []
 
     async def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
@@ -29,39 +36,48 @@ class Paced:
             while head := await reader.readuntil(b"\r\n\r\n"):
                 path = head.split()[1]
                 if path == b"/v1/models":
-                    said = b'{"data": [{"id": "paced"}]}'
-                    writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(said), said))
-                elif path == b"/v1/completions":
+                    writer.write(answer(b"200 OK", b'{"data": [{"id": "paced"}]}'))
+                elif path in (b"/v1/completions", b"/v1/chat/completions"):
                     length = head.lower().partition(b"content-length:")[2].split()[0]
-                    await self.complete(json.loads(await reader.readexactly(int(length))), writer)
+                    self.asked.append(json.loads(await reader.readexactly(int(length))) | {"path": path.decode()})
+                    await self.complete(self.asked[-1], writer)
+                elif path == b"/metrics" and self.metrics:
+                    self.looks += 1
+                    writer.write(answer(b"200 OK", self.metrics))
                 else:
-                    writer.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
+                    writer.write(answer(b"404 Not Found"))
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
         finally:
             writer.close()
 
-    async def complete(self, asked: dict[str, object], writer: asyncio.StreamWriter) -> None:
-        came = time.monotonic()
+    async def complete(self, asked: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        came, looks = time.monotonic(), self.looks
         self.requests += 1
+        if self.every and self.requests % self.every == 0:
+            writer.write(answer(b"503 Service Unavailable", b'{"error": {"message": "the queue is full"}}'))
+            return
         dropped = self.drop and self.requests % self.drop == 0
         self.under_way += 1
         self.most = max(self.most, self.under_way)
-        tokens, prompt = asked["max_tokens"], asked["prompt"]
-        assert isinstance(tokens, int)
-        assert isinstance(prompt, list)
+        tokens, prompt = asked["max_tokens"], asked.get("prompt")
         try:
-            while self.most < self.crowd:
+            while self.most < self.crowd or (self.metrics and self.looks == looks):
                 await asyncio.sleep(0.01)
             for i in range(-(-tokens // self.together)):
                 await asyncio.sleep(max(0.0, came + self.first + i * self.gap - time.monotonic()))
                 writer.write((HEAD if i == 0 else b"") + chunk(WORD))
                 if dropped:
                     raise ConnectionError
-            usage = {"prompt_tokens": len(prompt), "completion_tokens": tokens}
+            read = len(prompt) if isinstance(prompt, list) else 7  # tokens
+            usage = {"prompt_tokens": read, "completion_tokens": tokens}
             writer.write(chunk({"choices": [], "usage": usage}) + chunk(None) + b"0\r\n\r\n")
         finally:
             self.under_way -= 1
+
+
+def answer(status: bytes, body: bytes = b"") -> bytes:
+    return b"HTTP/1.1 %s\r\nContent-Length: %d\r\n\r\n%s" % (status, len(body), body)
 
 
 def chunk(said: object) -> bytes:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import median
 
 import pytest
-from benching import results
+from benching import bench, results
 
+from quire.bench.calibration import fit
 from quire.bench.control import branching
+from quire.bench.preemption import POLICIES
+from quire.bench.shapes import built
+from quire.config import EngineConfig
 
 
 def test_every_way_finds_the_same_beams(tmp_path: Path) -> None:
@@ -56,3 +61,60 @@ def test_half_of_the_branches_are_parted_from(tmp_path: Path) -> None:
         after = {seq.id for request in scheduler.running for seq in request.live}
         assert (len(before), len(after), len(before & after)) == (12, 12, 6)
         scheduler.memory.check()
+
+
+SHAPE = {
+    "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,
+    "intermediate_size": 64, "vocab_size": 128,
+}  # fmt: skip
+LENGTHS = [16, 64, 256, 1024, 4096]
+
+
+@pytest.mark.parametrize("true", [(1e-3, 2e-5, 3e-8), (0.0, 2e-5, 3e-8), (1e-3, 0.0, 3e-8), (1e-3, 2e-5, 0.0)])
+def test_fit_recovers_the_costs(true: tuple[float, float, float]) -> None:
+    rows = [[1.0, float(n), n * n / 2] for n in LENGTHS]
+    found = fit(rows, [sum(a * b for a, b in zip(true, row)) for row in rows])
+    assert found.coefficients == pytest.approx(list(true), rel=1e-6, abs=1e-12)
+    assert found.worst_error < 1e-6
+
+
+def test_no_cost_is_negative() -> None:
+    """Samples that fall with the length: the best straight line would have a negative slope."""
+    found = fit([[1.0, float(n)] for n in LENGTHS], [5.0, 4.0, 3.0, 2.0, 1.0])
+    assert found.coefficients[0] > 0
+    assert found.coefficients[1] == 0
+    assert found.worst_error > 0.1
+
+
+def test_calibration_is_read_by_the_engine(tmp_path: Path) -> None:
+    content = bench(tmp_path, "preemption", "--repeat", "1", "--kv-tokens", "700")
+    (result,) = content["results"]
+    assert content["costs"] == result["costs"]
+    assert result["threads"] == 1
+    assert content["costs"]["swap_byte"] > 0
+    assert content["costs"]["compute_fixed"] + content["costs"]["compute_token"] + content["costs"]["compute_pair"] > 0
+    assert [swap["bytes"] for swap in result["swaps"]] == [512 * swap["tokens"] for swap in result["swaps"]]
+    config = EngineConfig(
+        dtype="float32", device="cpu", kv_tokens=256, calibration=str(tmp_path / "benched/result.json")
+    )
+    with built(config, SHAPE) as made:
+        assert made.engine.scheduler.costs._asdict() == content["costs"]
+
+
+def test_policies_are_compared_on_the_same_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    load = "fixed:20:30@6/104"
+    flags = ("--repeat", "1", "--compare", "--load", load, "--kv-tokens", "700")
+    _, result = results(tmp_path, "preemption", *flags)
+    assert (result["load"], result["requests"], result["kv_tokens"]) == (load, 6, 104)
+    assert set(result["seconds"]) == set(POLICIES)
+    assert result["preempted"]["swap"]["swap"] > 0
+    assert result["preempted"]["swap"]["recompute"] == 0
+    assert result["preempted"]["recompute"]["recompute"] > 0
+    assert result["preempted"]["recompute"]["swap"] == 0
+    assert result["swapped_bytes"]["swap"] > 0
+    assert result["swapped_bytes"]["recompute"] == 0
+    better = min(("swap", "recompute"), key=result["median_s"].get)
+    assert result["better"] == better
+    turns = zip(result["seconds"]["auto"], result["seconds"][better])
+    assert result["auto_over_better"] == pytest.approx(median(auto / fixed for auto, fixed in turns))
+    assert load in capsys.readouterr().out

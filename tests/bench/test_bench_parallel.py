@@ -1,22 +1,36 @@
-"""`quire bench parallel` on CPU ranks: what it writes, and what it says of what it left out."""
+"""`quire bench parallel` on CPU ranks: what it writes, what it says of what it left out, and that what it says
+of the exchange is compared with sums that were taken elsewhere, bit by bit."""
 
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from benching import results
+from torch import Tensor
 
-from quire.bench import exchange, parallel
+from quire.bench import exchange, exchange_rank, parallel
 from quire.bench import parallel_goals as goals
+from quire.bench.exchange_rank import Timed
 from quire.bench.parallel_goals import Goal
+from quire.data.kernels.triton import reduce
+from quire.data.layers.norm import RMSNorm
+from quire.data.layers.prepare import join
 from quire.errors import QuireError
+from quire.parallel import device_exchange
+from quire.vocabulary.layout import Part
 
 
 @pytest.fixture(autouse=True)
-def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No GPUs, and short rows in this process."""
     monkeypatch.setattr(parallel.links, "found", lambda: {"gpus": []})
+    monkeypatch.setattr(exchange_rank, "SIZE", 64)
 
 
 def test_the_exchange_is_measured_and_its_bits_are_looked_at(
@@ -102,3 +116,98 @@ def test_all_parts_on_cpu_ranks(tmp_path: Path) -> None:
         assert run["ended"] == run["with_an_error"] == run["clients"] == 32
         assert run["processes_left"] == 0
     assert killed["last_end_s"] < 2 < stopped["last_end_s"] < 12
+
+
+CPU = torch.device("cpu")
+
+
+class Alone:
+    """The exchange of a rank that has no others, whose calls number `wrong` aren't right: each in one bit."""
+
+    part, rehearsing = Part(0, 1), nullcontext
+
+    def __init__(self, *wrong: int) -> None:
+        self.wrong, self.adds, self.gathers = wrong, 0, 0
+        self.most = set[tuple[int, int]]()  # bytes of sums in one phase, and through peers at all
+
+    def add(self, x: Tensor) -> Tensor:
+        self.adds += 1
+        self.most.add((reduce.ONE_SHOT.get(1, -1), device_exchange.LARGE))
+        if self.adds in self.wrong:
+            x.view(torch.int16)[-1, -1] ^= 1
+        return x
+
+    def gather(self, x: Tensor) -> Tensor:
+        self.gathers += 1
+        every = x[None].clone()
+        if x.dtype == torch.int32 and self.gathers in self.wrong:
+            every[0, 0, 3] ^= 1
+        return every
+
+    def meet(self) -> None:
+        """There is nobody else."""
+
+    def check(self) -> None:
+        """Nobody is missed."""
+
+
+def timed(given: Alone) -> Timed:
+    runner = object.__new__(Timed)
+    runner.part, runner.seat, runner.device, runner.group = given.part, None, CPU, None
+    runner.exchange: Any = given
+    runner.host: Any = Alone()
+    runner.norms = [RMSNorm(exchange_rank.SIZE, 1e-5, exchange_rank.DTYPE, CPU) for _ in range(2)]
+    for norm in runner.norms:
+        norm.weight.fill_(1.0)
+    join(runner.norms[0], given)
+    return runner
+
+
+@pytest.mark.parametrize("wrong", [None, 31, 77, 399])
+def test_one_wrong_bit_of_many_calls_is_found(wrong: int | None) -> None:
+    """Of one sum and, where the number is that of a gather too, of what was gathered."""
+    runner = timed(Alone() if wrong is None else Alone(wrong))
+    runner.warm_up(2, exchange.WAYS.index("replays"))
+    found = runner.found
+    assert found["exact"] == (wrong is None)
+    assert (found["wrong"] > 0) == (wrong is not None)
+    assert found["calls"] == 20 * found["gathers"] == 400
+    assert found["carried"] == 0
+
+
+def test_a_way_whose_norm_is_wrong_is_not_exact() -> None:
+    runner = timed(Alone())
+    runner.warm_up(2, exchange.WAYS.index("quire"))
+    assert runner.found["exact"]
+    runner.norms[0].weight[5] = 1.5
+    runner.warm_up(2, exchange.WAYS.index("quire"))
+    assert not runner.found["exact"]
+
+
+def test_fewer_calls_where_they_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange_rank, "BUDGET", 0.0)
+    runner = timed(Alone())
+    runner.warm_up(1, exchange.WAYS.index("replays"))
+    assert runner.found["gathers"] == exchange_rank.LOOKS
+
+
+def test_sums_in_one_and_in_two_phases_are_asked_for_at_all_sizes() -> None:
+    for way in ("one-shot", "two-shot", "NCCL"):
+        sizes = [rows * 16 for rows in exchange.sizes(way)]  # KiB
+        assert min(sizes) == 16
+        assert {8 << 10, 16 << 10, 24 << 10} <= set(sizes)
+    runner = timed(Alone())
+    runner.warm_up(2, exchange.WAYS.index("two-shot"))
+    assert "peers" in runner.found["missing"]
+
+
+def test_sums_of_all_sizes_go_the_way_that_is_measured() -> None:
+    """And afterwards as before."""
+    for way, most in (("one-shot", 1 << 40), ("two-shot", 0)):
+        alone = Alone()
+        runner = timed(alone)
+        alone.peers = runner.seat = SimpleNamespace()  # as of GPUs
+        runner.warm_up(2, exchange.WAYS.index(way))
+        assert alone.most == {(most, 1 << 40)}
+        assert runner.found["exact"]
+    assert (1 in reduce.ONE_SHOT, reduce.ONE_SHOT[2], device_exchange.LARGE) == (False, 1 << 40, 16 << 20)

@@ -1,17 +1,15 @@
-"""`quire bench` on a model of two layers, and against a server that a few lines imitate."""
+"""`quire bench` on a model of two layers, and against a server of a known pace."""
 
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import benching
 import pytest
+import torch
+from paced import Paced, serving
 
 from quire.bench import main
 from quire.bench.client import Asking, Client
@@ -74,38 +72,27 @@ def test_throughput_adds_up(model: list[str], tmp_path: Path, capsys: pytest.Cap
         assert run["mean_running"] == pytest.approx(output / run["steps"])
         assert run["preemptions"] == 0
         assert run["prefix_hit_tokens"] == 0
-        assert run["output_tokens_per_s"] == pytest.approx(output / run["seconds"])
+        rates = [run[f"{name}_per_s"] * run["seconds"] for name in ("requests", "output_tokens", "total_tokens")]
+        assert rates == pytest.approx([12, output, prompt + output])
         for name in ("ttft_s", "inter_token_s", "e2e_s", "normalised_s"):
             assert set(run[name]) == SPREAD
         assert run["ttft_s"]["mean"] <= run["e2e_s"]["mean"] <= run["seconds"]
         assert sum(run["memory_bytes"].values()) == pytest.approx(4096 * 2 * 2 * 2 * 8 * 4)
+    [alone] = bench(tmp_path, "latency", *model, "--workload", "shared:64:8:5@4", "--repeat", "1", "--warmup", "0")
+    run = alone["median"]
+    assert (run["steps"], run["mean_batch"], run["mean_running"]) == (4 * 5, 1, 1), "one behind the other"
+    assert run["prefix_hit_tokens"] == 3 * 64  # every request but the first
     # The prefix cache is emptied between runs, so both find the same: what the first computes, the others wait for.
     assert [run["prefix_hit_tokens"] for run in shared["runs"]] == [4 * 64, 4 * 64]
 
 
-def test_latency_runs_one_at_a_time(model: list[str], tmp_path: Path) -> None:
-    flags = ("--workload", "shared:64:8:5@4", "--repeat", "2", "--warmup", "0")
-    [result] = bench(tmp_path, "latency", *model, *flags)
-    for run in result["runs"]:
-        assert run["steps"] == 4 * 5
-        assert run["mean_batch"] == run["mean_running"] == 1
-        assert run["prefix_hit_tokens"] == 3 * 64  # every request but the first
-        assert 0 < run["e2e_s"]["mean"] * 4 <= run["seconds"] * 1.001, "one behind the other"
-
-
-def test_serve_keeps_so_many_under_way(model: list[str], tmp_path: Path) -> None:
+def test_arrivals_of_serve(model: list[str], tmp_path: Path) -> None:
+    """So many under way, at a rate, and all at once."""
     run = served(tmp_path, "fixed:8:6@9", *model, "--concurrency", "3")["median"]
-    assert run["steps"] == 3 * 6
-    assert run["mean_running"] == 3
-
-
-def test_serve_at_a_rate(model: list[str], tmp_path: Path) -> None:
+    assert (run["steps"], run["mean_running"]) == (3 * 6, 3)
     run = served(tmp_path, "fixed:8:2@20", *model, "--rate", "50")["median"]
     assert run["seconds"] >= 0.2  # the arrivals alone take about 0.4 s
     assert run["output_tokens"] == 40
-
-
-def test_all_at_once(model: list[str], tmp_path: Path) -> None:
     run = served(tmp_path, "range:8:4:0@20", *model, "--rate", "inf")["median"]
     assert (run["steps"], run["mean_running"], run["output_tokens"]) == (4, 20, 80)
 
@@ -126,85 +113,28 @@ def test_control(tmp_path: Path) -> None:
         assert result["step_us"]["mean"] == pytest.approx(both)
 
 
-class Imitation(BaseHTTPRequestHandler):
-    """Streams as many chunks as tokens were asked for, two tokens in the last one, and usage."""
-
-    asked: ClassVar[list[dict[str, Any]]] = []
-    last: ClassVar[list[dict[str, Any]]] = []  # what the latest server was asked
-    every = 0  # which requests are refused
-    metrics = b""
-    scraped: ClassVar[threading.Event | None] = None  # each answer waits for the next reading of the metrics
-    count = threading.Lock()  # held while a request is numbered
-
-    def log_message(self, *args: object) -> None:
-        """Quiet."""
-
-    def answer(self, status: int, body: bytes) -> None:
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def do_GET(self) -> None:
-        if self.path.endswith("/metrics"):
-            self.answer(200 if self.metrics else 404, self.metrics)
-            if self.scraped is not None:
-                self.scraped.set()
-            return
-        self.answer(200, json.dumps({"data": [{"id": "imitation"}]}).encode())
-
-    def do_POST(self) -> None:
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        with self.count:
-            self.asked.append(asked | {"path": self.path})
-            refused = self.every and len(self.asked) % self.every == 0
-        if self.scraped is not None:
-            self.scraped.clear()
-            assert self.scraped.wait(60)
-        if refused:
-            self.answer(503, b'{"error": {"message": "the queue is full"}}')
-            return
-        chunks: list[dict[str, Any]] = [{"choices": [{"text": "a"}]} for _ in range(asked["max_tokens"] - 1)]
-        chunks.append({"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": asked["max_tokens"]}})
-        lines = [f"data: {json.dumps(chunk)}\n\n" for chunk in chunks]
-        self.answer(200, "".join([*lines, "data: [DONE]\n\n"]).encode())
-
-
-@contextmanager
-def imitation(fail: bool = False, every: int = 0) -> Iterator[str]:
-    handler = type("Handler", (Imitation,), {"asked": [], "every": 1 if fail else every})
-    Imitation.last = handler.asked
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
-
 def test_serve_url(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with imitation() as url:
+    paced = Paced(together=2)
+    with serving(paced) as url:
+        text = served(tmp_path, "fixed:5:4@3", "--url", url, "--prompts", "text")
+    assert text["prompts"] == "text"  # the bundled model's tokenizer decodes them
+    assert [type(body["prompt"]) for body in paced.asked] == [str] * 3
+    assert text["median"]["prompt_tokens"] == 3 * 7  # as the server counts them
+    with serving(paced) as url:
         [result] = bench(tmp_path, "serve", "--url", url + "/v1", "--workload", "fixed:5:4@6", "--repeat", "1")
     run = result["median"]
-    assert result["model"] == "imitation"
+    assert result["model"] == "paced"
     assert result["prompts"] == "ids"
-    assert (run["output_tokens"], run["requests"], run["attempted"], run["chunks"]) == (24, 6, 6, 18)
+    assert (run["output_tokens"], run["requests"], run["attempted"], run["chunks"]) == (24, 6, 6, 12)
     assert run["inter_token_from"] == "mean tokens a chunk"
     assert (run["refused"], run["failed"], run["other_lengths"], run["server"]) == ({}, {}, 0, None)
     assert len(run["clients"]) == 1
     assert "6 of 6 requests" in capsys.readouterr().out
 
 
-def test_memory_is_looked_at(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_is_looked_at(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = 'quire_num_requests_running 2\nquire_kv_layer_bytes{layer_type="state",category="used"} 3221225472\n'
-    monkeypatch.setattr(Imitation, "metrics", text.encode())
-    monkeypatch.setattr(Imitation, "scraped", threading.Event())
-    with imitation() as url:
+    with serving(Paced(metrics=text.encode())) as url:
         memory = served(tmp_path, "fixed:5:4@2", "--url", url, "--watch-memory", "0.1")["median"]["server"]["memory"]
     assert memory.pop("samples") >= 1
     assert memory == {"running": 2, "layers": {"state": {"used": 3 * 2**30}}}
@@ -215,29 +145,21 @@ def test_memory_is_looked_at(
 
 def test_bodies_ask_for_exactly_the_jobs() -> None:
     jobs = parse("fixed:5:4@6").jobs(100)
-    with imitation() as url, Client(url, asking=Asking(0.5, chunk_usage=True)) as client:
+    with serving(Paced()) as url, Client(url, asking=Asking(0.5, chunk_usage=True)) as client:
         client.run(jobs, Load(concurrency=2))
         bodies = [json.loads(client.body(job)) for job in jobs]
     assert [body["prompt"] for body in bodies] == [job.prompt for job in jobs]
     assert bodies[0] == {
-        "model": "imitation", "prompt": jobs[0].prompt, "max_tokens": 4, "temperature": 0.5, "ignore_eos": True,
+        "model": "paced", "prompt": jobs[0].prompt, "max_tokens": 4, "temperature": 0.5, "ignore_eos": True,
         "stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True},
     }  # fmt: skip
 
 
-def test_prompts_as_text(tmp_path: Path) -> None:
-    """The bundled model's tokenizer decodes them; the server is asked with text."""
-    with imitation() as url:
-        result, asked = served(tmp_path, "fixed:5:4@3", "--url", url, "--prompts", "text"), Imitation.last
-    assert result["prompts"] == "text"
-    assert [type(body["prompt"]) for body in asked] == [str] * 3
-    assert result["median"]["prompt_tokens"] == 3 * 7  # as the server counts them
-
-
 @pytest.mark.parametrize(("model", "sees"), [("tiny-vision", True), ("tiny", False)])
 def test_a_server_whose_model_sees_gets_pictures(tmp_path: Path, model: str, sees: bool) -> None:
-    with imitation() as url:
-        result, asked = served(tmp_path, "mmmu-pro@3", model, "--url", url), Imitation.last
+    paced = Paced()
+    with serving(paced) as url:
+        result, asked = served(tmp_path, "mmmu-pro@3", model, "--url", url), paced.asked
     assert result["prompts"] == ("text" if sees else "ids")
     assert {body.pop("path") for body in asked} == {"/v1/chat/completions" if sees else "/v1/completions"}
     assert ["messages" in body for body in asked] == ["prompt" not in body for body in asked] == [sees] * 3
@@ -250,12 +172,16 @@ def test_a_server_whose_model_sees_gets_pictures(tmp_path: Path, model: str, see
 
 
 def test_a_refusal_is_shown() -> None:
-    with imitation(fail=True) as url, pytest.raises(QuireError, match=r"503.*the queue is full"), Client(url) as client:
+    with (
+        serving(Paced(every=1)) as url,
+        pytest.raises(QuireError, match=r"503.*the queue is full"),
+        Client(url) as client,
+    ):
         client.run(parse("fixed:5:4@1").jobs(100), Load(concurrency=1))
 
 
 def test_refusals_are_counted_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with imitation(every=3) as url:
+    with serving(Paced(every=3)) as url:
         run = served(tmp_path, "fixed:5:4@9", "--url", url)["median"]
     assert (run["attempted"], run["requests"], run["refused"], run["failed"]) == (9, 6, {"503": 3}, {})
     assert run["as_vllm"]["failed"] == 3
@@ -263,3 +189,62 @@ def test_refusals_are_counted_apart(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "3 requests refused" in said.err
     assert "6 of 9 requests" in said.out
     assert "3 requests without an answer: 503" in said.out
+
+
+RANK = "kernels --model-config llama3-70b"
+URL = "serve --url http://127.0.0.1:9"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("throughput --repeat 0", "--repeat is 0"),
+        ("throughput --workload fixed:4000:200@1 --kv-tokens 4096", "4200 tokens, but sequences may have"),
+        ("throughput --n 3 --best-of 2", "best_of must be at least n"),
+        ("throughput --beam-width 65", "beam_width must be between 1 and 64"),
+        ("serve --rate -1", "--rate is -1.0"),
+        ("serve --concurrency 0", "--concurrency is 0"),
+        (f"{URL} --clients 0", "--clients is 0"),
+        (f"{URL} --clients 65", "--clients is 65"),
+        (f"{URL} --n 2", "Measure those in this process"),
+        (f"{URL} --beam-width 1", "Measure those in this process"),
+        (URL, "Start one with: quire serve"),
+        ("serve --url ftp://x", "Expected http://HOST:PORT"),
+        ("control --sequences 0", "--sequences is 0"),
+        ("control --sequences 65536 --contexts 1000000", "tokens in all"),
+        ("control --beams 3", "even number"),
+        ("beams --beam-width 0", "between 1 and 64"),
+        ("beams --repeat 0", "at least 1"),
+        ("histories --beam-width 37", "between 1 and 36"),
+        ("histories --prompts 0", "below 1"),
+        ("histories --steps 0", "below 1"),
+        ("allocator --repeats 0", "--repeats is 0"),
+        ("memory --device cpu --max-model-len 1", r"no room for an output.*--max-model-len"),
+        ("parallel --minutes 0", "--minutes is 0"),
+        ("parallel --ranks 2 64", r"--ranks is \[2, 64\]. Give numbers between 1 and 63"),
+        *((f"preemption --compare --load {load}", "there is no")
+          for load in ("fixed:20:30@6", "fixed:20:30@6/", "fixed:20:30@6/x", "fixed:20@6/100", "/100")),
+        ("wire --repeat 0", "--repeat is 0"),
+        ("wire --ranks 64", "Give numbers between 1 and 63"),
+        ("kernels --family norms", r"no family 'norms'.*copies"),
+        (f"{RANK} --tp 3", "--tp is 3, which doesn't divide the model"),
+        (f"{RANK} --tp 0", "--tp is 0"),
+        (f"{RANK} --tp 2 --family copies", r"no family of --tp and --model-config 'copies'.*decodes, linears"),
+        (f"{RANK} --tp 2 --family kv", r"no family of --tp and --model-config 'kv'.*decodes, linears"),
+        ("kernels --model-config opt-13b", "products aren't those of a LlamaForCausalLM"),
+        ("kernels --model-config llama", "there is no model config 'llama'"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_named(flags: str, message: str) -> None:
+    with pytest.raises(StartupError, match=message):
+        main(flags.split())
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [("kernels", r"kernels measures a GPU.*Run it beside a GPU"), ("profile", "finds none"), ("mixed", "finds none")],
+)
+def test_what_needs_a_gpu_says_so(entry: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(StartupError, match=message):
+        main([entry])

@@ -1,14 +1,20 @@
-"""The numbers of a run against a server, beside vLLM's definitions written out over made-up answers."""
+"""The numbers of a run against a server, beside vLLM's definitions written out over made-up answers;
+latencies beside NumPy; and what the server's metrics say of a run, from the texts that prometheus_client writes."""
 
 from __future__ import annotations
 
 import random
+import threading
 from typing import Any
 
 import numpy as np
 import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from quire.bench.document import short, table
 from quire.bench.fleet import Sent
+from quire.bench.latency import Trace, latencies
+from quire.bench.scrape import Scrape, Watch, between, quantile
 from quire.bench.served import Timed, show, summary
 from quire.bench.workloads import Job
 
@@ -84,6 +90,8 @@ def test_chunks_of_several_tokens() -> None:
 
 
 def test_nothing_is_lost_silently() -> None:
+    gone = whole([answer(0, 0.0, [], 0)._replace(error="gone")])
+    assert (gone["requests"], gone["seconds"], gone["ttft_s"], gone["output_tokens_per_s"]) == (0, 0.0, None, 0.0)
     answers = made_up(random.Random(6), 10)
     answers[2] = answers[2]._replace(status=429, error="429: slow down", times=[])
     answers[3] = answers[3]._replace(status=503, error="503: full", times=[])
@@ -102,11 +110,6 @@ def test_nothing_is_lost_silently() -> None:
     assert "6 of 10 requests" in shown
     assert "(2 refused, 2 failed)" in shown
     assert all(f"1 requests without an answer: {what}" in shown for what in ("429", "503", *reasons))
-
-
-def test_nobody_was_answered() -> None:
-    run = whole([answer(0, 0.0, [], 0)._replace(error="gone")])
-    assert (run["requests"], run["seconds"], run["ttft_s"], run["output_tokens_per_s"]) == (0, 0.0, None, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -135,3 +138,171 @@ def test_the_engines_view_is_beside_the_clients() -> None:
     at = next(i for i, line in enumerate(lines) if line.startswith("between tokens"))
     assert lines[at + 1].split() == ["as", "the", "engine", "saw", "it", "250", "125", "500", "750"]
     assert "server's processor time: front 123 us a token (0.50 cores)" in lines
+
+
+def fake_traces(rng: random.Random, count: int) -> list[Trace]:
+    """Requests whose tokens come one to three at a time."""
+    traces = []
+    for _ in range(count):
+        now = arrival = rng.uniform(0, 100)
+        events = []
+        for _ in range(rng.randint(1, 12)):
+            now += rng.uniform(0.01, 2)
+            events.append((now, rng.randint(1, 3)))
+        traces.append(Trace(arrival, rng.randint(1, 50), events))
+    return traces
+
+
+def token_times(trace: Trace) -> np.ndarray:
+    """When each token is taken to have come: tokens of one event are spread evenly up to it."""
+    times = [trace.events[0][0]]
+    for (before, _), (now, tokens) in zip(trace.events, trace.events[1:]):
+        times += [before + (now - before) * (i + 1) / tokens for i in range(tokens)]
+    return np.array(times)
+
+
+def test_latencies_match_numpy() -> None:
+    traces = fake_traces(random.Random(0), 200)
+    assert latencies([Trace(0.0, 1, [(1.0, 1)])])["inter_token_s"] is None, "one token has no gaps"
+    outputs = np.array([sum(tokens for _, tokens in trace.events) for trace in traces])
+    starts = np.array([trace.arrival for trace in traces])
+    ends = np.array([trace.events[-1][0] for trace in traces])
+    expected = {
+        "ttft_s": np.array([trace.events[0][0] for trace in traces]) - starts,
+        "inter_token_s": np.concatenate([np.diff(token_times(trace)) for trace in traces]),
+        "e2e_s": ends - starts,
+        "normalised_s": (ends - starts) / outputs,
+    }
+    found = latencies(traces)
+    assert set(found) == set(expected)
+    for name, values in expected.items():
+        measured = found[name]
+        assert measured is not None
+        assert measured["mean"] == pytest.approx(values.mean())
+        for which in (50, 90, 99):
+            assert measured[f"p{which}"] == pytest.approx(np.percentile(values, which))
+
+
+def test_table_aligns_numbers_to_the_right() -> None:
+    assert table(("name", "n"), [("a", 1), ("long name", 10)]) == "name        n\na           1\nlong name  10"
+    assert [short(value) for value in (None, 0.0123456, 12.3456, 12345.6)] == ["-", "0.01235", "12.35", "12,346"]
+
+
+BOUNDS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1)
+
+
+class Server:
+    """Metrics under quire's names; `prefix` is another one."""
+
+    def __init__(self, prefix: str = "quire_") -> None:
+        self.registry = CollectorRegistry()
+        text, labels = "text", ("model_name", "engine")
+        self.gaps = Histogram(f"{prefix}inter_token_latency_seconds", text, labels, registry=self.registry,
+                              buckets=BOUNDS).labels("m", "0")  # fmt: skip
+        self.cpu = Counter(f"{prefix}process_cpu_seconds", text, (*labels, "process"), registry=self.registry)
+        self.tokens, self.steps, self.idle = (
+            Counter(prefix + name, text, labels, registry=self.registry).labels("m", "0")
+            for name in ("generation_tokens", "engine_steps", "engine_idle_seconds")
+        )
+
+    def scrape(self) -> Scrape:
+        found = Scrape.of(generate_latest(self.registry).decode())
+        assert found is not None
+        return found
+
+
+@pytest.mark.parametrize("prefix", ["quire_", "vllm:"])
+def test_what_happened_between(prefix: str) -> None:
+    server, rng = Server(prefix), random.Random(2)
+    for _ in range(100):  # before the run
+        server.gaps.observe(rng.uniform(0.05, 0.2))
+    server.cpu.labels("m", "0", "front").inc(7)
+    server.cpu.labels("m", "0", "engine").inc(5)
+    server.tokens.inc(1000)
+    before = server.scrape()
+    gaps = [rng.uniform(0.001, 0.02) for _ in range(5000)]
+    for gap in gaps:
+        server.gaps.observe(gap)
+    server.cpu.labels("m", "0", "front").inc(2)
+    server.cpu.labels("m", "0", "engine").inc(1)
+    server.cpu.labels("m", "0", "late").inc(2)  # a process that counts from nothing
+    server.tokens.inc(5010)
+    server.steps.inc(100)
+    server.idle.inc(0.02)
+    facts = between(before, server.scrape(), tokens=5000, seconds=4.0)
+    assert facts is not None
+    assert facts["output_tokens"] == 5010
+    assert (facts["steps"], facts["idle_ms_per_step"]) == (100, pytest.approx(0.2))
+    assert facts["cpu_cores"] == {"front": 0.5, "engine": 0.25, "late": 0.5}
+    assert facts["cpu_us_per_token"] == {"front": 400, "engine": 200, "late": 400}
+    seen = facts["inter_token_s"]
+    assert seen["count"] == 5000
+    assert seen["mean"] == pytest.approx(sum(gaps) / 5000)
+    gaps.sort()
+    for share in (50, 90, 99):  # they are uniform, so between the bounds of a bucket too
+        assert seen[f"p{share}"] == pytest.approx(gaps[50 * share], rel=0.05)
+
+
+def test_what_a_server_does_not_show_is_absent() -> None:
+    empty = Scrape.of("# nothing\n")
+    assert empty is not None
+    assert between(empty, empty, 10, 1.0) is None
+    assert between(None, empty, 10, 1.0) is None
+    assert between(empty, None, 10, 1.0) is None
+    server = Server()
+    before = server.scrape()
+    server.gaps.observe(0.01)
+    facts = between(before, server.scrape(), 10, 1.0)
+    assert facts is not None
+    assert set(facts) == {"inter_token_s", "output_tokens"}
+    assert facts["output_tokens"] == 0
+    assert Scrape.of("<html>not metrics</html>") is None
+
+
+@pytest.mark.parametrize(
+    ("buckets", "share", "expected"),
+    [
+        ([(1.0, 10.0), (2.0, 20.0), (float("inf"), 20.0)], 0.5, 1.0),
+        ([(1.0, 10.0), (2.0, 20.0), (float("inf"), 20.0)], 0.75, 1.5),
+        ([(1.0, 0.0), (2.0, 4.0), (float("inf"), 4.0)], 0.25, 1.25),
+        ([(1.0, 1.0), (2.0, 1.0), (4.0, 2.0), (float("inf"), 2.0)], 1.0, 4.0),
+        ([(1.0, 1.0), (2.0, 1.0), (float("inf"), 9.0)], 0.99, 2.0),  # beyond the last bound
+        ([(1.0, 0.0), (float("inf"), 0.0)], 0.5, None),
+        ([], 0.5, None),
+    ],
+)
+def test_quantiles(buckets: list[tuple[float, float]], share: float, expected: float | None) -> None:
+    assert quantile(buckets, share) == expected
+
+
+def test_memory_while_it_runs() -> None:
+    """The mean of what each look saw; what a server doesn't show is left out, and so is all of it without a look."""
+    registry = CollectorRegistry()
+    running = Gauge("quire_num_requests_running", "text", ("engine",), registry=registry).labels("0")
+    size = Gauge("quire_kv_bytes", "text", ("engine", "category"), registry=registry)
+    layer = Gauge("quire_kv_layer_bytes", "text", ("engine", "layer_type", "category"), registry=registry)
+    looks, enough = iter(range(4)), threading.Event()
+
+    def scrape() -> Scrape | None:
+        look = next(looks, None)
+        if look is None:
+            return None
+        running.set(look)
+        size.labels("0", "used").set(10 * look)
+        if look == 3:  # a layer type that comes late
+            layer.labels("0", "state", "internal").set(8)
+        if look == 2:  # a server that doesn't answer once
+            return None
+        if look == 3:
+            enough.set()
+        return Scrape.of(generate_latest(registry).decode())
+
+    with Watch(scrape, 0.001) as watch:
+        assert enough.wait(60)
+    assert watch.held() == {
+        "samples": 3, "running": pytest.approx(4 / 3), "bytes": {"used": pytest.approx(40 / 3)},
+        "layers": {"state": {"internal": pytest.approx(8 / 3)}},
+    }  # fmt: skip
+    with Watch(scrape, None) as unwatched:
+        pass
+    assert unwatched.held() is None

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 from benching import results
-from hypothesis import given
-from hypothesis import strategies as st
 
 from quire.bench import main
 from quire.bench.traces import CHUNK, LIMITS, Limits, Traced, load_trace
@@ -31,8 +29,9 @@ def trace(tmp_path: Path) -> Path:
 
 
 def write(path: Path, *lines: Any) -> Path:
-    """Each line as it is if it is a text, else as JSON."""
-    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    """Each line as it is if it is a text or bytes, else as JSON."""
+    texts = (line if isinstance(line, str | bytes) else json.dumps(line) for line in lines)
+    path.write_bytes(b"".join((text if isinstance(text, bytes) else text.encode()) + b"\n" for text in texts))
     return path
 
 
@@ -50,16 +49,12 @@ def test_jsonl(trace: Path) -> None:
     entries = load_trace(trace)
     plain = [Sketch(10, 5, arrival=arrival) for arrival in (0.0, 0.5, 2.0)]
     assert entries == [*plain[:2], Sketch(10, 5, "a", 10, 0.5), plain[2]]
-    assert load_trace(trace, first=2) == entries[:2]
+    write(trace, GOOD, {**GOOD, "arrival": 1}, "broken")
+    assert load_trace(trace, first=2) == [Sketch(10, 5, arrival=0.5), Sketch(10, 5, arrival=1.0)]
     workload = Traced("trace:x", entries)
     assert workload.arrivals == (0.0, 0.5, 0.5, 2.0)
     assert workload.requests == 4
     assert workload.lengths() == [(10, 5)] * 4
-
-
-def test_what_follows_the_first_requests_is_not_read(trace: Path) -> None:
-    write(trace, GOOD, "broken")
-    assert len(load_trace(trace, first=1)) == 1
 
 
 def test_prompts_share_the_prefix_that_they_name() -> None:
@@ -80,7 +75,7 @@ def test_prompts_share_the_prefix_that_they_name() -> None:
 PREFIX = {**GOOD, "prefix_id": "a", "prefix_len": 3}
 BAD = [
     ('{"arrival": 0.5, "prompt_len": 10', "it is not JSON"),
-    ("nonsense", "it is not JSON"),
+    (b"\xff\xfe", "it is not JSON: .*can't decode"),
     ("[1]", "expected an object"),
     ("[" * 8000, "nested too deeply"),
     ('{"arrival": 1' + "0" * 5000 + "}", "it is not JSON"),
@@ -95,18 +90,12 @@ BAD = [
     ({**GOOD, "prompt_len": 0}, "prompt_len is 0. Expected a whole number from 1 to 100"),
     ({**GOOD, "prompt_len": 101}, "prompt_len is 101. Expected a whole number from 1 to 100"),
     ({**GOOD, "prompt_len": 3.0}, "prompt_len is 3.0"),
-    ({**GOOD, "prompt_len": True}, "prompt_len is True"),
-    ({**GOOD, "prompt_len": 10**30}, "prompt_len is 1000"),
-    ({**GOOD, "output_len": -5}, "output_len is -5"),
     ({**GOOD, "output_len": [5] * 1000}, r"output_len is \[5, 5"),
     ({**GOOD, "prompt_len": 96}, "prompt_len and output_len are 101 together. At most 100 tokens"),
     ({"arrival": 0.5, "prompt_len": 10}, "output_len is missing"),
-    ({}, "arrival is missing"),
     ({**GOOD, "output": 3}, "unknown key 'output'. Known: arrival, output_len, prefix_id"),
     ({**GOOD, "prefix_id": "a"}, "prefix_id and prefix_len need each other"),
-    ({**GOOD, "prefix_len": 3}, "prefix_id and prefix_len need each other"),
     ({**PREFIX, "prefix_len": 11}, "prefix_len is 11. Expected a whole number from 1 to 10"),
-    ({**PREFIX, "prefix_len": 0}, "prefix_len is 0"),
     ({**PREFIX, "prefix_id": 7}, "prefix_id is 7"),
     ({**PREFIX, "prefix_id": ""}, "Expected a text of 1 to 200 characters"),
     ({**PREFIX, "prefix_id": "a" * 201}, "Expected a text of 1 to 200 characters"),
@@ -122,12 +111,6 @@ def test_bad_lines_are_refused_by_number(trace: Path, line: Any, message: str) -
     assert len(str(caught.value)) < 600
 
 
-def test_bytes_that_are_no_text(trace: Path) -> None:
-    trace.write_bytes(json.dumps(GOOD).encode() + b"\n\xff\xfe\n")
-    with pytest.raises(StartupError, match=r"line 2: it is not JSON: .*can't decode"):
-        load_trace(trace)
-
-
 def test_files_are_bounded(trace: Path) -> None:
     write(trace, *[GOOD] * 5)
     size = trace.stat().st_size
@@ -140,12 +123,6 @@ def test_files_are_bounded(trace: Path) -> None:
     assert len(load_trace(trace, limits=LIMITS._replace(file_bytes=size, line_bytes=size // 5, requests=5))) == 5
     with pytest.raises(StartupError, match=f"line 1: it has more than {size // 5 - 1} bytes"):
         load_trace(trace, limits=LIMITS._replace(line_bytes=size // 5 - 1))
-
-
-@pytest.mark.parametrize("first", [0, -1, LIMITS.requests + 1])
-def test_how_many_are_taken_is_bounded(trace: Path, first: int) -> None:
-    with pytest.raises(StartupError, match="From 1 to 100,000 can be"):
-        load_trace(write(trace, GOOD), first=first)
 
 
 def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
@@ -198,13 +175,10 @@ BAD_LISTS = [
     (f"[\n{TURN},\n]", "line 3: expected a conversation"),
     (f"[\n{TURN}\n{TURN}]", "line 3: expected ',', found '{'"),
     (f"[\n{TURN}]\n[]", "line 3: something follows the list"),
-    (f"[{TURN},\n{TURN[:-9]}", "line 2: it is not JSON"),
     (f'[{TURN},\n{{"conversations":\n nil}}]', "line 3: it is not JSON"),
     (f"[{TURN},\n3]", "line 2: expected a conversation"),
-    (f"[{TURN},\n{{}}]", 'line 2: expected {"conversations"'),
     (f'[{TURN},\n{{"conversations": {{}}}}]', 'line 2: expected {"conversations"'),
     (f'[{TURN},\n{{"conversations": ["hello", "you"]}}]', "line 2: expected a message"),
-    (f'[{TURN},\n{{"conversations": [{{"from": "human"}}]}}]', "line 2: expected a message"),
     (f'[{TURN},\n{{"conversations": [{{"from": "human", "value": null}}]}}]', "line 2: expected a message"),
     (f"[{TURN},\n" + '{"a":' * 100_000, "line 2: .*nested too deeply"),
     (f'[{TURN},\n{{"a": 1{"0" * 5000}}}]', "line 2: it is not JSON"),
@@ -248,92 +222,23 @@ def test_more_conversations_than_allowed(trace: Path) -> None:
         load_trace(trace, count=words, limits=LIMITS._replace(requests=4))
 
 
-ENTRIES = st.builds(
-    lambda prompt, output, arrival, name, share: Sketch(
-        prompt, output, name, max(1, int(prompt * share)) if name else 0, arrival
-    ),
-    st.integers(1, 5000), st.integers(1, 5000), st.floats(0, 1e9), st.just("") | st.text(min_size=1, max_size=200),
-    st.floats(0, 1),
-)  # fmt: skip
-
-
-@given(st.lists(ENTRIES, min_size=1, max_size=20))
-def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, entries: list[Sketch]) -> None:
-    entries.sort(key=lambda entry: entry.arrival or 0.0)
-    path = tmp_path_factory.getbasetemp() / "written.jsonl"
-    fields = (entry._asdict() for entry in entries)
-    lines = [
-        {key: value for key, value in line.items() if key != "pictures" and (line["prefix_id"] or "prefix" not in key)}
-        for line in fields
-    ]
-    assert load_trace(write(path, *lines), max_len=10_000) == entries
-
-
-VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=10),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=10), inner, max_size=4),
-    max_leaves=10,
-)
-LINES = st.one_of(
-    st.binary(max_size=60),
-    VALUES.map(lambda value: json.dumps(value).encode()),
-    st.fixed_dictionaries(
-        {"arrival": VALUES | st.floats(0, 10), "prompt_len": VALUES | st.integers(1, 99)},
-        optional={"output_len": VALUES | st.integers(1, 99), "prefix_id": VALUES, "prefix_len": VALUES, "more": VALUES},
-    ).map(lambda value: json.dumps(value).encode()),
-    st.lists(st.fixed_dictionaries({"conversations": VALUES | st.lists(VALUES)})).map(
-        lambda value: json.dumps(value).encode()
-    ),
-)
-
-
-@given(st.lists(LINES, max_size=4).map(b"\n".join))
-def test_any_bytes_are_a_trace_or_refused(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
-    path = tmp_path_factory.getbasetemp() / "any.jsonl"
-    path.write_bytes(content)
-    try:
-        entries = load_trace(path, max_len=100, count=words)
-    except StartupError:
-        return
-    assert entries
-    for entry in entries:
-        assert entry.prompt_len >= 1
-        assert entry.output_len >= 1
-        assert entry.prompt_len + entry.output_len <= 100
-        assert 0 <= entry.prefix_len <= entry.prompt_len
-    times = [entry.arrival for entry in entries if entry.arrival is not None]
-    assert times == sorted(times)
-
-
-def bench(folder: Path, *args: str) -> list[dict[str, Any]]:
-    return results(folder, *args, "--threads", "1", "--repeat", "1", "--warmup", "0")
-
-
 def test_bench_runs_a_trace(trace: Path, tmp_path: Path) -> None:
     """On the bundled model: all at once, at the trace's times, at others, and beside a workload."""
     shared = {"prompt_len": 40, "output_len": 3, "prefix_id": "a", "prefix_len": 32}
     write(trace, *({"arrival": arrival, **shared} for arrival in (0, 0.2, 0.5)))
-    small, result = bench(tmp_path, "throughput", "--trace", str(trace), "--workload", "fixed:3:2@1")
+    once = ("--threads", "1", "--repeat", "1", "--warmup", "0")
+    small, result = results(tmp_path, "throughput", *once, "--trace", str(trace), "--workload", "fixed:3:2@1")
     assert small["workload"] == "fixed:3:2@1"
     assert result["workload"] == "trace:trace.jsonl"
     assert (result["median"]["requests"], result["median"]["output_tokens"]) == (3, 9)
-    (result,) = bench(tmp_path, "serve", "--trace", str(trace))
+    (result,) = results(tmp_path, "serve", *once, "--trace", str(trace))
     assert result["median"]["seconds"] >= 0.5
     assert result["median"]["prefix_hit_tokens"] == 64  # the second and the third find the prefix
     write(trace, *({"arrival": arrival, **shared} for arrival in (0, 60, 120)))
-    (result,) = bench(tmp_path, "serve", "--trace", str(trace), "--arrivals", "burst:2@0.7", "--trace-requests", "2")
+    again = ("--arrivals", "burst:2@0.7", "--trace-requests", "2")
+    (result,) = results(tmp_path, "serve", *once, "--trace", str(trace), *again)
     assert result["median"]["requests"] == 2
     assert result["median"]["seconds"] < 30
-
-
-def test_bench_counts_sharegpt_by_the_models_tokenizer(trace: Path, tmp_path: Path) -> None:
-    said = {"human": "Once upon a time there was a cat.", "gpt": "It slept well."}
-    texts = [{"from": who, "value": what} for who, what in said.items()]
-    trace.write_text(json.dumps([{"conversations": texts}] * 3))
-    (result,) = bench(tmp_path, "serve", "--trace", str(trace), "--trace-requests", "2")
-    run = result["median"]
-    assert run["requests"] == 2
-    assert 2 * 4 <= run["output_tokens"] < run["prompt_tokens"] < 2 * 40
 
 
 @pytest.mark.parametrize(
@@ -343,7 +248,8 @@ def test_bench_counts_sharegpt_by_the_models_tokenizer(trace: Path, tmp_path: Pa
         (["--arrivals", "sometimes"], "there are no arrivals 'sometimes'. Expected poisson:RATE"),
         (["--workload", "alpaca@2"], "some traces say when requests come"),
         (["--max-model-len", "42"], "line 1: prompt_len and output_len are 43 together. At most 42 tokens"),
-        (["--trace-requests", "0"], "its first 0 requests"),
+        (["--trace-requests", "0"], "its first 0 requests.* From 1 to 100,000 can be"),
+        (["--trace-requests", "100001"], "From 1 to 100,000 can be"),
     ],
 )
 def test_bad_flags(trace: Path, flags: list[str], message: str) -> None:

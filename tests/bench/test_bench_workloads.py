@@ -1,4 +1,5 @@
-"""The numbers of the workloads, fixed: another engine was measured on them, so they must never change."""
+"""The numbers of the workloads, fixed: another engine was measured on them, so they must never change.
+Endless sequences, and arrivals."""
 
 from __future__ import annotations
 
@@ -9,7 +10,9 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from quire.bench.workloads import MAX_PROMPT_TOKENS, Sketch, parse
+from quire.bench.arrivals import Burst, Poisson, Ramp, Uniform, parse_arrivals, poisson
+from quire.bench.endless import BLOCK, Endless
+from quire.bench.workloads import MAX_PROMPT_TOKENS, MAX_REQUESTS, Sketch, parse
 from quire.errors import StartupError
 
 # From the generators that the other engines' runs used: name, seed, first lengths, sums of prompts and of outputs.
@@ -67,12 +70,6 @@ def test_a_range_has_the_lengths_of_vllms_random_data_set(mean_in: int, mean_out
         assert np.mean([pair[at] for pair in lengths]) == pytest.approx(mean, rel=0.05)
 
 
-def test_tokens_are_plain_and_within_the_vocabulary() -> None:
-    tokens = [token for job in parse("alpaca@50").jobs(64, seed=3) for token in job.prompt]
-    assert {type(token) for token in tokens} == {int}
-    assert (min(tokens), max(tokens)) == (10, 53)
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -118,6 +115,7 @@ MEANS = [
 def test_means_and_limits(name: str, prompt: float, output: float, share: float, longest: int) -> None:
     lengths = np.array(parse(name).lengths(seed=11))
     assert lengths.shape == (20_000, 2)
+    assert parse(name).lengths(seed=12) != lengths.tolist()
     assert lengths[:, 0].mean() == pytest.approx(prompt, rel=share)
     assert lengths[:, 1].mean() == pytest.approx(output, rel=share)
     assert lengths.min() >= 1
@@ -129,14 +127,6 @@ def test_means_that_papers_state_of_whole_requests() -> None:
     assert np.mean([sum(pair) for pair in parse("arxiv-qa@50000").lengths()]) == pytest.approx(92_408, rel=0.005)
     texts = [prompt - 6193 for prompt, _ in parse("mmmu-pro@50000").lengths()]
     assert np.mean(texts) == pytest.approx(43, rel=0.02)
-
-
-@pytest.mark.parametrize("name", [name for name, *_ in MEANS])
-def test_sketches_depend_on_the_seed_alone(name: str) -> None:
-    workload = parse(name.partition("@")[0] + "@50")
-    assert workload.sketches(3) == workload.sketches(3)
-    assert workload.sketches(3) != workload.sketches(4)
-    assert workload.arrivals is None
 
 
 def test_most_chat_prompts_are_cut() -> None:
@@ -155,7 +145,7 @@ def test_translations_share_their_examples(name: str, prefix: int) -> None:
     assert all(a.prompt[prefix : prefix + 4] != b.prompt[prefix : prefix + 4] for a, b in combinations(jobs, 2))
 
 
-@pytest.mark.parametrize(("name", "documents", "each"), [("docqa:3:400@12", 3, {4}), ("docqa:3:400@10", 3, {3, 4})])
+@pytest.mark.parametrize(("name", "documents", "each"), [("docqa:3:400@10", 3, {3, 4}), ("arxiv-qa@8", 2, {4})])
 def test_questions_share_their_document(name: str, documents: int, each: set[int]) -> None:
     workload = parse(name)
     sketches = workload.sketches()
@@ -179,12 +169,100 @@ def test_mean_lengths_ramp(name: str, first: int, last: int) -> None:
     assert np.corrcoef(prompts, means)[0, 1] > 0.95
 
 
-def test_articles_are_asked_four_times() -> None:
-    asked = Counter(sketch.prefix_id for sketch in parse("arxiv-qa@40").sketches())
-    assert sorted(asked.values()) == [4] * 10
-
-
 def test_a_workload_is_parsed_already() -> None:
     workload = parse("alpaca@3")
     assert parse(workload) is workload
     assert workload.sketches() == [Sketch(*pair) for pair in workload.lengths()]
+
+
+NAMES = ("sharegpt", "alpaca", "chat", "wmt1shot", "arxiv-qa", "docqa:3:900", "shared:9:9:9", "fixed:9:9")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_longer_sequence_begins_with_a_shorter_one(name: str) -> None:
+    long = Endless(name, BLOCK + 30).sketches(7)
+    assert len(long) == BLOCK + 30
+    for count in (1, 63, 65, BLOCK, BLOCK + 1):
+        assert Endless(name, count).sketches(7) == long[:count]
+
+
+@pytest.mark.parametrize("name", ["arxiv-qa", "docqa:3:900"])
+def test_blocks_have_documents_of_their_own(name: str) -> None:
+    made = Endless(name, 2 * BLOCK)
+    lengths: dict[str, int] = {}
+    for sketch in made.sketches():
+        assert lengths.setdefault(sketch.prefix_id, sketch.prefix_len) == sketch.prefix_len
+    assert len(lengths) == (6 if name.startswith("docqa") else 2 * BLOCK // 4)
+
+
+def test_prefixes_of_every_request_stay_one() -> None:
+    for name in ("wmt1shot", "shared:9:9:9"):
+        assert len({sketch.prefix_id for sketch in Endless(name, BLOCK + 1).sketches()}) == 1
+
+
+@pytest.mark.parametrize(("rate", "seconds", "count"), [(1e-6, 1, 1), (2, 3, 6), (2.1, 3, 7), (1e5, 1, MAX_REQUESTS)])
+def test_as_many_as_come(rate: float, seconds: float, count: int) -> None:
+    assert Endless.lasting("alpaca", rate, seconds).requests == count
+
+
+@pytest.mark.parametrize(
+    ("text", "times"),
+    [
+        ("poisson:2", [0.06493056800199325, 0.17432200126102837, 0.4310614979532345]),
+        ("uniform:4", [0.0, 0.25, 0.5, 0.75, 1.0]),
+        ("burst:3@10", [0.0, 0.0, 0.0, 10.0, 10.0, 10.0, 20.0]),
+    ],
+)
+def test_times(text: str, times: list[float]) -> None:
+    assert parse_arrivals(text).times(len(times)) == pytest.approx(times)
+
+
+@pytest.mark.parametrize(("first", "last"), [(10, 100), (100, 10), (0, 100), (50, 50)])
+def test_a_ramp_has_the_rate_that_it_says(first: int, last: int) -> None:
+    """Arrivals in each second of the ramp, and after it, over many seeds."""
+    seconds, runs = 10, 300
+    ramp = parse_arrivals(f"ramp:{first}:{last}:{seconds}")
+    expected = (first + last) / 2 * seconds
+    counts = np.zeros(12)
+    for seed in range(runs):
+        times = np.array(ramp.times(int(expected) + 3 * last + 200, seed))
+        assert times[-1] > 12
+        counts += np.histogram(times, bins=12, range=(0, 12))[0]
+    for second, count in enumerate(counts / runs):
+        rate = first + (last - first) * min(second + 0.5, seconds) / seconds if second < seconds else last
+        assert count == pytest.approx(rate, abs=5 * (rate / runs) ** 0.5)
+
+
+def test_a_ramp_that_stays_level_is_poisson() -> None:
+    times = parse_arrivals("ramp:3:3:5").times(200, seed=4)
+    assert times == pytest.approx(poisson(200, 3.0, seed=4))
+    assert times == sorted(times) != parse_arrivals("ramp:3:3:5").times(200, seed=5)
+
+
+@pytest.mark.parametrize(
+    ("text", "arrivals"),
+    [
+        ("poisson:0.12345678901234568", Poisson(0.12345678901234568)),
+        ("poisson:1e3", Poisson(1000.0)),
+        ("uniform:2.5", Uniform(2.5)),
+        ("burst:20@1e-3", Burst(20, 0.001)),
+        ("ramp:0:4:60", Ramp(0.0, 4.0, 60.0)),
+    ],
+)
+def test_names(text: str, arrivals: object) -> None:
+    assert parse_arrivals(text) == arrivals
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "poisson", "poisson:", "poisson:0", "poisson:-1", "poisson:nan", "poisson:inf", "poisson:1:2",
+        "poisson:1e7", "poisson:1e-7", "poisson:1e99", "poisson: 1", "poisson:1_0", "poisson:٣", "poisson:.5",
+        "uniform:", "burst:3", "burst:0@1", "burst:1.5@1", "burst:100001@1", "burst:3@0", "burst:3:1", "ramp:1:2",
+        "ramp:1:0:5", "ramp:1:2:0", "ramp:-0:1:2", "ramp::1:2", "poisson@1", "Poisson:1", "poisson:" + "9" * 5000,
+    ],
+)  # fmt: skip
+def test_bad_names_are_refused(text: str) -> None:
+    with pytest.raises(StartupError, match=r"Expected|whole number") as caught:
+        parse_arrivals(text)
+    assert len(str(caught.value)) < 400

@@ -1,20 +1,30 @@
-"""Pictures of workloads: rows and places of those that a model sees, and tokens for those that see none."""
+"""Pictures of workloads: rows and places of those that a model sees, and tokens for those that see none; and
+what pictures cost, measured on a tiny model."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from benching import results
+from mllama_models import Saved
 
+from quire.bench import main
 from quire.bench.pictured import PLACE, Eyes, png, posted
+from quire.bench.sights import ROUNDS
+from quire.bench.steps import Sample, encoder
 from quire.bench.workloads import Sketch, Sketched, parse
-from quire.cli.simulate import main, plant_of
+from quire.cli import simulate
 from quire.config import EngineConfig
 from quire.data.models import read_spec
 from quire.data.models.configs import named_config
+from quire.data.models.vision.llava import LlavaOneVision
+from quire.errors import StartupError
+from quire.sim.cost import Cost, Shape, Work, load
+from quire.source import read_source
 from quire.text.images import ImageLimits, checked_header
 from quire.vocabulary.pictures import Grid
 
@@ -83,46 +93,78 @@ def test_files_have_the_rows_that_are_planned() -> None:
         assert seeing.tiling.rows(seeing.tiling.grid(header.height, header.width)) == media[0].rows
 
 
-TINY = {
-    "architectures": ["LlavaOnevisionForConditionalGeneration"],
-    "text_config": {
-        "model_type": "qwen2", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "intermediate_size": 96, "vocab_size": 512, "max_position_embeddings": 1024,
-        "use_sliding_window": False, "eos_token_id": 2,
-    },
-    "vision_config": {
-        "model_type": "siglip_vision_model", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-        "num_attention_heads": 2, "patch_size": 14, "image_size": 56, "vision_use_head": False,
-    },
-    "image_token_index": 500,
-    "image_grid_pinpoints": [[56, 112], [112, 112]],
-    "tie_word_embeddings": False,
-}  # fmt: skip
-
-
 def test_an_engine_in_this_process_is_sent_pictures(tmp_path: Path) -> None:
     """`quire bench throughput`: as many tokens as the model makes of pictures, not the 6,193 of others."""
-    (tmp_path / "config.json").write_text(json.dumps(TINY))
-    flags = ("--dummy-weights", "--skip-tokenizer-init", "--device", "cpu", "--kv-gib", "0.01", "--repeat", "1")
-    [result] = results(tmp_path, "throughput", str(tmp_path), *flags, "--workload", "mmmu-pro@3", "--warmup", "0")
-    prompts, rows = result["median"]["prompt_tokens"], []
-    seeing = Eyes.of(TINY, read_spec(TINY))
+    flags = ("--device", "cpu", "--kv-gib", "0.01", "--repeat", "1", "--warmup", "0")
+    [result] = results(tmp_path, "throughput", "tiny-vision", *flags, "--workload", "mmmu-pro@3")
+    source = read_source(EngineConfig(model="tiny-vision"))
+    seeing = Eyes.of(source.config, source.spec)
     assert seeing is not None
-    for sketch in parse("mmmu-pro@3").sketches():
-        length, (medium,) = seeing.placed(sketch)
-        rows.append(medium.rows)
-        prompts -= length
-    assert prompts == 0
+    placed = [seeing.placed(sketch) for sketch in parse("mmmu-pro@3").sketches()]
+    assert result["median"]["prompt_tokens"] == sum(length for length, _ in placed)
     assert result["median"]["encoder_runs"] == 3
-    assert min(rows) > 16
+    assert min(medium.rows for _, (medium,) in placed) > 16
 
 
 def test_a_model_that_sees_is_simulated_with_pictures(tmp_path: Path) -> None:
     config = EngineConfig(model_config="llama3.2-vision-11b", kv_gib=4.0)
-    assert plant_of(config, "h200-llama3-8b").eyes is not None
-    assert plant_of(EngineConfig(model_config="llama3-8b", kv_gib=4.0), "h200-llama3-8b").eyes is None
+    assert simulate.plant_of(config, "h200-llama3-8b").eyes is not None
+    assert simulate.plant_of(EngineConfig(model_config="llama3-8b", kv_gib=4.0), "h200-llama3-8b").eyes is None
     out = tmp_path / "out.json"
     args = ["--calibration", "h200-llama3-8b", "--model-config", "llama3.2-vision-11b", "--kv-gib", "4"]
-    assert main([*args, "--workload", "mmmu-pro@4", "--rate", "5", "--out", str(out)]) == 0
+    assert simulate.main([*args, "--workload", "mmmu-pro@4", "--rate", "5", "--out", str(out)]) == 0
     [run] = json.loads(out.read_text())["results"]
     assert run["finished"]
+
+
+def test_pictures_are_measured_beside_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "model"
+    Saved(folder)
+    flags = [str(folder), "--dtype", "float32", "--device", "cpu", "--kv-tokens", "2048", "--skip-tokenizer-init"]
+    own = ["--rows", "1", "3", "--steps", "6", "--picture", "62", "31", "--text", "20"]
+    own += ["--neighbours", "2", "--against", "h200-ministral-8b"]
+    found = results(tmp_path, "sights", *flags, *own)
+    assert [(one["rows"], one["text_rows"], one["picture_rows"]) for one in found] == [(1, 0, 34), (3, 0, 34)]
+    assert all(
+        one[f"{kind}_{name}"] > 0 for one in found for kind in ("text", "picture") for name in ("step_ms", "first_s")
+    )
+    said = found[-1]["neighbours"]
+    assert said["alone"]["p50_ms"] < said["pictures"]["p100_ms"]
+    assert said["prompts"]["p50_ms"] <= said["prompts"]["p99_ms"] <= said["prompts"]["p100_ms"]
+    assert found[-1]["encoded_parts"] == 1, "its tower sees all tiles at once"
+    assert 0 <= found[-1]["encoder"]["times"] <= 64  # by a device of another kind
+    out_text = capsys.readouterr().out
+    assert "rows of a picture" in out_text
+    assert "2 that decode while others come" in out_text
+    with pytest.raises(StartupError, match="above 0"):
+        main(["sights", *flags, "--text", "8"])
+
+
+def test_an_encoder_is_timed_with_as_many_parts_as_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one launch, also with more than a step's launch takes, and than the picture's five."""
+    parts = 16
+    seen, encode = list[int](), LlavaOneVision.encode
+
+    def noted(eyes: LlavaOneVision, pixels: Any, *more: Any) -> Any:
+        seen.append(len(pixels))
+        return encode(eyes, pixels, *more)
+
+    monkeypatch.setattr(LlavaOneVision, "encode", noted)
+    flags = ["--dtype", "float32", "--device", "cpu", "--threads", "1", "--kv-tokens", "2048", "--steps", "4"]
+    own = ["--picture", "96", "96", "--text", "12", "--parts", str(parts)]
+    [found] = results(tmp_path, "sights", "tiny-vision", *flags, *own)
+    assert found["encoded_parts"] == parts
+    assert found["encode_ms"] > 0
+    assert seen[-ROUNDS:] == [parts] * ROUNDS
+
+
+def test_an_encoders_coefficient_is_found_again() -> None:
+    shape = Shape.of(read_spec(named_config("llama3.2-vision-11b")), 2, tied=False)
+    cost = Cost(shape, load("h200-ministral-8b").coefficients)
+    known = cost._replace(coefficients=cost.coefficients._replace(encoder=4.5))
+    works = [Work(1, 40, 1e12, 1e6, 1e9, 0, 0, pictures=1e9, encoded=parts) for parts in (2, 4, 8)]
+    samples = [Sample("pictures", work, known.device(work)) for work in works]
+    assert encoder(cost, samples) == pytest.approx(4.5, abs=1e-3)
+    assert encoder(cost, [sample._replace(seconds=1e9) for sample in samples]) == pytest.approx(64, abs=1e-3)

@@ -52,10 +52,9 @@ def test_however_the_bytes_are_cut() -> None:
         assert reader.keep
     answer, _ = read(data, list(range(1, len(data))))  # a byte at a time
     assert (len(answer.times), answer.tokens) == (4, 4)
-
-
-def test_chunks_need_not_end_where_events_do() -> None:
-    rng = random.Random(3)
+    answer, _ = read(chunked(events(5, counted=True)), [])
+    assert list(answer.counts) == [1, 2, 3, 4, 5]
+    rng = random.Random(3)  # chunks need not end where events do
     body = b"".join(events(40))
     for _ in range(50):
         ends = sorted(rng.sample(range(1, len(body)), 30))
@@ -74,11 +73,6 @@ def test_times_are_those_of_the_piece_that_ended_an_event() -> None:
     assert list(answer.times) == [0, 1, 2]
     answer, _ = read(data, [end - 1 for end in ends])  # each event's last byte comes with the next piece
     assert list(answer.times) == [1, 2, 3]
-
-
-def test_usage_of_every_chunk() -> None:
-    answer, _ = read(chunked(events(5, counted=True)), [])
-    assert list(answer.counts) == [1, 2, 3, 4, 5]
 
 
 def test_the_chunk_that_says_who_speaks_brings_no_token() -> None:

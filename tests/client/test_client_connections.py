@@ -57,20 +57,6 @@ def test_a_connection_that_was_closed_while_idle_is_no_failure() -> None:
     asked(serve, use)
 
 
-def test_a_new_connection_that_is_closed_is_a_failure() -> None:
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.close()
-
-    async def use(connections: Connections) -> None:
-        answer = Answer(0, None)
-        await connections.ask(REQUEST, answer)
-        assert answer.error == "no answer came"
-        assert answer.status == 0
-
-    asked(serve, use)
-
-
 def test_a_silent_server_is_given_up() -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()

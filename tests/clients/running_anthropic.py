@@ -40,12 +40,9 @@ class Steps:
 
     def stream(self) -> Any:
         with self.client.messages.stream(**self.asked, tools=[TOOL]) as stream:
-            text = "".join(stream.text_stream)
-            return [text, stream.get_final_message().to_dict()]
-
-    def events(self) -> Any:
-        with self.client.messages.stream(**self.asked, tools=[TOOL]) as stream:
-            return [event.type for event in stream]
+            events = list(stream)
+            text = "".join(event.text for event in events if event.type == "text")
+            return [text, stream.get_final_message().to_dict(), [event.type for event in events]]
 
     def tools(self) -> Any:
         runner = self.client.beta.messages.tool_runner(**self.asked, tools=[weather])

@@ -1,6 +1,5 @@
-"""Data planes over real stores. Over that of virtual memory states are the bytes of keys and values, in pages that the
-operating system maps, and are written and read through the views that kernels get; over that of pages they are bytes of
-the buffer and of host memory."""
+"""A data plane over a real store of virtual memory: states are the bytes of keys and values, in pages that the
+operating system maps, and are written and read through the views that kernels get."""
 
 from __future__ import annotations
 
@@ -12,13 +11,12 @@ import numpy.typing as npt
 import torch
 from memories import VOCAB, spec
 
-from quire.data.runner.store import Store
 from quire.data.runner.virtual.memfd import MemfdDriver
 from quire.data.runner.virtual.store import VirtualStore
 from quire.sim.cells import Pages, States
 from quire.sim.echo import EchoRunner
 from quire.vocabulary.plan import Entry, StepResult, Table
-from quire.vocabulary.specs import Geometry, Group, LayerSpec, ModelSpec
+from quire.vocabulary.specs import Geometry, Group
 
 PAGE = 4096
 
@@ -57,25 +55,15 @@ class Stored(Pages):
             words[slot, position] = state ^ self.number
 
 
-class PagedRunner(EchoRunner):
-    """An EchoRunner in the memory of a Store, which replays plans as a model runner does."""
+class StoredRunner(EchoRunner):
+    """An EchoRunner in the memory of a VirtualStore, which replays plans as a model runner does."""
 
     def __init__(self, depth: int) -> None:
         super().__init__(depth, vocab_size=VOCAB)
 
     def bind(self, geometry: Geometry) -> None:
-        kept = {
-            i: LayerSpec(1, g.token_bytes // (4 * len(g.layers)), g.window) for g in geometry.groups for i in g.layers
-        }
-        layers = tuple(kept[i] for i in range(len(kept)))
-        model = ModelSpec("echo", layers, VOCAB, 48, 4, 1, 4, 1)
-        self.store = Store(geometry, model, torch.float16, torch.device("cpu"), debug=True)
-        host = max(self.store.pool.host.values(), key=torch.numel).untyped_storage()
-        cells, there = (
-            torch.empty(0, dtype=torch.uint8).set_(memory).numpy()  # type: ignore[call-overload]
-            for memory in (self.store.buffer.untyped_storage(), host)
-        )
-        self.groups = [Pages(group, g, cells, there, geometry.slots) for g, group in enumerate(geometry.groups)]
+        self.geometry, self.store = geometry, store_of(geometry)
+        self.groups = [Stored(group, g, geometry.slots, self.store) for g, group in enumerate(geometry.groups)]
 
     def collect(self, ticket: int) -> StepResult:
         plan = self.queue[0]
@@ -87,16 +75,6 @@ class PagedRunner(EchoRunner):
     def replay(self, entry: Entry) -> None:
         if isinstance(entry, Table):
             super().replay(entry)
-
-
-class StoredRunner(PagedRunner):
-    """The same over a VirtualStore."""
-
-    store: VirtualStore
-
-    def bind(self, geometry: Geometry) -> None:
-        self.geometry, self.store = geometry, store_of(geometry)
-        self.groups = [Stored(group, g, geometry.slots, self.store) for g, group in enumerate(geometry.groups)]
 
     def sleep(self, level: int) -> None:
         super().sleep(level)

@@ -91,17 +91,11 @@ def serve(seed: int, way: str, prefix_tokens: int = 0) -> None:
     assert done == served > 0
 
 
-@pytest.mark.share(6)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("way", ["swap", "recompute"])
-@pytest.mark.parametrize("seeds", [range(at, at + 20) for at in range(0, 60, 20)], ids=str)
-def test_the_largest_requests_end(seeds: range, way: str) -> None:
+@pytest.mark.parametrize("prefix_tokens", [0, 12])
+@pytest.mark.parametrize("seeds", [range(at, at + 15) for at in range(0, 45, 15)], ids=str)
+def test_the_largest_requests_end(seeds: range, prefix_tokens: int, way: str) -> None:
+    """Also beside scattered prefixes."""
     for seed in seeds:
-        serve(seed, way)
-
-
-@pytest.mark.share(6)
-@pytest.mark.parametrize("way", ["swap", "recompute"])
-@pytest.mark.parametrize("seeds", [range(at, at + 10) for at in range(0, 30, 10)], ids=str)
-def test_they_end_beside_scattered_prefixes(seeds: range, way: str) -> None:
-    for seed in seeds:
-        serve(seed, way, prefix_tokens=12)
+        serve(seed, way, prefix_tokens)

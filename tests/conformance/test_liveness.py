@@ -128,10 +128,3 @@ def test_a_few_hundred_requests_leave_nothing_behind(name: str) -> None:
 @pytest.mark.parametrize("name", [*SOAKED, "large-cross-4", "large-vision-4"])
 def test_100000_requests_leave_nothing_behind(name: str) -> None:
     assert clean(soak(10**5, seed=1, name=name))
-
-
-def test_a_few_hundred_requests_with_pictures_leave_nothing_behind() -> None:
-    for name in ("large-cross-4", "large-vision-4", "inside-4"):
-        told = soak(150, name=name)
-        assert clean(told)
-        assert told["parts_encoded"] > 0

@@ -4,18 +4,80 @@ flight, each output is the oracle's, also of those that have none."""
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
-from matched import NumberGrammar
-from memories import EVERY, Build
+from memories import EVERY, VOCAB, Build
 from traces import Asked, Told, Trace
 
 from quire.vocabulary.params import SamplingParams, Structured
 from quire.vocabulary.plan import LAST, Mask, StepPlan
 
 FORM = Structured("regex", "numbers")
+END = 0
+
+
+class NumberMatcher:
+    """A Matcher of nothing but numbers, whose place is the tokens so far: what may follow is drawn from them, sometimes
+    one token alone or a run of them, now and then the end."""
+
+    def __init__(self, seed: int, tokens: tuple[int, ...] = ()) -> None:
+        self.seed, self.tokens = seed, tokens
+        self.queue: tuple[int, ...] = ()
+        self._look()
+
+    def _look(self) -> None:
+        if self.free():
+            self.allowed = set(range(VOCAB))
+            return
+        rng = random.Random(f"{self.seed} {self.tokens}")
+        self.allowed = set(rng.sample(range(1, VOCAB), rng.choice((2, 5, 40))))
+        if rng.random() < 0.2:
+            self.allowed.add(END)
+        if not self.queue and rng.random() < 0.4:
+            self.queue = tuple(rng.choices(range(1, VOCAB), k=rng.choice((1, 3, 8))))
+            if rng.random() < 0.1:
+                self.queue += (END,)
+
+    def accept(self, token: int) -> str:
+        if token not in ({self.queue[0]} if self.queue else self.allowed):
+            return f"token {token} can't follow"
+        self.tokens, self.queue = (*self.tokens, token), self.queue[1:]
+        self._look()
+        return ""
+
+    def forced(self) -> tuple[int, ...]:
+        return self.queue
+
+    def free(self) -> bool:
+        """Every other one is from its fifth token on, unless a run was to follow."""
+        return self.seed % 2 > 0 and len(self.tokens) >= 5 and not self.queue
+
+    def copy(self) -> NumberMatcher:
+        other = NumberMatcher(self.seed, self.tokens)
+        other.queue = self.queue
+        return other
+
+
+class NumberGrammar:
+    """A Grammar."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def matcher(self) -> NumberMatcher:
+        return NumberMatcher(self.seed)
+
+    def masks(self, matchers: Sequence[NumberMatcher]) -> list[bytes]:
+        found = []
+        for matcher in matchers:
+            bits = np.zeros(-(-VOCAB // 32) * 32, dtype=np.bool_)
+            bits[[matcher.queue[0]] if matcher.queue else sorted(matcher.allowed)] = True
+            found.append(np.packbits(bits, bitorder="little").tobytes())
+        return found
 
 
 class MatchedTrace(Trace):
@@ -123,23 +185,6 @@ def test_many_matched_traces(name: str, depth: int) -> None:
     for seed in range(300):
         matched_trace(name, seed, depth, 288 if "orca" in name else 96, ("swap", "recompute")[seed % 2],
                       late=seed % 3 == 0)  # fmt: skip
-
-
-def test_log_probabilities_do_not_change_the_output() -> None:
-    """With them forced tokens are drawn one by one, and cost a step each."""
-    found = []
-    for logprobs in (None, 1):
-        trace = MatchedTrace(EVERY["paged-4"](Build(256, 64)), seed=0, depth=1, budget=64, max_seqs=8)
-        params = SamplingParams(
-            n=2, seed=3, max_tokens=40, logprobs=logprobs, structured=FORM, grammar=NumberGrammar(2)
-        )
-        trace.add(Asked("a", (1, 2, 3), params, ""))
-        trace.finish()
-        told = trace.outputs["a"]
-        found.append(tuple(tuple(t for out in told if out.branch == i for t in out.tokens) for i in (0, 1)))
-        assert logprobs is None or all(len(out.tops) == len(out.tokens) for out in told)
-        assert (trace.jumped > 0) == (logprobs is None)
-    assert found[0] == found[1]
 
 
 def test_a_token_that_cannot_follow_ends_its_request_alone() -> None:

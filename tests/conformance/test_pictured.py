@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from memories import VOCAB, Build
 from pictured import PICTURED
-from traces import DEPTHS, drawn_trace
+from traces import DEPTHS, Asked, Trace, drawn_trace
+
+from quire.vocabulary.media import Medium
+from quire.vocabulary.params import SamplingParams
 
 
 @pytest.mark.share(8)
@@ -15,3 +19,16 @@ def test_random_traces(name: str, depth: int) -> None:
     told = [drawn_trace(PICTURED[name], seed, depth, **settings) for seed in range(4)]
     assert sum(t.finished for t in told) > 12
     assert sum(t.parts for t in told) > 10
+
+
+def test_what_one_leaves_half_encoded_another_one_begins_anew() -> None:
+    trace = Trace(PICTURED["cross-4"](Build(128, 4)), seed=0, depth=1, budget=4, max_seqs=8)
+    for i, id in enumerate("ab"):
+        prompt, params = (7 + i, VOCAB - 1, 5), SamplingParams(seed=1, max_tokens=4)
+        trace.add(Asked(id, prompt, params, "", (Medium(bytes(32), 1, 1, 8, 4),)))
+    trace.step()
+    trace.step()
+    assert 0 < trace.runner.parts < 4
+    trace.abort("a")
+    trace.finish()
+    assert trace.runner.parts > 4

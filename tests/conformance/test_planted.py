@@ -14,7 +14,6 @@ import pytest
 from memories import MEMORIES, Build
 from traces import STEMS, Asked, Checked, Trace, Watched, run_trace
 
-from quire.control.memory import Admitted, Later
 from quire.control.memory.arrivals import Arrivals
 from quire.control.memory.paged import PagedMemory
 from quire.control.memory.pages import Ledger
@@ -22,7 +21,7 @@ from quire.control.memory.policies import WindowPolicy
 from quire.control.memory.prefix import Prefixes, Reuse
 from quire.control.memory.swap import Swap
 from quire.control.request import Request, Sequence
-from quire.control.scheduler import Event, Scheduler
+from quire.control.scheduler import Scheduler
 from quire.sim.cells import Pages
 from quire.sim.echo import EchoRunner
 from quire.vocabulary.params import SamplingParams
@@ -59,6 +58,13 @@ def journal(change: Callable[[list[Any]], list[Any]]) -> Plant:
 
 
 lost_copy_on_write = journal(lambda entries: [e for e in entries if not isinstance(e, Copy)])
+swap_in_to_the_wrong_page = journal(
+    lambda entries: [e._replace(page=max(1, e.page - 1)) if isinstance(e, In) else e for e in entries]
+)
+# Growth past a page border isn't told: the table keeps what an earlier owner of the slot left there.
+stale_table = journal(lambda entries: [e for e in entries if not (isinstance(e, Table) and e.at)])
+# Pages are copied out when the step's other effects have been had, as if on a side stream without a fence.
+out_after_the_reuse = journal(lambda entries: sorted(entries, key=lambda e: isinstance(e, Out)))
 grow_off_by_one_at_a_page_border = instead_of(PagedMemory, "grow")(
     lambda grow, memory, seq, length: grow(memory, seq, length - 1)
 )
@@ -84,9 +90,7 @@ def last_from_the_wrong_slot(compute: Any, runner: EchoRunner, row: Row) -> Samp
 
 
 @instead_of(Scheduler, "update")
-def token_of_a_wasted_row_given_out(
-    update: Any, scheduler: Scheduler, plan: StepPlan, result: StepResult
-) -> list[Event]:
+def token_of_a_wasted_row_given_out(update: Any, scheduler: Scheduler, plan: StepPlan, result: StepResult) -> Any:
     for row in plan.rows:
         _, seq = scheduler.by_slot[row.slot]
         if seq.finish == "stop":
@@ -126,9 +130,7 @@ def fork_without_share(fork: Any, memory: PagedMemory, parent: Sequence, child: 
 
 
 @instead_of(PagedMemory, "admit")
-def hit_one_page_too_long(
-    admit: Any, memory: PagedMemory, seqs: Seq[Sequence], budget: int
-) -> list[Admitted] | Later | None:
+def hit_one_page_too_long(admit: Any, memory: PagedMemory, seqs: Seq[Sequence], budget: int) -> Any:
     admitted = admit(memory, seqs, budget)
     if not isinstance(admitted, list):
         return admitted
@@ -167,10 +169,8 @@ def window_dropped_a_page_early(reads: Any, policy: WindowPolicy, seq: Sequence 
 
 
 @instead_of(Scheduler, "_born")
-def child_with_its_parents_seed(
-    born: Any, scheduler: Scheduler, request: Request, seq: Sequence, parent: int = -1
-) -> None:
-    born(scheduler, request, seq, parent)
+def child_with_its_parents_seed(born: Any, scheduler: Scheduler, request: Request, *more: Any, **named: Any) -> None:
+    born(scheduler, request, *more, **named)
     scheduler.births[-1] = scheduler.births[-1]._replace(seed=request.seed)
 
 
@@ -188,9 +188,7 @@ def victim_that_keeps_its_progress(patch: Patch) -> None:
             seq.computed = seq.planned = computed[seq.id]
 
     @instead_of(PagedMemory, "admit")
-    def kept_admission(
-        admit: Any, memory: PagedMemory, seqs: Seq[Sequence], budget: int
-    ) -> list[Admitted] | Later | None:
+    def kept_admission(admit: Any, memory: PagedMemory, seqs: Seq[Sequence], budget: int) -> Any:
         admitted = admit(memory, seqs, budget)
         if not isinstance(admitted, list):
             return admitted
@@ -289,6 +287,14 @@ class Planted(NamedTuple):
     """The depths at which the bug can show."""
 
 
+def each_case(planted: dict[str, Planted]) -> pytest.MarkDecorator:
+    """Every bug at its depths; `alone`, too, if it shows by itself."""
+    cases = [(name, depth, False) for name, bug in planted.items() for depth in bug.depths]
+    return pytest.mark.parametrize(
+        ("name", "depth", "alone"), cases + [(*case[:2], True) for case in cases if planted[case[0]].alone]
+    )
+
+
 class Shown(NamedTuple):
     """A bug, how the failures begin that it causes, and the name of the memory that shows it."""
 
@@ -307,10 +313,7 @@ UNCOMPUTED = r"page \d+ is published before it is computed"
 
 PLANTED: dict[str, Planted] = {
     "reversed journal": Planted(journal(lambda entries: entries[::-1]), TABLE, WRONG),
-    # Growth past a page border isn't told: the table keeps what an earlier owner of the slot left there.
-    "stale table after reuse of a page": Planted(
-        journal(lambda entries: [e for e in entries if not (isinstance(e, Table) and e.at)]), TABLE, SCRATCH
-    ),
+    "stale table after reuse of a page": Planted(stale_table, TABLE, SCRATCH),
     "grow off by one at a page border": Planted(grow_off_by_one_at_a_page_border, SCRATCH),
     "write off by one at a page border": Planted(write_off_by_one_at_a_page_border, WRONG),
     "leak of a page": Planted(leak_of_a_page, REFERENCES),
@@ -340,15 +343,8 @@ PLANTED: dict[str, Planted] = {
     "last birth of a step lost": Planted(last_birth_of_a_step_lost, r"KeyError in EchoRunner\.compute$"),
     "victim that keeps its progress": Planted(victim_that_keeps_its_progress, HIT),
     "lost swap-in": Planted(journal(lambda entries: [e for e in entries if not isinstance(e, In)]), WRONG, WRONG),
-    "swap-in to the wrong page": Planted(
-        journal(lambda entries: [e._replace(page=max(1, e.page - 1)) if isinstance(e, In) else e for e in entries]),
-        WRONG,
-        WRONG,
-    ),
-    # Pages are copied out when the step's other effects have been had, as if on a side stream without a fence.
-    "Out after the reuse": Planted(
-        journal(lambda entries: sorted(entries, key=lambda e: isinstance(e, Out))), WRONG, WRONG
-    ),
+    "swap-in to the wrong page": Planted(swap_in_to_the_wrong_page, WRONG, WRONG),
+    "Out after the reuse": Planted(out_after_the_reuse, WRONG, WRONG),
     "Out after the rows": Planted(out_after_the_rows, WRONG),
     "a sibling's row too early": Planted(siblings_row_too_early, WRONG, WRONG),
     "registered prefix's partial page written in place": Planted(registered_page_written_in_place, WRONG, WRONG),
@@ -363,7 +359,6 @@ PLANTED: dict[str, Planted] = {
     "a waiting one that isn't told": Planted(waiting_one_that_is_not_told, "a sequence waits for nothing"),
     "a swapped page under another name": Planted(swapped_page_under_another_name, f"{HIT}|{WRONG}", WRONG),
 }
-CASES = [(name, depth) for name, bug in PLANTED.items() for depth in bug.depths]
 
 
 @contextmanager
@@ -454,14 +449,6 @@ def test_the_traces_pass_without_a_bug(depth: int) -> None:
     run_all(depth)
 
 
-@pytest.mark.parametrize(("name", "depth"), CASES)
-def test_planted_bug_is_caught(name: str, depth: int, monkeypatch: Patch) -> None:
-    bug = PLANTED[name]
-    bug.plant(monkeypatch)
-    with found_by(bug.message):
-        run_all(depth)
-
-
 def only_outputs(patch: Patch) -> None:
     """Take every check away but those of the data plane itself: its addresses, and the tokens that come out."""
     patch.setattr(Watched, "_prefix", lambda *args: None)
@@ -476,12 +463,12 @@ def only_outputs(patch: Patch) -> None:
     patch.setattr(Checked, "collect", collect)
 
 
-@pytest.mark.parametrize(("name", "depth"), [case for case in CASES if PLANTED[case[0]].alone])
-def test_the_data_plane_alone_sees_misplaced_content(name: str, depth: int, monkeypatch: Patch) -> None:
-    """A memory can't fool the suite with checks of its own: what is misplaced comes out as wrong tokens."""
-    bug = PLANTED[name]
-    assert bug.alone
-    only_outputs(monkeypatch)
-    bug.plant(monkeypatch)
-    with found_by(bug.alone):
+@each_case(PLANTED)
+def test_planted_bug_is_caught(name: str, depth: int, alone: bool, monkeypatch: Patch) -> None:
+    """Also with outputs only: a memory can't fool the suite with its own checks, wrong tokens come out."""
+    plant, message, by_itself, _ = PLANTED[name]
+    if alone:
+        only_outputs(monkeypatch)
+    plant(monkeypatch)
+    with found_by(str(by_itself) if alone else message):
         run_all(depth)

@@ -143,22 +143,6 @@ def run(name: str, depth: int) -> None:
         trace.run(16, 0.04)
 
 
-@pytest.mark.share(8)
-@every_depth
-@pytest.mark.parametrize("name", MEMORIES)
-def test_the_traces_pass_without_a_bug(name: str, depth: int) -> None:
-    run(name, depth)
-
-
-@every_depth
-@pytest.mark.parametrize("name", PLANTED)
-def test_planted_bug_is_caught(name: str, depth: int, monkeypatch: Patch) -> None:
-    bug = PLANTED[name]
-    bug.plant(monkeypatch)
-    with found_by(bug.message):
-        run(bug.memory, depth)
-
-
 def trusting(patch: Patch) -> None:
     """A runner that reads and writes wherever it is told to, and takes what lies there for what should."""
 
@@ -183,19 +167,23 @@ def only_tokens(patch: Patch) -> None:
 
 @pytest.mark.share(8)
 @every_depth
+@pytest.mark.parametrize("checked", [True, False])
 @pytest.mark.parametrize("name", MEMORIES)
-def test_the_traces_pass_with_tokens_only(name: str, depth: int, monkeypatch: Patch) -> None:
-    only_tokens(monkeypatch)
+def test_the_traces_pass_without_a_bug(name: str, checked: bool, depth: int, monkeypatch: Patch) -> None:
+    if not checked:
+        only_tokens(monkeypatch)
     run(name, depth)
 
 
 @every_depth
-@pytest.mark.parametrize("name", SHOWN)
-def test_wrong_tokens_alone_show_it(name: str, depth: int, monkeypatch: Patch) -> None:
+@pytest.mark.parametrize(("name", "checked"), [*((name, True) for name in PLANTED), *((name, False) for name in SHOWN)])
+def test_planted_bug_is_caught(name: str, checked: bool, depth: int, monkeypatch: Patch) -> None:
+    """Also unchecked, by wrong tokens alone."""
     bug = PLANTED[name]
-    only_tokens(monkeypatch)
+    if not checked:
+        only_tokens(monkeypatch)
     bug.plant(monkeypatch)
-    with found_by(WRONG):
+    with found_by(bug.message if checked else WRONG):
         run(bug.memory, depth)
 
 

@@ -1,26 +1,42 @@
-"""Bugs that show only where groups are unlike, where work is done ahead, where births inherit, or where plans travel:
-each is planted, and must be caught at every depth."""
+"""Bugs that show only where groups are unlike, where work is done ahead, where births inherit, where plans travel, or
+where states run on: each is planted, and must be caught at every depth; those of states also by tokens alone."""
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
 from memories import MAX_LEN, VOCAB, Build
-from test_planted import HIT, SCRATCH, TABLE, UNCOMPUTED, WRONG, Patch, Shown, every_depth, found_by, instead_of
-from traces import Trace, run_trace
+from test_planted import (
+    HIT,
+    SCRATCH,
+    TABLE,
+    UNCOMPUTED,
+    WRONG,
+    Patch,
+    Shown,
+    every_depth,
+    found_by,
+    instead_of,
+    only_outputs,
+)
+from traces import run_trace
 from unlike import FULL, STATE, UNLIKE, WINDOW, Kind, large, unlike
 
 from quire.control.memory.large import LargePages
 from quire.control.memory.paged import PagedMemory
 from quire.control.memory.policies import BudgetPolicy, ChunkedPolicy, FullPolicy, StatePolicy, WindowPolicy
 from quire.control.memory.prefix import Prefixes
-from quire.control.memory.tables import Resident
+from quire.control.memory.tables import PageTables, Resident
 from quire.control.request import Sequence
+from quire.sim.cells import WORD, Pages, Running
 from quire.sim.echo import EchoRunner
 from quire.vocabulary import wire
-from quire.vocabulary.plan import Birth, Copy, Sampling, StepPlan, StepResult, Table
+from quire.vocabulary.plan import Birth, Copy, Row, Sampled, Sampling, StepPlan, StepResult, Table
 
 Make = Callable[[Build], PagedMemory]
 TWINS = unlike(*(Kind(8 + 8 * i, 2) for i in range(5)))
@@ -180,6 +196,59 @@ def prefix_found_in_pages_that_changed(patch: Patch) -> None:
     caching(patch)
 
 
+def of(pages: Pages, slot: int, position: int, late: int = 0) -> int:
+    """The state in the page where that after `position` tokens should be, whatever it says of itself."""
+    if position == 0:
+        return 0
+    run = pages.group.run_tokens
+    page = int(pages.table[slot, max(position - 1 - late, 0) // run])
+    return int(struct.unpack("<qq", pages.pages[page, : 2 * WORD].tobytes())[1])
+
+
+def put(pages: Pages, slot: int, position: int, state: int, late: int = 0) -> None:
+    page = int(pages.table[slot, max(position - late, 0) // pages.group.run_tokens])
+    pages.pages[page] = np.resize(np.frombuffer(struct.pack("<qq", position + 1, state), np.uint8), pages.full)
+
+
+@instead_of(EchoRunner, "compute")
+def state_advanced_twice(compute: Any, runner: EchoRunner, row: Row) -> Sampled:
+    """A step's first token is what the step before computed last: once in a while it goes into the state again."""
+    for group in runner.groups:
+        if isinstance(group.rule, Running) and row.start % 5 == 4:
+            state = of(group, row.slot, row.start)
+            put(group, row.slot, row.start - 1, Running._advanced(state, row.start - 1, 0))
+    return compute(runner, row)
+
+
+@instead_of(PageTables, "_shared")
+def fork_shares_the_running_state(shared: Any, memory: PagedMemory, *arguments: object) -> list[tuple[int, int]]:
+    """What a branch goes on from isn't copied before it is written."""
+    return [(g, at) for g, at in shared(memory, *arguments) if memory.groups[g].kind != "state"]
+
+
+@instead_of(EchoRunner, "replay")
+def lost_copy_of_a_state(replay: Any, runner: EchoRunner, entry: object) -> None:
+    """Branches get pages of their own, in which nothing is."""
+    if not isinstance(entry, Copy) or not isinstance(runner.groups[entry.group].rule, Running):
+        replay(runner, entry)
+
+
+def checkpoint_a_token_late(patch: Patch) -> None:
+    """The state goes on into the next page a token behind the border: alone, no sequence sees it."""
+    patch.setattr(Running, "_of", staticmethod(lambda pages, slot, position: of(pages, slot, position, late=1)))
+
+    def write(rule: Running, pages: Pages, slot: int, position: int, token: int, state: int) -> None:
+        after = rule._advanced(of(pages, slot, position, late=1), position, token)
+        put(pages, slot, position, after, late=1)
+
+    patch.setattr(Running, "write", write)
+
+
+def hit_without_a_checkpoint(patch: Patch) -> None:
+    """A prefix may end within a run, if the state at the end of that run is there."""
+    patch.setattr(StatePolicy, "unit", property(lambda policy: 4 if policy.group.run_tokens % 4 == 0 else 1))
+
+
 SHOWING: dict[str, tuple[Make, type[EchoRunner]]] = {
     "twins": (TWINS, EchoRunner),
     "state, full": (unlike(STATE, FULL), EchoRunner),
@@ -194,6 +263,9 @@ SHOWING: dict[str, tuple[Make, type[EchoRunner]]] = {
     "plain": (PLAIN, EchoRunner),
     "plain, encoded": (PLAIN, Traveller),
 }
+WITH_STATES = [
+    unlike(FULL, STATE), unlike(STATE, WINDOW, Kind(16, 2)), UNLIKE["large-states-34-1"], UNLIKE["states-boundary"]
+]  # fmt: skip
 STATES = r"slot \d+ needs the state of \d+ tokens, its page has that of \d+"
 
 PLANTED: dict[str, Shown] = {
@@ -223,32 +295,48 @@ PLANTED: dict[str, Shown] = {
     "a plan that changes when encoded and decoded": Shown(
         plan_that_changes_on_its_way, r"the log-probabilities of the prompt of request \w+ are wrong", "plain, encoded"
     ),
+    "a state advanced twice": Shown(state_advanced_twice, WRONG, "states"),
+    "a fork that shares the running state": Shown(fork_shares_the_running_state, STATES, "states"),
+    "a copy of a state that is lost": Shown(lost_copy_of_a_state, STATES, "states"),
+    "a checkpoint a token late": Shown(checkpoint_a_token_late, WRONG, "states"),
+    "a hit at a length without a checkpoint": Shown(hit_without_a_checkpoint, STATES, "states"),
 }
+OF_STATES = [name for name, bug in PLANTED.items() if bug.memory == "states"]
+
+
+def run_shown(name: str, depth: int) -> None:
+    if name == "states":
+        for make in WITH_STATES:
+            run(make, depth, prefix_tokens=16)
+    else:
+        run(SHOWING[name][0], depth, SHOWING[name][1])
 
 
 @pytest.mark.share(8)
 @every_depth
-@pytest.mark.parametrize("name", SHOWING)
+@pytest.mark.parametrize("name", [*SHOWING, "states"])
 def test_the_traces_pass_without_a_bug(name: str, depth: int) -> None:
-    make, runner = SHOWING[name]
-    run(make, depth, runner)
+    run_shown(name, depth)
 
 
 @every_depth
 @pytest.mark.parametrize("name", PLANTED)
 def test_planted_bug_is_caught(name: str, depth: int, monkeypatch: Patch) -> None:
     bug = PLANTED[name]
-    make, runner = SHOWING[bug.memory]
     bug.plant(monkeypatch)
     with found_by(bug.message):
-        run(make, depth, runner)
+        run_shown(bug.memory, depth)
 
 
-def test_work_is_done_ahead() -> None:
-    """The memory of the traces above really has some."""
-    trace = Trace(eager(Build(96, 16)), seed=0, depth=1, budget=16, max_seqs=8)
-    plans: list[StepPlan] = []
-    submit = trace.runner.runner.submit
-    trace.runner.runner.submit = lambda plan: (plans.append(plan), submit(plan))[1]  # type: ignore[method-assign]
-    trace.run(8)
-    assert sum(len(plan.ahead) for plan in plans) > 10
+@every_depth
+@pytest.mark.parametrize("name", [None, *OF_STATES])
+def test_wrong_tokens_alone_show_a_wrong_state(name: str | None, depth: int, monkeypatch: Patch) -> None:
+    """Where states say nothing of themselves, and nothing is checked of the memory or of what it gives. Without a bug
+    nothing is wrong."""
+    only_outputs(monkeypatch)
+    monkeypatch.setattr(Running, "_of", staticmethod(of))
+    monkeypatch.setattr(Pages, "page", lambda pages, slot, logical: int(pages.table[slot, logical]))
+    if name is not None:
+        PLANTED[name].plant(monkeypatch)
+    with found_by(WRONG) if name else nullcontext():
+        run_shown("states", depth)

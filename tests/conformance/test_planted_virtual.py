@@ -20,6 +20,7 @@ from test_planted import (
     Planted,
     Runs,
     asked,
+    each_case,
     every_depth,
     found_by,
     grow_off_by_one_at_a_page_border,
@@ -33,7 +34,6 @@ from test_planted import (
 )
 from traces import Trace
 
-from quire.control.memory import Admitted, Later
 from quire.control.memory.virtual import VirtualMemory
 from quire.control.request import Sequence
 from quire.data.runner.virtual.driver import Run
@@ -128,22 +128,17 @@ def ahead_as_if_it_were_there(patch: Patch) -> None:
     def shorter(take: Any, memory: VirtualMemory) -> tuple[Any, Any]:
         before = [[list(places) for places in slots] for slots in memory.lying]
         now, ahead = take(memory)
-        told = tuple(entry for entry in now if not isinstance(entry, Table) or not there(before, entry))
-        return told, ahead
+        return tuple(entry for entry in now if not isinstance(entry, Table) or not there(before, entry)), ahead
+
+    def there(lying: list[list[list[int]]], entry: Table) -> bool:
+        return tuple(lying[entry.group][entry.slot][entry.at : entry.at + len(entry.pages)]) == entry.pages
 
     forgetful(patch)
     shorter(patch)
 
 
-def there(lying: list[list[list[int]]], entry: Table) -> bool:
-    """Whether all of these pages lie where they are wanted."""
-    return tuple(lying[entry.group][entry.slot][entry.at : entry.at + len(entry.pages)]) == entry.pages
-
-
 @instead_of(VirtualMemory, "admit")
-def shared_token_written_again(
-    admit: Any, memory: VirtualMemory, seqs: Any, budget: int
-) -> list[Admitted] | Later | None:
+def shared_token_written_again(admit: Any, memory: VirtualMemory, seqs: Any, budget: int) -> Any:
     """A sequence that found a prefix computes its last token once more, into a page that it shares."""
     admitted = admit(memory, seqs, budget)
     if not isinstance(admitted, list) or len(seqs) > 1:
@@ -173,7 +168,6 @@ PLANTED: dict[str, Planted] = {
     "a page mapped in all buffers but one": Planted(one_buffer_forgotten, UNMAPPED, UNMAPPED),
     "a page that was said to be mapped ahead": Planted(ahead_as_if_it_were_there, LIE, UNMAPPED),
 }
-CASES = [(name, depth) for name, bug in PLANTED.items() for depth in bug.depths]
 
 RUNS: Runs = (  # as in test_planted.py
     (4, "virtual-poisoned", 64, 8, "swap", 1000, 0),
@@ -188,8 +182,9 @@ RUNS: Runs = (  # as in test_planted.py
 )
 
 
-def run_common(depth: int) -> None:
-    """Requests that share all of their prompts but a token compute side by side."""
+def run_all(depth: int) -> None:
+    """In the end, requests that share all of their prompts but a token compute side by side."""
+    run_each(RUNS, depth)
     trace = Trace(VIRTUAL["virtual-4"](Build()), seed=0, depth=depth, budget=64, max_seqs=8)
     for i in range(4):
         trace.add(asked(str(i), (*STEMS[0][:16], 50 + i), max_tokens=12))
@@ -197,23 +192,10 @@ def run_common(depth: int) -> None:
     trace.finish()
 
 
-def run_all(depth: int) -> None:
-    run_each(RUNS, depth)
-    run_common(depth)
-
-
 @pytest.mark.share(6)
 @every_depth
 def test_the_traces_pass_without_a_bug(depth: int) -> None:
     run_all(depth)
-
-
-@pytest.mark.parametrize(("name", "depth"), CASES)
-def test_planted_bug_is_caught(name: str, depth: int, monkeypatch: Patch) -> None:
-    bug = PLANTED[name]
-    bug.plant(monkeypatch)
-    with found_by(bug.message):
-        run_all(depth)
 
 
 def no_rules(patch: Patch) -> None:
@@ -231,12 +213,12 @@ def no_rules(patch: Patch) -> None:
     released(patch)
 
 
-@pytest.mark.parametrize(("name", "depth"), [case for case in CASES if PLANTED[case[0]].alone])
-def test_the_data_plane_alone_sees_it(name: str, depth: int, monkeypatch: Patch) -> None:
-    """By addresses that fault and tokens that are wrong."""
-    bug = PLANTED[name]
-    assert bug.alone
-    no_rules(monkeypatch)
-    bug.plant(monkeypatch)
-    with found_by(bug.alone):
+@each_case(PLANTED)
+def test_planted_bug_is_caught(name: str, depth: int, alone: bool, monkeypatch: Patch) -> None:
+    """Also by addresses that fault and tokens that are wrong alone."""
+    plant, message, by_itself, _ = PLANTED[name]
+    if alone:
+        no_rules(monkeypatch)
+    plant(monkeypatch)
+    with found_by(str(by_itself) if alone else message):
         run_all(depth)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -22,7 +21,6 @@ from quire.control.request import Sequence
 from quire.vocabulary.plan import Copy, Table
 from quire.vocabulary.specs import Group
 
-MEDIA = "cross", "vision"  # kinds of groups that keep nothing of tokens
 OPS = ("admit", "admit", "group", "begin", "begin", "confirm", "step", "step", "fork", "fork", "free", "read", "reset")
 Content = tuple[Any, ...]  # what a position holds: the salt, and the tokens up to it
 
@@ -50,44 +48,21 @@ class Device:
                     moved = self.cells.get((entry.src * page_bytes, offset))
                     self.cells[entry.dst * page_bytes, offset] = moved
 
-    def write(self, g: int, group: Group, page: int, offset: int, content: Content) -> None:
-        self.cells[page * group.page_bytes, offset] = (g, content)
-
 
 class Calls(RuleBasedStateMachine):
     """Admissions, steps (of which some stay in flight), forks and frees in any order."""
 
     name = "paged-4"
-    memories: Mapping[str, Callable[[Build], Any]] = EVERY
-
-    def made(self) -> Device:
-        """What the journal is replayed on."""
-        return Device()
-
-    def given(self, id: int, tokens: list[int], salt: str, data: st.DataObject) -> Sequence:
-        """A sequence of these tokens."""
-        return Sequence(id, tokens, salt=salt)
 
     def content(self, seq: Sequence, position: int) -> Content:
         return seq.salt, tuple(seq.tokens[: position + 1])
 
-    def planned(self, seq: Sequence, end: int, data: st.DataObject) -> int:
-        """How far a step computes that was to compute up to `end`, for which there is room."""
-        return end
-
-    def forks(self, seq: Sequence) -> bool:
-        """It may be forked."""
-        return seq.computed > 0
-
-    def computes(self, seq: Sequence, position: int) -> None:
-        """A token, in its turn: what it reads beside others' must be there."""
-
     @initialize(tokens=st.integers(40, 160), chunk=st.integers(1, 20), max_seqs=st.integers(2, 6))
     def build(self, tokens: int, chunk: int, max_seqs: int) -> None:
-        self.memory = self.memories[self.name](Build(tokens, chunk, max_seqs))
+        self.memory = EVERY[self.name](Build(tokens, chunk, max_seqs))
         self.chunk = chunk
         self.total = total_bytes(self.memory.geometry)
-        self.device = self.made()
+        self.device = Device()
         self.alive: dict[int, Sequence] = {}
         self.contents: dict[int, list[Content]] = {}  # the reference
         self.born = 0
@@ -108,7 +83,7 @@ class Calls(RuleBasedStateMachine):
         tail = data.draw(st.lists(st.integers(1, 3), max_size=2))
         salt, branches = data.draw(st.sampled_from(["", "", "adapter"])), data.draw(st.integers(0, 2))
         self.born += 1
-        seq = self.given(self.born, [*stem[:length], *tail], salt, data)
+        seq = Sequence(self.born, [*stem[:length], *tail], salt=salt)
         seq.branches = branches
         before = insides(self.memory)
         reused = admit_one(self.memory, seq, self.chunk)
@@ -124,11 +99,10 @@ class Calls(RuleBasedStateMachine):
         """Branches of a request come back: all or none of them, sharing what they have in common."""
         stem, length = data.draw(st.sampled_from(STEMS)), data.draw(st.integers(1, 24))
         salt, seqs = data.draw(st.sampled_from(["", "adapter"])), []
-        shared = self.given(0, [*stem[:length]], salt, data)
         for tail in data.draw(st.lists(st.lists(st.integers(1, 2), max_size=8), min_size=2, max_size=3)):
             self.born += 1
-            seqs.append(Sequence(self.born, [*shared.tokens, *tail], salt=salt))
-            seqs[-1].prompt_len, seqs[-1].media = len(shared.tokens), shared.media
+            seqs.append(Sequence(self.born, [*stem[:length], *tail], salt=salt))
+            seqs[-1].prompt_len = length
         before = insides(self.memory)
         admitted = self.memory.admit(seqs, self.chunk)
         if not isinstance(admitted, list):
@@ -168,23 +142,19 @@ class Calls(RuleBasedStateMachine):
         if not self.memory.grow(seq, end):
             assert insides(self.memory) == before
             return
-        end = self.planned(seq, end, data)
         self.device.replay(self.memory.take_journal()[0], self.memory.geometry.groups)
         slot = self.memory.slot(seq)
         for position in range(seq.planned, end):
             content = self.content(seq, position)
             self.contents[seq.id].append(content)
-            self.computes(seq, position)
             for g, group in enumerate(self.memory.geometry.groups):  # a token is where its first byte is
-                if group.kind in MEDIA:
-                    continue
                 if group.kind == "state" and position:  # computing goes on from what is there
                     last = self.device.tables[slot, g, group.whole(position - 1)] * group.page_bytes
                     before = self.device.cells.get((last, 0))
                     assert before == (g, self.contents[seq.id][position - 1]), f"the state before {position} is wrong"
                 page = self.device.tables[slot, g, group.whole(position)]
                 assert page, "a position to write has no page"
-                self.device.write(g, group, page, offset(group, position), content)
+                self.device.cells[page * group.page_bytes, offset(group, position)] = (g, content)
         seq.planned = end
 
     def valid(self, seq: Sequence) -> bool:
@@ -209,7 +179,7 @@ class Calls(RuleBasedStateMachine):
 
     def fork(self, data: st.DataObject) -> None:
         parent = self.pick(data, quiet=True)
-        if parent is None or not self.forks(parent) or not self.valid(parent) or self.awaited(parent):
+        if parent is None or not parent.computed or not self.valid(parent) or self.awaited(parent):
             return
         self.born += 1
         child = parent.fork(self.born, 1, 0)
@@ -242,8 +212,6 @@ class Calls(RuleBasedStateMachine):
             for g, group in enumerate(self.memory.geometry.groups):
                 table = place.tables[g]
                 assert tuple(self.device.tables[place.slot, g, i] for i in range(len(table))) == table
-                if group.kind in MEDIA:
-                    continue
                 first = group.oldest(seq.computed)
                 if group.kind == "state":
                     first = max(seq.planned - 1, 0)

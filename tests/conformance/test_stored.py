@@ -4,15 +4,12 @@ bytes as are accounted for."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 
 import pytest
-from memories import MEMORIES, VIRTUAL, Build
-from stored import PAGE, PagedRunner, StoredRunner, leftovers
+from memories import VIRTUAL, Build
+from stored import PAGE, StoredRunner, leftovers
 from traces import Trace
-from unlike import UNLIKE
 
-from quire.control.memory.paged import PagedMemory
 from quire.control.memory.virtual import VirtualMemory
 from quire.control.outcomes import Output
 from quire.data.runner.virtual.store import VirtualStore
@@ -70,18 +67,14 @@ def test_many_traces_over_real_pages(name: str) -> None:
         traced(name, seed, 1 + seed % 3)
 
 
-IN_LARGE_PAGES: dict[str, Callable[[Build], PagedMemory]] = {
-    **{name: MEMORIES[name] for name in ("large", "large-16", "large-uncached", "large-poisoned", "gcd", "uniform")},
-    **{f"unlike {name}": UNLIKE[name] for name in ("large-6-10-15", "large-poisoned")},
-}
-
-
-@pytest.mark.parametrize("depth", [1, 2, 3])
-@pytest.mark.parametrize("name", IN_LARGE_PAGES)
-def test_traces_over_the_bytes_of_a_store(name: str, depth: int) -> None:
-    """Pages of several sizes lie in one buffer and in one host memory; no two sequences' ever meet there."""
-    runner = PagedRunner(depth)
-    memory = IN_LARGE_PAGES[name](Build(112, 16, 8, LENGTH, 1000))
-    trace = Trace(memory, seed=depth, depth=depth, budget=16, max_seqs=8, runner=runner, preemption="swap")
-    assert trace.run(20).finished > 5
-    assert ("large" in name) == (memory.geometry.large_bytes > 0)
+@pytest.mark.parametrize("name", ["virtual-4", "virtual-mixed"])
+def test_mapped_pages_are_given_back_and_mapped_anew(name: str) -> None:
+    before, runner = leftovers(), StoredRunner(2)
+    memory = VIRTUAL[name](Build(112, 16, 8, 48, 1000, 0, PAGE))
+    trace = Trace(memory, seed=1, depth=2, budget=16, max_seqs=8, runner=runner, preemption="auto")
+    trace.sleeps = []
+    trace.run(8, arrivals=0.05)
+    assert len(trace.sleeps) > 3
+    trace.engine.rest.sleep(1)
+    del runner.store
+    assert leftovers() == before, "pages are mapped still"

@@ -63,7 +63,8 @@ def engines(seed: int, count: int) -> list[Engine]:
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_all_requests_end_in_whatever_order_engines_step(count: int) -> None:
-    preempted, gave_way = map(sum, zip(*(run(seed, count) for seed in range(8))))
+    # In the last one whoever was swapped out, with nobody of its engine left to run, has its step all the same.
+    preempted, gave_way = map(sum, zip(*(run(seed, count) for seed in (*range(8), 59))))
     assert preempted > 0
     assert gave_way > 0
 
@@ -115,11 +116,6 @@ def run(seed: int, count: int, aborts: float = 0) -> tuple[int, int]:
         assert said == (tokens[: len(said)] if key[:2] in gone else tokens)
     assert all(engine.scheduler.memory.account().usage.used == 0 for engine in made)
     return sum(engine.scheduler.preemptions for engine in made), gave_way
-
-
-def test_what_leaves_for_the_host_is_read_before_another_engine_has_its_pages() -> None:
-    """Whoever was swapped out, with nobody of its engine left to run, has its step all the same."""
-    run(59, 3)
 
 
 def test_a_request_that_is_given_up_leaves_nothing_to_be_done_to_pages_that_others_have() -> None:

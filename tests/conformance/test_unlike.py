@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from traces import DEPTHS, WAYS, Told, drawn_trace, run_trace
+from traces import DEPTHS, Told, drawn_trace
 from unlike import KNOWN, QUERIES, UNLIKE
 
 from quire.control.request import Sequence
 from quire.vocabulary.specs import Group
 
-SPARING = ("state-uncached", "states-alone")
-"""A sequence takes next to nothing in these: hardly anybody is in another's way."""
 every = pytest.mark.parametrize("name", UNLIKE)
 
 
@@ -38,27 +36,6 @@ def test_pages_that_are_written_are_among_those_that_are_read(kind: str) -> None
 def test_random_traces(name: str, depth: int) -> None:
     told = [drawn(name, seed, depth) for seed in range(3)]
     assert sum(t.finished for t in told) > 12
-
-
-@pytest.mark.share(8)
-@every
-def test_traces_that_are_short_of_memory(name: str) -> None:
-    """They really preempt both ways, hit prefixes and evict."""
-    tokens = 40 if name in SPARING else 72
-    told = [
-        run_trace(
-            UNLIKE[name], seed=seed, depth=2, budget=16, tokens=tokens, preemption=WAYS[seed % 2], host=1000,
-            requests=20,
-        )
-        for seed in range(8)
-    ]  # fmt: skip
-    assert sum(t.preemptions for t in told) > 0
-    if name not in SPARING:
-        assert sum(t.swapped for t in told) > 0
-        assert sum(t.recomputed for t in told) > 0
-    if "uncached" not in name:
-        assert sum(t.hits for t in told) > 0
-        assert sum(t.evictions for t in told) > 0
 
 
 @pytest.mark.soak

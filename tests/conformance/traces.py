@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -391,7 +391,8 @@ class Trace:
 
     def _scheduled(self) -> None:
         """First come first served, all sequences of a request together, nobody new while somebody older is swapped."""
-        running, swapped, waiting = ([*queue] for queue in self.scheduler_queues())
+        queues = self.scheduler.running, self.scheduler.swapped, self.scheduler.waiting
+        running, swapped, waiting = ([*queue] for queue in queues)
         # Who was admitted and, since it couldn't be forked, dropped within one step was never seen running.
         self.ran |= {request for request in (*swapped, *waiting) if request.preemptions}
         fresh = set(running) - self.ran
@@ -410,9 +411,6 @@ class Trace:
                 assert (seq.id in self.memory.residents) == (where is Status.RUNNING), "a branch is elsewhere"
                 assert (seq.id in self.memory.away) == (where is Status.SWAPPED), "a branch is elsewhere"
                 self.siblings += seq.sibling is not None
-
-    def scheduler_queues(self) -> tuple[Iterable[Request], ...]:
-        return self.scheduler.running, self.scheduler.swapped, self.scheduler.waiting
 
     def run(self, requests: int = 16, aborts: float = 0.04, arrivals: float = 0.4) -> Told:
         """Serve a random stream, then check everything that must hold at the end."""
@@ -557,21 +555,14 @@ def run_trace(
     max_seqs: int = 8,
     tokens: int = 128,
     requests: int = 16,
-    runner: EchoRunner | None = None,
-    preemption: str = "recompute",
     host: int = 0,
     prefix_tokens: int = 0,
-    unforked: float = 0.0,
     aborts: float = 0.04,
-    stages: int = 1,
+    **how: Any,
 ) -> Told:
-    """One random trace over a fresh memory."""
+    """One random trace over a fresh memory; `how` as for Trace."""
     memory = make(Build(tokens, budget, max_seqs, MAX_LEN, host, prefix_tokens))
-    trace = Trace(
-        memory, seed=seed, depth=depth, budget=budget, max_seqs=max_seqs, runner=runner, preemption=preemption,
-        unforked=unforked, stages=stages,
-    )  # fmt: skip
-    return trace.run(requests, aborts)
+    return Trace(memory, seed=seed, depth=depth, budget=budget, max_seqs=max_seqs, **how).run(requests, aborts)
 
 
 def drawn_trace(

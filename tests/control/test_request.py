@@ -6,15 +6,16 @@ import dataclasses
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from memories import MAX_LEN, MEMORIES, VOCAB, Build
 from traces import Asked, Trace
 
-from quire.control.request import Sequence
 from quire.errors import InputError, Overloaded, PromptTooLong, QuireError
 from quire.vocabulary.params import SamplingParams
+from quire.vocabulary.seeds import branch_seed, split_mix
 
 NAN, INF = math.nan, math.inf
 NUMBERS = {  # field: (low, high)
@@ -96,36 +97,12 @@ def test_lists(field: str, value: Any) -> None:
     refused(field, value)
 
 
-def test_min_tokens_is_at_most_max_tokens() -> None:
+def test_what_does_not_go_together() -> None:
     with pytest.raises(InputError, match=r"min_tokens must be at most max_tokens \(5\), got 6"):
         SamplingParams(min_tokens=6, max_tokens=5)
     assert SamplingParams(min_tokens=5, max_tokens=5).min_tokens == 5
-
-
-def test_stop_strings_need_text() -> None:
     with pytest.raises(InputError, match="detokenize"):
         SamplingParams(stop=["x"], detokenize=False)
-
-
-@given(
-    field=st.sampled_from([*NUMBERS, *INTEGERS, *FLAGS, *LISTS]),
-    value=st.recursive(
-        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.binary(max_size=3),
-        lambda inner: (
-            st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2) | st.integers(), inner, max_size=2)
-        ),
-        max_leaves=4,
-    ),
-)
-def test_any_value_is_taken_or_refused_by_name(field: str, value: Any) -> None:
-    """Nothing but InputError comes out, and what is taken is finite."""
-    refusal, taken = field, 0.0
-    try:
-        taken = getattr(SamplingParams(**{field: value}), field)
-    except InputError as error:
-        refusal = str(error)
-    assert field in refusal
-    assert not isinstance(taken, float) or math.isfinite(taken)
 
 
 def test_values_are_normalised() -> None:
@@ -166,17 +143,6 @@ def test_token_ids_beyond_the_vocabulary() -> None:
         SamplingParams(**{field: value}).check_vocabulary(65)
 
 
-def test_a_sequence_is_quiet_when_no_step_names_it() -> None:
-    seq = Sequence(1, [1, 2, 3])
-    assert seq.quiet
-    seq.planned = 3
-    assert not seq.quiet
-    with pytest.raises(AssertionError, match="in flight"):
-        seq.fork(2, 1, 0)
-    seq.computed = 3
-    assert seq.fork(2, 1, 0).tokens == [1, 2, 3]
-
-
 OK = SamplingParams(seed=5, max_tokens=6)
 REFUSALS: dict[str, tuple[Any, SamplingParams, type[QuireError], str]] = {
     "empty": ((), OK, InputError, "empty"),
@@ -214,3 +180,39 @@ def test_a_refused_request_leaves_the_engine_undisturbed(name: str) -> None:
     trace.engine.limits = trace.engine.limits._replace(max_queued=10)
     trace.add(Asked("late", (1, 2, 3, 4, 5), OK, ""))
     trace.finish()
+
+
+# The seeds of branches: distinct, pinned, and the same for numbers and arrays of them
+
+
+def test_split_mix_is_the_published_generator() -> None:
+    """The first outputs of the reference implementation (prng.di.unimi.it/splitmix64.c) for the state 1234567."""
+    states = [(1234567 + i * 0x9E3779B97F4A7C15) % 2**64 for i in range(1, 6)]
+    known = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821]
+    assert [split_mix(state) for state in states] == known
+
+
+@given(seed=st.integers(-(2**63), 2**63 - 1))
+def test_the_first_branch_keeps_the_seed_and_no_two_share_one(seed: int) -> None:
+    seeds = [branch_seed(seed, i) for i in range(128)]
+    assert seeds[0] == seed % 2**63
+    assert len(set(seeds)) == 128
+    assert all(0 <= one < 2**63 for one in seeds)
+
+
+def test_small_seeds_and_branches_are_all_distinct() -> None:
+    """Seeds 1, 2, 3 with n=3 must not give a sample twice, as they would if branch i had seed + i."""
+    assert len({branch_seed(seed, i) for seed in range(300) for i in range(128)}) == 300 * 128
+
+
+@given(st.lists(st.tuples(st.integers(0, 2**63 - 1), st.integers(0, 2**32)), min_size=1))
+def test_arrays_give_what_numbers_give(pairs: list[tuple[int, int]]) -> None:
+    seeds, indices = np.array(pairs, dtype=np.uint64).T
+    found = branch_seed(seeds, indices)
+    assert found.dtype == np.uint64
+    assert found.tolist() == [branch_seed(seed, index) for seed, index in pairs]
+
+
+def test_pinned() -> None:
+    """Saved seeds must give tomorrow what they give today."""
+    assert [branch_seed(1, i) for i in range(4)] == [1, 8841707400507832956, 8095962701997021336, 2387646179595654958]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 
 import pytest
 from memories import MAX_LEN, MEMORIES, VOCAB, Build
 from traces import Asked, Trace
 
-from quire.control.request import Request, Sequence, Status
+from quire.control.request import Request, Status
 from quire.control.scheduler import Scheduler
 from quire.sim.echo import EchoRunner, expected
 from quire.vocabulary.params import SamplingParams
@@ -125,25 +124,9 @@ def test_a_late_stop_wastes_at_most_the_other_steps_in_flight(depth: int) -> Non
     trace.add(Asked("a", prompt, params, ""))
     trace.finish()
     assert trace.runner.rows == end + 1 + (depth - 1)
-
-
-@pytest.mark.parametrize("depth", DEPTHS)
-def test_a_stop_by_length_wastes_nothing(depth: int) -> None:
-    trace = opened(depth=depth)
-    ask(trace, "a", 5, max_tokens=9)
+    ask(trace, "b", 5, max_tokens=9)
     trace.finish()
-    assert trace.runner.rows == 9
-
-
-def test_prompt_scores_cover_each_prompt_token_but_the_first_once() -> None:
-    trace = opened(budget=4)
-    params = SamplingParams(seed=1, max_tokens=3, prompt_logprobs=0)
-    trace.add(Asked("a", tuple(range(1, 11)), params, ""))
-    scheduler = recorded(trace)
-    trace.finish()
-    rows = [plan.rows[0] for plan, *_ in scheduler.log if plan is not None]
-    assert [row.score for row in rows[:3]] == [(2, 3, 4, 5), (6, 7, 8, 9), (10,)]
-    assert all(row.score == () for row in rows[3:])
+    assert trace.runner.rows == end + 1 + (depth - 1) + 9, "a stop by length wastes nothing"
 
 
 def test_a_blind_runner_draws_one_constant_token_for_each_sample() -> None:
@@ -156,28 +139,6 @@ def test_a_blind_runner_draws_one_constant_token_for_each_sample() -> None:
     tokens = {token for output in trace.outputs["a"] for token in output.tokens}
     assert len(tokens) == 1
     assert sum(len(output.tokens) for output in trace.outputs["a"]) == 12
-
-
-def test_refused_branches_are_not_tried_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request's branches don't fit all at once: they are tried again only after something left memory."""
-    trace = opened(tokens=72, name="uncached")
-    ask(trace, "a", 10, max_tokens=30)
-    ask(trace, "b", 10, n=3, max_tokens=12)
-    b = list(trace.scheduler.waiting)[1]
-    while not b.preemptions:
-        trace.step()
-    memory = trace.memory.memory
-    tried: list[int] = []  # pages released before each time that the memory looked for room
-    coming = memory.arrivals.of
-    monkeypatch.setattr(
-        memory.arrivals, "of", lambda seqs, *more: (tried.append(memory.pages.releases), coming(seqs, *more))[1]
-    )
-    steps = trace.steps
-    while b.status is Status.WAITING and "a" in trace.engine.requests:
-        trace.step()
-    assert trace.steps > steps + 8
-    assert len(tried) == len(set(tried)) <= 2, 'once in vain, and when "a" has ended'
-    trace.finish()
 
 
 def test_refused_branches_are_tried_again_when_others_were_swapped_out() -> None:
@@ -225,21 +186,6 @@ def twice(trace: Trace, first: str, second: str, length: int, max_tokens: int = 
     prompt = tuple(random.Random(first).choices(range(1, VOCAB), k=length))
     for seed, id in enumerate((first, second)):
         trace.add(Asked(id, prompt, SamplingParams(seed=seed, max_tokens=max_tokens, ignore_eos=True), ""))
-
-
-@pytest.mark.parametrize("depth", DEPTHS)
-def test_prompts_sent_twice_are_computed_once_and_hold_up_nobody(depth: int) -> None:
-    """64 pairs: each second one waits for its first one only, so that all have their prompts after the first result is
-    taken in, not a pair a step."""
-    trace = opened(tokens=128 * MAX_LEN, budget=64 * 40, depth=depth, max_seqs=128, name="paged-16")
-    for i in range(64):
-        twice(trace, f"first {i}", f"second {i}", 40, max_tokens=6)
-    scheduler = recorded(trace)
-    trace.finish()
-    plans = [[(row.start, len(row.tokens)) for row in plan.rows] for plan, *_ in scheduler.log if plan is not None]
-    assert plans[0] == [(0, 40)] * 64
-    assert [row for row in plans[depth] if row[1] > 1] == [(32, 8)] * 64
-    assert trace.memory.account().sharing.hits == 64 * 32
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
@@ -312,30 +258,6 @@ def _collected(trace: Trace) -> tuple[StepPlan, StepResult]:
     return plan, trace.runner.collect(ticket)
 
 
-@pytest.mark.parametrize("budget", [2, 4, 64])
-def test_a_branch_waits_for_all_that_it_shares(budget: int) -> None:
-    """A preempted group comes back: the third branch shares with the second what that one shares with the first."""
-    trace = opened(budget=budget, name="uncached")
-    common = list(range(1, 9))
-    branches = [Sequence(trace.scheduler.new_id(), common + tail) for tail in ([50, 51], [60, 61], [60, 62])]
-    request = Request("a", branches[0], SamplingParams(n=3, max_tokens=30), arrival=0.0, max_tokens=30)
-    request.live = branches
-    trace.scheduler.add(request)
-    computed = 0
-    for _ in range(25):
-        plan = trace.scheduler.schedule()
-        assert plan is not None
-        slots = {trace.memory.slot(seq): seq for seq in request.live}
-        for row in plan.rows:
-            assert slots[row.slot] is branches[0] or computed >= len(common), "a branch is computed too early"
-        computed = branches[0].planned
-        trace.scheduler.update(plan, trace.runner.collect(trace.runner.submit(plan)))
-        if all(len(seq.tokens) > len(common) + 2 for seq in branches):
-            break
-    first, second, third = (trace.memory.place(seq).tables[0][:2] for seq in branches)
-    assert first == second == third
-
-
 def test_a_group_is_swapped_while_what_it_shares_is_being_computed() -> None:
     """Pages that no branch has computed yet go out and come back. Nobody may find them by the name of what they will
     hold: here one would, in the very step that computes it."""
@@ -371,24 +293,6 @@ def test_nobody_new_is_admitted_while_somebody_is_swapped() -> None:
         assert "c" not in [request.id for request in trace.scheduler.running] or not trace.scheduler.swapped
     trace.finish()
     assert trace.scheduler.preempted == {"swap": 1, "recompute": 0}
-
-
-def test_a_sequence_may_leave_again_before_its_birth_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is swapped in while the only others wait for a result, finds no room to compute, and is the next victim."""
-    trace = opened(tokens=36, budget=12, depth=2, host=100, preemption="swap")
-    beams = SamplingParams(beam_width=2, seed=1, max_tokens=16, ignore_eos=True)
-    trace.add(Asked("a", (1, 2, 3, 4), beams, ""))
-    ask(trace, "b", 28, max_tokens=4)
-    gone: list[int] = []  # sequences that are not in memory when the runner is told of them
-
-    def submit(plan: StepPlan, send: Callable[[StepPlan], int] = trace.runner.submit) -> int:
-        gone.extend(birth.seq for birth in plan.births if birth.seq not in trace.memory.residents)
-        return send(plan)
-
-    monkeypatch.setattr(trace.runner, "submit", submit)
-    trace.finish()
-    assert gone
-    assert trace.engine.stats.prompt_tokens == 4 + 28
 
 
 def test_auto_takes_the_cheaper_way_for_each_victim() -> None:

@@ -6,7 +6,7 @@ A value is JSON text, so that there may be what no library would write: NaN, key
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -157,6 +157,13 @@ def values(model: type[BaseModel]) -> dict[str, Texts]:
     return {name: LITTLE.get(name, sensible(one, known)).map(json.dumps) for name, one in schema["properties"].items()}
 
 
+BROKEN: tuple[Callable[[bytes], bytes], ...] = (
+    lambda body: body[: len(body) // 2], lambda body: b"\xef\xbb\xbf" + body, lambda body: b"[" + body + b"]",
+    lambda body: body.decode("utf-8", "replace").encode("utf-16"), lambda body: body.replace(b'"', b"'"),
+    lambda body: b"", lambda body: body + b"\xff\xfe\x00",
+)  # fmt: skip
+
+
 def bodies(route: Route) -> st.SearchStrategy[bytes]:
     """A small request in which some fields are changed, added, dropped or twice; some of them broken as a whole."""
     assert route.model is not None
@@ -175,26 +182,7 @@ def bodies(route: Route) -> st.SearchStrategy[bytes]:
 
     dropped = st.none() | st.none() | st.none() | st.sampled_from([*route.base])
     whole = st.tuples(changes, st.booleans(), dropped).map(written)
-    return st.one_of(
-        whole, whole, whole, whole, whole, st.tuples(whole, st.integers(0, 6)).map(lambda it: _broken(*it))
-    )
-
-
-def _broken(body: bytes, how: int) -> bytes:
-    match how:
-        case 0:
-            return body[: len(body) // 2]
-        case 1:
-            return b"\xef\xbb\xbf" + body
-        case 2:
-            return body.decode("utf-8", "replace").encode("utf-16")
-        case 3:
-            return b"[" + body + b"]"
-        case 4:
-            return body.replace(b'"', b"'")
-        case 5:
-            return b""
-    return body + b"\xff\xfe\x00"
+    return st.one_of(*[whole] * 5, st.tuples(st.sampled_from(BROKEN), whole).map(lambda drawn: drawn[0](drawn[1])))
 
 
 def requests() -> st.SearchStrategy[Wanted]:

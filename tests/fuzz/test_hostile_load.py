@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,31 +60,8 @@ def post(path: str, body: Any, **more: Any) -> Ask:
     return Ask(path, body if isinstance(body, bytes) else json.dumps(body).encode(), bearer()["Authorization"], **more)
 
 
-# Good load
-
-
-def chat(chance: random.Random) -> Ask:
-    return post("/v1/chat/completions", {**CHAT, "stream": True, "seed": chance.randrange(9)})
-
-
-def whole(chance: random.Random) -> Ask:
-    return post("/v1/completions", {"prompt": "Once upon a time", "max_tokens": chance.randrange(1, 60)})
-
-
-def branches(chance: random.Random) -> Ask:
-    return post("/v1/completions", {"prompt": "Once upon a time", "max_tokens": 20, "n": chance.randrange(2, 8)})
-
-
-def scored(chance: random.Random) -> Ask:
-    prompt = [chance.randrange(9, 400) for _ in range(200)]
-    return post("/v1/completions", {"prompt": prompt, "max_tokens": 8, "echo": True, "logprobs": 5})
-
-
-def words(chance: random.Random) -> Ask:
-    return post("/tokenize", {"prompt": "a quire of pages " * chance.randrange(1, 500), "return_token_strs": True})
-
-
-# Hostile load
+def complete(**body: Any) -> Ask:
+    return post("/v1/completions", body)
 
 
 def attacks(more: int) -> list[dict[str, Any]]:
@@ -101,14 +78,6 @@ def attacks(more: int) -> list[dict[str, Any]]:
 ABOVE = [{"prompt": [7] * 3900, "n": 128, "logprobs": 20, "echo": True, "max_tokens": 1}, *attacks(1)]
 ABOVE.append({**ABOVE[0], "prompt": [[7] * 3900] * 8})
 BELOW = attacks(0)
-
-
-def above(chance: random.Random) -> Ask:
-    return post("/v1/completions", {**chance.choice(ABOVE), "stream": chance.random() < 0.3})
-
-
-def below(chance: random.Random) -> Ask:
-    return post("/v1/completions", {**chance.choice(BELOW), "stream": chance.random() < 0.3})
 
 
 def dense() -> dict[str, bytes]:
@@ -138,41 +107,31 @@ LONG = {
 SMALL = [part[: (1 << 18) - 20].rpartition(b",")[0] + b"]}" for part in DENSE.values() if b"[[" not in part[:40]]
 
 
-def heavy(chance: random.Random) -> Ask:
-    return post(chance.choice(("/v1/completions", "/detokenize", "/tokenize")), chance.choice([*DENSE.values()]))
-
-
-def long(chance: random.Random) -> Ask:
-    return post(chance.choice(("/v1/completions", "/tokenize")), chance.choice([*LONG.values()]))
-
-
-def lists(chance: random.Random) -> Ask:
-    """As dense as the server reads them, in a field that is a list."""
-    field = chance.choice((b"prompt", b"allowed_token_ids", b"stop", b"tokens", b"messages", b"bad_words"))
-    body = chance.choice(SMALL).replace(b"prompt", field, 1)
-    return post(chance.choice(("/v1/completions", "/detokenize", "/v1/chat/completions")), body)
-
-
-def slow(chance: random.Random) -> Ask:
-    return post("/v1/completions", b" " * 1000, pause=chance.uniform(0.05, 0.2))
-
-
-def left(chance: random.Random) -> Ask:
-    body = {"prompt": [7] * 2000, "max_tokens": 500, "ignore_eos": True, "stream": True, "n": 4}
-    return post("/v1/completions", body, leave=chance.randrange(1, 3000))
-
-
-def garbage(chance: random.Random) -> Ask:
-    return Ask("", chance.randbytes(chance.randrange(1, 9000)) + b"\r\n\r\n", raw=True)
-
-
-def locked(chance: random.Random) -> Ask:
-    return post("/v1/completions", {"prompt": "a" * chance.randrange(90_000)})._replace(key="Bearer no")
-
-
-KINDS = {
-    chat: 30, whole: 20, branches: 8, scored: 8, words: 4,
-    above: 8, below: 0.5, heavy: 4, long: 4, lists: 4, slow: 3, left: 5, garbage: 3, locked: 3,
+ONCE = "Once upon a time"
+LEFT = {"prompt": [7] * 2000, "max_tokens": 500, "ignore_eos": True, "stream": True, "n": 4}
+FIELDS = (b"prompt", b"allowed_token_ids", b"stop", b"tokens", b"messages", b"bad_words")  # that may be lists
+HEAVY = ("/v1/completions", "/detokenize", "/tokenize")
+KINDS: dict[str, tuple[float, Callable[[random.Random], Ask]]] = {
+    # Good load
+    "chat": (30, lambda chance: post("/v1/chat/completions", {**CHAT, "stream": True, "seed": chance.randrange(9)})),
+    "whole": (20, lambda chance: complete(prompt=ONCE, max_tokens=chance.randrange(1, 60))),
+    "branches": (8, lambda chance: complete(prompt=ONCE, max_tokens=20, n=chance.randrange(2, 8))),
+    "scored": (8, lambda chance: complete(prompt=[chance.randrange(9, 400) for _ in range(200)], max_tokens=8,
+                                          echo=True, logprobs=5)),
+    "words": (4, lambda chance: post("/tokenize", {"prompt": "a quire of pages " * chance.randrange(1, 500),
+                                                   "return_token_strs": True})),
+    # Hostile load
+    "above": (8, lambda chance: complete(**chance.choice(ABOVE), stream=chance.random() < 0.3)),
+    "below": (0.5, lambda chance: complete(**chance.choice(BELOW), stream=chance.random() < 0.3)),
+    "heavy": (4, lambda chance: post(chance.choice(HEAVY), chance.choice([*DENSE.values()]))),
+    "long": (4, lambda chance: post(chance.choice(("/v1/completions", "/tokenize")), chance.choice([*LONG.values()]))),
+    "lists": (4, lambda chance: post(  # as dense as the server reads them, in a field that is a list
+        chance.choice(("/v1/completions", "/detokenize", "/v1/chat/completions")),
+        chance.choice(SMALL).replace(b"prompt", chance.choice(FIELDS), 1))),
+    "slow": (3, lambda chance: post("/v1/completions", b" " * 1000, pause=chance.uniform(0.05, 0.2))),
+    "left": (5, lambda chance: post("/v1/completions", LEFT, leave=chance.randrange(1, 3000))),
+    "garbage": (3, lambda chance: Ask("", chance.randbytes(chance.randrange(1, 9000)) + b"\r\n\r\n", raw=True)),
+    "locked": (3, lambda chance: complete(prompt="a" * chance.randrange(90_000))._replace(key="Bearer no")),
 }  # fmt: skip
 
 
@@ -222,8 +181,8 @@ async def load(port: int, seconds: float) -> dict[str, list[Told]]:
     async def client(number: int) -> None:
         chance = random.Random(number)
         while time.perf_counter() < end:
-            [kind] = chance.choices([*KINDS], [*KINDS.values()])
-            told[kind.__name__].append(await ask(port, kind(chance)))
+            [name] = chance.choices([*KINDS], [share for share, _ in KINDS.values()])
+            told[name].append(await ask(port, KINDS[name][1](chance)))
 
     await asyncio.gather(*(client(number) for number in range(CLIENTS)))
     return told
@@ -290,7 +249,7 @@ def test_hostile_load() -> None:
     os.sched_setaffinity(0, cores[:2])
     try:
         with serving() as to:
-            assert asyncio.run(ask(to.port, whole(random.Random(1)))).status == 200
+            assert asyncio.run(ask(to.port, complete(prompt=ONCE, max_tokens=9))).status == 200
             before = memory(to)
             with probing(to.port) as alone:
                 time.sleep(2)
@@ -302,23 +261,19 @@ def test_hostile_load() -> None:
             result = {
                 "what": "/health and refusals under 64 clients of good and hostile load, on two cores",
                 "command": "QUIRE_HOSTILE_LOAD=FILE python -m pytest -m soak tests/fuzz/test_hostile_load.py",
-                "clients": CLIENTS,
-                "seconds": SECONDS,
-                "machine": machine(),
-                "load_average": round(load_average, 2),
+                "clients": CLIENTS, "seconds": SECONDS, "machine": machine(), "load_average": round(load_average, 2),
                 "health_idle": quantiles(alone["seconds"]),
                 "health": {**quantiles(probed["seconds"]), "failed": probed["failed"]},
-                "refusals_one_at_a_time": refused,
-                "requests": table(told),
+                "refusals_one_at_a_time": refused, "requests": table(told),
                 "memory_mib": {"before": before, "under_load": held, "after": memory(to), "peak": peak(to)},
-            }
+            }  # fmt: skip
             if OUTPUT:
                 Path(OUTPUT).write_text(json.dumps(result, indent=1) + "\n")
             print(json.dumps(result, indent=1))
             assert to.end() == 0
+            assert "Traceback" not in to.text
     finally:
         os.sched_setaffinity(0, cores)
-    assert "Traceback" not in to.text
     everything = [one for some in told.values() for one in some]
     assert not [one for one in everything if one.status >= 500 and one.status != 503]
     assert max(one.size for one in everything) < MAX_BYTES + 100_000

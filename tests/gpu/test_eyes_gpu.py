@@ -14,14 +14,13 @@ from typing import Any
 import gpu_serving as serving
 import numpy as np
 import pytest
-import torch
 import transformers
 from gpu_serving import nothing_is_compiled
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # helpers of the tests there
 
 from pictured_models import MODELS
-from test_seeing_logits import check, chunk_of, engine_of, prompts, run, sampled
+from test_seeing_logits import check, chunk_of
 
 from quire.control.engine import Engine
 from quire.data.models.configs import CONFIGS
@@ -48,37 +47,6 @@ def test_logits(saved: Any, case: str, chunk: int, preemption: str, vision_cache
     if case == "paligemma" and not SAME_PALIGEMMA:
         pytest.skip(f"transformers {transformers.__version__} has another PaliGemma than the one that it became")
     check(saved(case), case, 2, within=2e-3, max_num_batched_tokens=chunk_of(case, chunk), **settings)
-
-
-def test_it_says_what_a_cpu_says(saved: Any) -> None:
-    """PaliGemma, whatever the version of transformers."""
-    model, found = saved("paligemma"), []
-    for device in ("cpu", "cuda"):
-        engine = engine_of(model, device=device, max_num_batched_tokens=64)
-        params = sampled(temperature=0, logprobs=20)
-        found.append(list(run(engine, prompts(model, "paligemma"), params)))
-        engine.close()
-    for (_, tokens, tops), (_, same, others) in zip(*found, strict=True):
-        assert tokens == same
-        for top, other in zip(tops, others, strict=True):
-            ours, theirs = dict(zip(top.ids, top.logprobs)), dict(zip(other.ids, other.logprobs))
-            both = sorted(ours.keys() & theirs.keys())
-            assert len(both) >= 18
-            ends = [torch.tensor([one[token] for token in both]) for one in (ours, theirs)]
-            torch.testing.assert_close(*ends, atol=2e-3, rtol=0)
-
-
-@pytest.mark.parametrize("case", ["llava", "paligemma"])
-def test_graphs_beside_pictures(saved: Any, case: str) -> None:
-    """Greedy tokens, with steps as graphs where no row touches a picture, and launch by launch."""
-    model, found = saved(case), []
-    for graphs in (True, False):
-        engine = engine_of(model, device="cuda", cuda_graphs=graphs, max_num_batched_tokens=chunk_of(case, 24))
-        given = prompts(model, case)
-        found.append([tokens for _, tokens, _ in run(engine, given * 2, sampled(temperature=0))])
-        assert (engine.runner.graphs is not None) == graphs
-        engine.close()
-    assert found[0] == found[1]
 
 
 def shape(name: str) -> dict[str, Any]:
@@ -145,16 +113,6 @@ def test_tokens_in_bf16(name: str, tmp_path: Path) -> None:
     assert all(len(tokens) == 12 for tokens in found[0])
     differ = [sum(a != b for a, b in zip(one, found[0])) for one in found]
     assert max(differ) <= 2, differ
-
-
-def test_both_ways_by_torch_and_by_our_kernels(tmp_path: Path) -> None:
-    found = []
-    for attention in ("triton", "sdpa"):
-        engine = started("paligemma2-10b", tmp_path, attention=attention, cuda_graphs=False)
-        found.append(answers(engine, "paligemma2-10b"))
-        engine.close()
-    same = sum(a[0] == b[0] for a, b in zip(*found))
-    assert same >= len(found[0]) - 2, "but for bf16's rounding their first tokens agree"
 
 
 @pytest.mark.parametrize("name", ["llava-onevision-7b", "internvl2-8b"])

@@ -17,6 +17,8 @@ from quire.data.models.configs import named_config
 from quire.data.models.quantization import MADE
 from quire.data.weights import fp8
 from quire.data.weights.dummy import fill_dummy
+from quire.formats import saved_by_fp8
+from quire.source import read_source
 
 FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not FP8, reason="this GPU has no FP8")]
@@ -112,7 +114,9 @@ def test_a_mixtures_batch_does_not_show_with_deterministic(tmp_path: Path) -> No
 def test_memory_is_as_planned_while_loading_too(name: str, tmp_path: Path) -> None:
     config = SHAPES.get(name) or named_config(name)
     (tmp_path / "config.json").write_text(json.dumps(config))
-    planned = build_plan(tmp_path)
+    settings = EngineConfig(model=str(tmp_path), quantization="fp8", dummy_weights=True)
+    source = read_source(settings)
+    planned = source.spec.weight_bytes(2) - saved_by_fp8(settings, source, "bfloat16", "cuda")
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -127,12 +131,3 @@ def test_memory_is_as_planned_while_loading_too(name: str, tmp_path: Path) -> No
     assert real == planned
     assert real <= held < 1.02 * real  # rounded up to pieces
     assert peak < held + 2**27
-
-
-def build_plan(folder: Path) -> int:
-    from quire.formats import saved_by_fp8
-    from quire.source import read_source
-
-    config = EngineConfig(model=str(folder), quantization="fp8", dummy_weights=True)
-    source = read_source(config)
-    return source.spec.weight_bytes(2) - saved_by_fp8(config, source, "bfloat16", "cuda")

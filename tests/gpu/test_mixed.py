@@ -109,15 +109,3 @@ def test_logits_of_replayed_steps_are_those_of_eager_ones(settings: dict[str, An
     assert len({sizes.sampled for sizes in compared.sizes}) > (2 if few else 6)
     # Rounding differs by the sizes of products and by the parts of contexts; a wrong token or key shows as 1 or more.
     assert compared.worst < {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.5}[settings["dtype"]]
-
-
-def test_prompts_that_are_for_another_kernel_are_not_replayed(tmp_path: Path) -> None:
-    from quire.data.kernels.triton.launch import hopper
-
-    if not hopper(torch.device("cuda")):
-        pytest.skip("this GPU has one kernel for all prompts")
-    engine = engine_of(tmp_path, model_config="qwen3-8b", small=True, kv_tokens=8192, max_model_len=8192, warm_up=False)
-    compared = Compared(engine, False)
-    gpu_serving.answers(engine, [(gpu_serving.prompt(0, 7000, 5000), gpu_serving.greedy(2, temperature=1.0))])
-    engine.close()
-    assert not compared.sizes, "the last chunk is short, its context isn't"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -30,19 +29,7 @@ def serve(engine: Engine, count: int, length: int, output: int, params: Sampling
     return sum(map(len, answers(engine, [(tokens, params or greedy(output)) for tokens in prompts])))
 
 
-@pytest.fixture
-def submit(engine: Engine) -> Iterator[Callable[[Any], None]]:
-    """Put something around the runner's `submit`, which it is given."""
-    real = engine.runner.submit
-
-    def replace(around: Any) -> None:
-        engine.runner.submit = partial(around, real)
-
-    yield replace
-    engine.runner.submit = real
-
-
-def test_submit_returns_before_the_last_event_of_its_step(engine: Engine, submit: Any) -> None:
+def test_submit_returns_before_the_last_event_of_its_step(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     assert serve(engine, 8, 512, 4) == 32  # warm
     returned_early, unseen = [], []
 
@@ -55,7 +42,7 @@ def test_submit_returns_before_the_last_event_of_its_step(engine: Engine, submit
         unseen.append(any(row.tokens == (LAST,) for row in plan.rows))
         return ticket
 
-    submit(timed)
+    monkeypatch.setattr(engine.runner, "submit", partial(timed, engine.runner.submit))
     assert serve(engine, 8, 512, 16) == 128
     assert returned_early, "no step computed a prompt"
     assert all(returned_early)
@@ -64,7 +51,7 @@ def test_submit_returns_before_the_last_event_of_its_step(engine: Engine, submit
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
-def test_submit_never_waits_for_the_device(engine: Engine, submit: Any) -> None:
+def test_submit_never_waits_for_the_device(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     serve(engine, 4, 64, 4)
 
     def strict(real: Any, plan: StepPlan) -> Any:
@@ -74,7 +61,7 @@ def test_submit_never_waits_for_the_device(engine: Engine, submit: Any) -> None:
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    submit(strict)
+    monkeypatch.setattr(engine.runner, "submit", partial(strict, engine.runner.submit))
     assert serve(engine, 4, 64, 8) == 32
     mixed = SamplingParams(temperature=0.8, top_k=20, top_p=0.9, n=2, seed=1, logprobs=2, max_tokens=8)
     assert serve(engine, 3, 40, 8, mixed) == 48

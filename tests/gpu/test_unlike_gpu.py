@@ -101,14 +101,6 @@ def test_tokens_are_the_same_in_every_memory(model: tuple[str, Path]) -> None:
     assert preempted > 0
 
 
-def test_states_in_bfloat16(model: tuple[str, Path]) -> None:
-    """Graphs and launches one by one have the same numbers, since their steps end in the same places."""
-    if model[0] not in STATEFUL:
-        pytest.skip("it keeps no states")
-    graphs, eager = (serve(model, state_dtype="bfloat16", cuda_graphs=graphs) for graphs in (True, False))
-    assert graphs.tokens == eager.tokens
-
-
 def test_other_kernels_agree(model: tuple[str, Path]) -> None:
     """The usual kernels, which are chosen by the batch, and torch's attention: in fp32, but for rounding the same."""
     usual = {"deterministic": False, "dtype": "float32"}

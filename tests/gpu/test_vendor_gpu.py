@@ -30,14 +30,13 @@ HEADS = [(32, 8, 128), (56, 8, 128), (32, 4, 128), (12, 12, 64)]
 
 def plain(q: Tensor, keys: Tensor, values: Tensor, start: int, scale: float) -> Tensor:
     """The same in fp32, a key head at a time."""
-    count, heads, dim = q.shape
-    later = torch.arange(keys.shape[1], device=q.device) > torch.arange(start, start + count, device=q.device)[:, None]
-    queries = q.float().view(count, len(keys), -1, dim).permute(1, 2, 0, 3)
+    count, every = len(q), torch.arange(keys.shape[1], device=q.device)
+    later = every > every[start : start + count, None]
     parts = []
-    for query, key, value in zip(queries, keys, values):
-        scores = (query @ key.float().T * scale).masked_fill_(later, -torch.inf)
-        parts.append(torch.softmax(scores, -1) @ value.float())
-    return torch.stack(parts).permute(2, 0, 1, 3).reshape(count, heads, dim)
+    for query, key, value in zip(q.float().transpose(0, 1).chunk(len(keys)), keys.float(), values.float()):
+        scores = (query @ key.T * scale).masked_fill_(later, -torch.inf)
+        parts.append(torch.softmax(scores, -1) @ value)
+    return torch.cat(parts).transpose(0, 1)
 
 
 @pytest.mark.parametrize("layout", ["sliced", "layer"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import re
 import signal
 import socket
@@ -13,14 +12,16 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from unittest.mock import Mock
 
 import echo_service
 import httpx
+import psutil
 import pytest
 from echo_service import Echo
+from served_process import SERVE, Served, served
 from waiting import IDLE, wait_until, wait_until_async
 
 from quire.async_llm import AsyncLLM
@@ -68,30 +69,18 @@ async def under_way(llm: AsyncLLM, count: int) -> list[asyncio.Future[None]]:
     return readers
 
 
-def kill(link: ProcessLink) -> None:
-    link.child.process.kill()
-
-
-def stop(link: ProcessLink) -> None:
-    link.child.process.send_signal(signal.SIGSTOP)
-
-
-def garble(link: ProcessLink) -> None:
-    link._frames._buffer += b"\xff" * 12  # before what comes next
-
-
 @pytest.mark.parametrize(
-    ("fail", "seen", "told"),
+    ("sent", "seen", "told"),
     [
-        (kill, True, r"its process was ended by signal 9 \(SIGKILL\)"),
-        (stop, True, r"stopped \(SIGSTOP\)"),
-        (stop, False, "has not been heard of for 1 s and is given up"),
-        (garble, True, "sent what is no frame"),
+        (signal.SIGKILL, True, r"its process was ended by signal 9 \(SIGKILL\)"),
+        (signal.SIGSTOP, True, r"stopped \(SIGSTOP\)"),
+        (signal.SIGSTOP, False, "has not been heard of for 1 s and is given up"),
+        (None, True, "sent what is no frame"),
     ],
     ids=["killed", "stopped", "hung", "garbled"],
 )
 def test_an_engine_that_fails_is_named_to_all(
-    fail: Callable[[ProcessLink], None], seen: bool, told: str, monkeypatch: pytest.MonkeyPatch
+    sent: signal.Signals | None, seen: bool, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A hung one isn't seen to be stopped."""
     monkeypatch.setattr("quire.link.process.SILENT", 0.5)
@@ -104,7 +93,10 @@ def test_an_engine_that_fails_is_named_to_all(
         llm.on_death = died.set
         readers = await under_way(llm, 3)
         began = time.monotonic()
-        fail(link)
+        if sent is None:
+            link._frames._buffer += b"\xff" * 12  # before what comes next
+        else:
+            link.child.process.send_signal(sent)
         ends = await asyncio.gather(*readers, return_exceptions=True)
         assert time.monotonic() - began < 15  # requests last 20 s
         assert [type(end) for end in ends] == [EngineDead] * 3
@@ -133,15 +125,6 @@ def test_a_silent_engine_is_not_well(monkeypatch: pytest.MonkeyPatch) -> None:
         assert llm.heartbeat().alive
 
     apart(work, pause=0.005)
-
-
-def test_an_engine_that_fails_says_why() -> None:
-    async def work(llm: AsyncLLM, link: ProcessLink) -> None:
-        with pytest.raises(EngineDead, match="RuntimeError: the device is gone"):
-            async for _ in await llm.submit([1], LONG):
-                pass
-
-    apart(work, fail_at=5)
 
 
 def test_an_engine_in_a_dead_ones_place_knows_none_of_its_ids() -> None:
@@ -193,11 +176,9 @@ asyncio.run(work())
 
 
 def gone(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return True
-    return state == "Z"  # ended, and nobody asked how
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE  # ended, and nobody asked how
+    return True
 
 
 @pytest.mark.parametrize(
@@ -241,19 +222,17 @@ def test_an_engine_that_is_called_off_before_it_starts_is_not_waited_for() -> No
     assert first._coming.child.ended()
 
 
-def test_what_is_no_frame_at_start_is_named() -> None:
-    program = "import socket, sys; socket.socket(fileno=int(sys.argv[1])).sendall(b'x' * 99)"
-    link = ProcessLink(Child(1, ("-c", program)))
-    with pytest.raises(StartupError, match="sent what is no frame at start: version: it is 120"):
-        link.wait()
-    link.close(1.0)
-
-
 def test_a_program_that_ends_at_start_is_named() -> None:
-    link = ProcessLink(Child(1, ("-c", "import os; os._exit(7)")))
-    with pytest.raises(StartupError, match="the engine's process ended with status 7 at start"):
-        link.wait()
-    link.close(1.0)
+    """And one that sends what is no frame."""
+    garbling = "import socket, sys; socket.socket(fileno=int(sys.argv[1])).sendall(b'x' * 99)"
+    for program, said in (
+        ("import os; os._exit(7)", "the engine's process ended with status 7 at start"),
+        (garbling, "sent what is no frame at start: version: it is 120"),
+    ):
+        link = ProcessLink(Child(1, ("-c", program)))
+        with pytest.raises(StartupError, match=said):
+            link.wait()
+        link.close(1.0)
 
 
 @pytest.mark.parametrize(
@@ -278,39 +257,35 @@ def test_what_nobody_foresaw_at_start_is_named(raised: str, said: str, capfd: py
 
 
 @contextmanager
-def served(*flags: str) -> Iterator[tuple[subprocess.Popen[str], str, int]]:
-    """`quire serve` with the bundled model, its URL, and its engine's process."""
-    command = [sys.executable, "-m", "quire", "serve", "--port", "0", "--engine-process", "on", *flags]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                             env={**os.environ, "QUIRE_API_KEY": ""})  # fmt: skip
-    try:
-        line = next((line for line in child.stdout if "quire serves" in line), "")
-        found = re.search(r"http://127\.0\.0\.1:\d+", line)
-        assert found, child.communicate()
-        yield child, found[0], engine_of(child.pid)
-    finally:
-        child.kill()
-        child.communicate()
+def serving(folder: Path, *flags: str) -> Iterator[tuple[Served, psutil.Process]]:
+    """`quire serve` with the bundled model, and its engine's process."""
+    more = ("--engine-process", "on", *flags)
+    with served(folder, *more, env={"QUIRE_API_KEY": ""}, command=SERVE) as server:
+        server.ready()
+        yield server, engine_of(server)
 
 
-def engine_of(pid: int) -> int:
-    """The engine's process of a server."""
-    children = [one for each in Path(f"/proc/{pid}/task").glob("*/children") for one in each.read_text().split()]
-    return next(int(one) for one in children if "quire.link.program" in Path(f"/proc/{one}/cmdline").read_text())
+def engine_of(server: Served) -> psutil.Process:
+    return next(one for one in server.processes() if "quire.link.program" in one.cmdline())
 
 
-def test_a_server_drains_through_both() -> None:
-    with served() as (child, url, engine):
+def test_a_server_drains_through_both(tmp_path: Path) -> None:
+    """And its front has no torch."""
+    with serving(tmp_path) as (server, engine):
+        body = {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 5}
+        assert httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).status_code == 200
+        assert "torch" not in Path(f"/proc/{server.child.pid}/maps").read_text()
+        assert "torch" in Path(f"/proc/{engine.pid}/maps").read_text()
+        assert server.process.memory_info().rss < 120_000 * 1024
         body = {"prompt": "Once", "max_tokens": 300, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", f"{url}/v1/completions", timeout=60, json=body) as answer:
+        with httpx.stream("POST", f"{server.url}/v1/completions", timeout=60, json=body) as answer:
             lines = answer.iter_lines()
             next(lines)
-            for pid in (engine, child.pid):  # as a service manager does, which asks all of a group
-                os.kill(pid, signal.SIGTERM)
+            for part in (engine, server.process):  # as a service manager does, which asks all of a group
+                part.send_signal(signal.SIGTERM)
             assert [line for line in lines if line][-1] == "data: [DONE]"
-        _, error = child.communicate(timeout=60)
-    assert child.returncode == 0, error
-    assert gone(engine)
+        assert server.child.wait(60) == 0, server.text
+    assert gone(engine.pid)
 
 
 def test_an_engine_is_started_again_once(tmp_path: Path) -> None:
@@ -318,13 +293,14 @@ def test_an_engine_is_started_again_once(tmp_path: Path) -> None:
     keys.write_text("admin-admin-admin-admin\n")
     keys.chmod(0o600)
     flags = ("--on-engine-death", "restart", "--prefix-tokens", "64", "--admin-key-file", str(keys))
-    with served(*flags) as (child, url, engine):
+    with serving(tmp_path, *flags) as (server, engine):
+        url = server.url
         headers = {"Authorization": "Bearer admin-admin-admin-admin"}
         prefix = {"name": "rules", "text": "Once upon a time"}
         assert httpx.post(f"{url}/v1/prefixes", json=prefix, headers=headers, timeout=60).status_code == 200
         body = {"prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}
         before = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()["choices"][0]["text"]
-        os.kill(engine, signal.SIGKILL)
+        engine.kill()
         wait_until(lambda: httpx.get(f"{url}/health").status_code == 503, "the server knows")
 
         def back() -> bool:
@@ -336,17 +312,6 @@ def test_an_engine_is_started_again_once(tmp_path: Path) -> None:
         assert after == before
         listed = httpx.get(f"{url}/v1/prefixes", headers=headers).json()["data"]
         assert [(one["id"], one["status"]) for one in listed] == [("rules", "ready")]
-        os.kill(engine_of(child.pid), signal.SIGKILL)
-        _, error = child.communicate(timeout=60)
-    assert child.returncode == 1
-    assert error.count("it is started again, once") == 1
-
-
-def test_the_front_has_no_torch() -> None:
-    with served() as (child, url, engine):
-        body = {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 5}
-        assert httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).status_code == 200
-        assert "torch" not in Path(f"/proc/{child.pid}/maps").read_text()
-        assert "torch" in Path(f"/proc/{engine}/maps").read_text()
-        resident = int(re.findall(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{child.pid}/status").read_text())[0])
-        assert resident < 120_000
+        engine_of(server).kill()
+        assert server.child.wait(60) == 1
+        assert server.text.count("it is started again, once") == 1

@@ -141,7 +141,6 @@ def test_what_fronts_send(message: Any) -> None:
     ("media", "pixels", "why"),
     [
         ([Medium(CAT, 3, 2, 2)], SEEN[:1], "can't be in a prompt of 4 tokens"),
-        ([Medium(CAT, 2**31, 2, 2)], SEEN[:1], "can't be in a prompt"),
         ([Medium(CAT, 1, 0, 2)], SEEN[:1], "can't be in a prompt"),
         ([Medium(CAT, 1, 1, 2, 0)], SEEN[:1], "can't be in a prompt"),
         ([Medium(CAT, 1, 2, 2), Medium(DOG, 2, 1, 1)], SEEN, "can't be in a prompt of 4 tokens, from 3 on"),
@@ -149,7 +148,6 @@ def test_what_fronts_send(message: Any) -> None:
         ([Medium(CAT, 1, 2, 2)], SEEN[1:], "some are of no picture"),
         ([Medium(CAT, 0, 2, 2), Medium(DOG, 2, 1, 1)], SEEN[:1] * 2, "of one twice"),
         ([Medium(CAT, 1, 2, 2)], [SEEN[0]._replace(shape=(1, 2, 3, 2))], "are no picture of the shape"),
-        ([Medium(CAT, 1, 2, 2)], [SEEN[0]._replace(shape=(1, 0, 2, 3), data=b"")], "are no picture of the shape"),
         ([Medium(CAT, 1, 2, 2)], [SEEN[0]._replace(grid=(1,) * 4097)], "are no picture of the shape"),
     ],
 )
@@ -164,12 +162,6 @@ def test_pixels_that_are_not_sent() -> None:
     for bad in (SEEN[0]._replace(data=b"short"), SEEN[0]._replace(key=b"short"), SEEN[0]._replace(shape=(12,))):
         with pytest.raises(WireError, match="pixels"):
             write_front(Add(1, LOOKED, SamplingParams(), "", (bad,)))
-
-
-def test_texts_are_sent_as_ever() -> None:
-    """Without pictures there is nothing of them in a frame."""
-    plain = Add(7, (Asked(1, "a", (5, 6, 7)),), SamplingParams())
-    assert len(write_front(plain)[1]) < len(write_front(plain._replace(requests=(LOOKED[2],)))[1]) - 48
 
 
 PARAMS: list[dict[str, Any]] = [

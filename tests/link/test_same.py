@@ -7,7 +7,6 @@ import random
 from typing import Any
 
 import echo_service
-import pytest
 from echo_service import VOCAB, Echo, Placement
 
 from quire.llm import LLM
@@ -86,23 +85,12 @@ def online(requests: list[tuple[list[int], dict[str, Any]]], placement: Placemen
         llm.close()
 
 
-def compare(count: int, seed: int) -> None:
-    requests = some_requests(count, seed)
+def test_offline_and_both_links_say_the_same() -> None:
+    requests = some_requests(200, seed=1)
     wanted = offline(requests)
     stopped = [out for outs, *_ in wanted for out in outs if isinstance(out.stop_reason, str)]
-    assert len(stopped) > count // 20, "stop strings were meant to be found"
+    assert len(stopped) > 10, "stop strings were meant to be found"
     placements: tuple[Placement, ...] = ("thread", "process")
     for placement in placements:
         for (prompt, given), mine, twin in zip(requests, online(requests, placement), wanted):
             assert mine == twin, (placement, prompt, given)
-
-
-def test_offline_and_both_links_say_the_same() -> None:
-    compare(200, seed=1)
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(3000)
-@pytest.mark.parametrize("seed", range(2, 7))
-def test_many_requests_say_the_same(seed: int) -> None:
-    compare(1000, seed)

@@ -4,23 +4,17 @@ document of 20 seconds with 2 ranks and with 4."""
 from __future__ import annotations
 
 import json
-import os
 import re
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-import psutil
-from served_ranks import served
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from served_process import served
 
 SETTLED = 5.0  # seconds after an answer before the measurement: what follows an answer is no idling
-
-
-def ticks(process: psutil.Process) -> int:
-    """What it has used of processors, user's and system's: /proc/PID/stat."""
-    fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
-    return int(fields[11]) + int(fields[12])
 
 
 def measured(ranks: int, seconds: float, folder: Path) -> dict[str, float]:
@@ -33,11 +27,10 @@ def measured(ranks: int, seconds: float, folder: Path) -> dict[str, float]:
         named = {"front": server.process, **{f"rank {i}": one for i, one in enumerate(numbered)}}
         named |= {re.findall(r"quire\.(?!parallel)[a-z.]+", " ".join(one.cmdline()))[-1]: one for one in others}
         time.sleep(SETTLED)
-        before, began = {name: ticks(process) for name, process in named.items()}, time.monotonic()
+        before, began = {name: sum(one.cpu_times()[:2]) for name, one in named.items()}, time.monotonic()
         time.sleep(seconds)  # what is measured
         passed = time.monotonic() - began
-        hertz = os.sysconf("SC_CLK_TCK")
-        return {name: (ticks(process) - before[name]) / hertz / passed for name, process in named.items()}
+        return {name: (sum(one.cpu_times()[:2]) - before[name]) / passed for name, one in named.items()}
 
 
 if __name__ == "__main__":

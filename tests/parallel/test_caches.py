@@ -20,15 +20,13 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_folder_of_this_users_alone_takes_the_place_of_a_home(place: Path) -> None:
+def test_what_can_be_written_or_is_named_already_stays(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder of this user's alone takes the place of any other home."""
     first = cache_apart()
     assert [*first] == [NAME]
     assert Path(first[NAME]).parent == place
     assert Path(first[NAME]).stat().st_mode & 0o777 == 0o700
     assert cache_apart() == first, "all ranks have one"
-
-
-def test_what_can_be_written_or_is_named_already_stays(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_HOME", str(place / "home"))
     assert cache_apart() == {}
     monkeypatch.setenv("TRITON_HOME", "/dev/null/home")

@@ -39,21 +39,13 @@ def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return program
 
 
-@pytest.mark.usefixtures("smi")
-def test_the_largest_come_first_and_this_process_is_none() -> None:
+def test_the_largest_come_first_and_this_process_is_none(smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert neighbours("bb22") == "70.00 GiB by process 32 (python, with a comma), 0.00 GiB by process 33 (other)"
     assert neighbours("aa11") == "1.00 GiB by process 31 (small)"
     assert neighbours("cc33") == ""
-
-
-def test_names_may_have_any_bytes(smi: Path) -> None:
-    """A process is called as whoever started it wants."""
-    smi.write_text("#!/bin/sh\nprintf 'GPU-aa11, 31, 1024, /usr/bin/\\377\\n'\n")
+    smi.write_text("#!/bin/sh\nprintf 'GPU-aa11, 31, 1024, /usr/bin/\\377\\n'\n")  # names may have any bytes
     assert neighbours("aa11") == "1.00 GiB by process 31 (\ufffd)"
-
-
-def test_without_nvidia_smi_nobody_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("PATH", "/nonexistent")
     assert neighbours("aa11") == ""
 
 
@@ -78,14 +70,10 @@ TOO_FULL = (
 
 
 @pytest.mark.usefixtures("smi")
-def test_a_gpu_that_is_too_full_is_named_with_who_uses_it() -> None:
+def test_a_gpu_that_has_filled_up_is_named_as_ranks_are_started_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the first start, and before they load anything at others; what of memory the plan leaves may be others'."""
     with pytest.raises(StartupError, match=TOO_FULL.format(r"0\.0 MiB")):
         planned(8)
-
-
-@pytest.mark.usefixtures("smi")
-def test_a_gpu_that_has_filled_up_is_named_as_ranks_are_started_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before they load anything; what of memory the plan leaves may be others' by then."""
     config, plan = EngineConfig(tp=2, device="cuda", max_num_batched_tokens=2048), planned(78)
     for free, told in ((8, TOO_FULL.format(r"8\.00 GiB")), (76, "they would load")):
         ranks = Mock(layout=Layout(2), seconds=60.0, **{"meeting.descriptors": (), "meet.return_value": gpus(free)})

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections import deque
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -20,7 +19,6 @@ from wired import drain, open_engine
 
 from quire.errors import EngineDead, StartupError
 from quire.parallel.remote import RemoteRunner
-from quire.vocabulary.media import Pixels
 
 TESTS = Path(__file__).parents[1]
 KILLED = r"rank 1 was ended by signal 9 \(SIGKILL\)"
@@ -37,13 +35,13 @@ def descriptors() -> set[str]:
     return {os.readlink(one) for one in Path("/proc/self/fd").iterdir() if os.path.lexists(one)}
 
 
-def ranks_left(program: str = "echo_ranks") -> list[str]:
+def ranks_left() -> list[str]:
     """Processes of this one's that are ranks."""
     found = []
     for entry in Path("/proc").iterdir():
         try:
             stat = (entry / "stat").read_text().rpartition(")")[2].split()
-            if int(stat[1]) == os.getpid() and program.encode() in (entry / "cmdline").read_bytes():
+            if int(stat[1]) == os.getpid() and b"echo_ranks" in (entry / "cmdline").read_bytes():
                 found.append(entry.name)
         except (OSError, IndexError, ValueError):
             continue
@@ -119,20 +117,9 @@ def test_a_rank_that_hangs_is_given_up_after_the_limit() -> None:
 
 
 def test_a_rank_that_is_slow_has_all_of_its_time() -> None:
-    with closing(threaded(2, lambda rank: FaultyEcho(pause=0.3 * rank), 5.0)) as runner:
+    with closing(threaded(2, lambda rank: FaultyEcho(pause=1.0 * rank), 5.0)) as runner:
         open_engine(runner).step()
         assert runner.collected == 1
-
-
-def test_a_rank_that_is_stopped_while_there_is_no_room_in_the_ring_is_given_up() -> None:
-    """In seconds: pictures fill it."""
-    runner = processes(2)
-    used(runner)
-    runner.sides[1].child.process.send_signal(signal.SIGSTOP)
-    picture = Pixels(b"k" * 32, (1, 1, 1 << 18, 3), bytes(3 << 18), (1, 1))
-    with pytest.raises(EngineDead, match=r"rank 1 was stopped \(SIGSTOP\) between steps, and is given up"):
-        deque(map(runner.see, [picture] * 9))
-    assert not ranks_left()
 
 
 @pytest.mark.parametrize(
@@ -198,15 +185,3 @@ def test_ranks_end_with_their_engine_also_those_that_are_stopped() -> None:
     pids = [int(pid) for pid in done.stdout.split()]
     assert len(pids) == 2, done.stderr
     wait_until(lambda: not any(map(alive, pids)), "the ranks have ended")
-
-
-@pytest.mark.soak
-def test_a_hundred_starts_and_kills_leave_nothing_behind() -> None:
-    before = descriptors()
-    for _ in range(100):
-        runner = processes(2)
-        runner.sides[0].child.process.kill()
-        with pytest.raises((StartupError, EngineDead), match="rank 0"):
-            used(runner)
-    assert not ranks_left()
-    assert descriptors() <= before

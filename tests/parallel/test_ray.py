@@ -183,24 +183,6 @@ def test_all_end_with_the_engine_s_process(cluster: str) -> None:
     wait_gone(pids)
 
 
-@pytest.mark.soak
-def test_a_model_s_ranks_are_placed_anew(cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the cluster that RAY_ADDRESS names, which is this user's."""
-    monkeypatch.setenv("RAY_ADDRESS", cluster)
-    llm = LLM("tiny", tp=2, executor="ray", on_rank_failure="restart", **SETTINGS)
-    before = [list(one.outputs[0].token_ids) for one in llm.generate(["Once upon a time"], GREEDY)]
-    runner: Any = llm.engine.runner
-    pids = pids_of(runner)
-    os.kill(pids[0], signal.SIGKILL)
-    assert [list(one.outputs[0].token_ids) for one in llm.generate(["Once upon a time"], GREEDY)] == before
-    assert llm.engine.stats.restarts == 1
-    wait_gone(pids)
-    runner = llm.engine.runner
-    pids = pids_of(runner)
-    llm.close()
-    wait_gone(pids)
-
-
 def test_gpus_are_those_that_ray_chose_and_room_is_bounded(cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with closing(placed(cluster, gpus=1.0)) as runner:
         monkeypatch.setattr("quire.parallel.ray.PATIENCE", 1.0)  # in which actors must start, too, where there is room

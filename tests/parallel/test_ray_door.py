@@ -142,14 +142,11 @@ def test_a_rank_ends_with_the_actor_that_holds_it(door: Door) -> None:
         os.kill(rank.pid, signal.SIGSTOP)
         actor.kill()
     rank.wait(30)
-
-
-def test_one_that_ended_while_it_waited_is_noticed(door: Door) -> None:
     with launched(door) as child:
         door.admit()
         child.kill()
         child.wait()
-        with pytest.raises(OSError):
+        with pytest.raises(OSError):  # it ended while it waited
             door.tell(1, [sys.executable], {}, [])
 
 
@@ -170,6 +167,10 @@ def test_addresses(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert address_of("local") == ""
     monkeypatch.setattr(ray_address, "listeners", lambda port: {os.getuid() + 1})
     assert address_of(where) == where
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        free = server.getsockname()[1]
+    with pytest.raises(StartupError, match=f"--ray-address is 127.0.0.1:{free}, where nobody answers: Connection ref"):
+        address_of(f"127.0.0.1:{free}")
 
 
 def test_an_address_where_strangers_listen_too(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,13 +190,6 @@ def test_what_is_no_address(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", said)
     with pytest.raises(StartupError, match=r"RAY_ADDRESS is .*, which is no HOST:PORT"):
         address_of("")
-
-
-def test_an_address_where_nobody_is(port: int) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        free = server.getsockname()[1]
-    with pytest.raises(StartupError, match=f"--ray-address is 127.0.0.1:{free}, where nobody answers: Connection ref"):
-        address_of(f"127.0.0.1:{free}")
 
 
 def test_without_ray_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ from collections import deque
 from contextlib import closing
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from addresses import runner_for
@@ -22,7 +21,7 @@ from quire.errors import EngineDead, StartupError
 from quire.parallel.remote import RemoteRunner
 from quire.sim.echo import EchoRunner
 from quire.vocabulary.layout import Layout
-from quire.vocabulary.plan import Mapped, Sampled, StepPlan, StepResult
+from quire.vocabulary.plan import Mapped, StepPlan, StepResult
 
 LAYOUTS = {**EVERY, **UNLIKE, **PICTURED}
 
@@ -82,19 +81,15 @@ def test_many_random_traces_over_the_wire(name: str) -> None:
         run(name, seed)
 
 
-@pytest.mark.parametrize(
-    ("fault", "step"),
-    [({"how": "skip"}, r"\d"), ({"how": "draw", "step": 3}, "3")],
-    ids=["a journal entry skipped on one rank", "another token drawn on one rank"],
-)
-def test_a_rank_that_differs_is_named_with_the_step(fault: dict[str, Any], step: str) -> None:
-    runner = threaded(3, lambda rank: FaultyEcho(1, VOCAB, **(fault if rank == 1 else {})))
-    engine = open_engine(runner)
-    with pytest.raises(EngineDead, match=rf"rank 1 applied or drew something else than rank 0 in step {step}$"):
-        drain(engine)
-    with pytest.raises(EngineDead, match="rank 1 applied or drew"):
-        engine.step()
-    runner.close()
+@pytest.mark.parametrize(("how", "step"), [("skip", r"\d"), ("draw", "3")])
+def test_a_rank_that_differs_is_named_with_the_step(how: str, step: str) -> None:
+    """A journal entry is skipped, or another token drawn, on one rank."""
+    with closing(threaded(3, lambda rank: FaultyEcho(1, VOCAB, how if rank == 1 else "", step=3))) as runner:
+        engine = open_engine(runner)
+        with pytest.raises(EngineDead, match=rf"rank 1 applied or drew something else than rank 0 in step {step}$"):
+            drain(engine)
+        with pytest.raises(EngineDead, match="rank 1 applied or drew"):
+            engine.step()
 
 
 def test_a_rank_that_applied_something_else_is_named() -> None:
@@ -124,21 +119,14 @@ class Capturing(EchoRunner):
         raise AssertionError("no rank may begin")
 
 
-def refuse(said: str, *sizes: list[int] | None) -> None:
-    """Before any captures: in a graph of more rows it would wait for what the others never send."""
-    runner = threaded(len(sizes), lambda rank: Capturing(sizes[rank]))
-    with pytest.raises(StartupError, match=said):
-        runner.warm_up(64, 48)
-    runner.close()
-
-
-def test_a_rank_that_would_capture_another_size_is_named() -> None:
-    said = r"rank 2 captures graphs of decode steps of \[1, 2, 8\] rows, rank 0 of \[1, 2, 4, 8\]"
-    refuse(said, [1, 2, 4, 8], [1, 2, 4, 8], [1, 2, 8])
-
-
 def test_a_rank_that_captures_none_where_others_do_is_named() -> None:
-    refuse(r"rank 1 captures graphs of decode steps of None rows, rank 0 of \[1, 2\]", [1, 2], None, [1, 2])
+    """Or another size; before any captures: in a graph of more rows it would wait for what the others never send."""
+    for sizes, who, rows in (([1, 2], None, [1, 2]), 1, "None"), (([1, 2], [1, 2], [2]), 2, r"\[2\]"):
+        runner = threaded(3, lambda rank, sizes=sizes: Capturing(sizes[rank]))
+        told = rf"rank {who} captures graphs of decode steps of {rows} rows, rank 0 of \[1, 2\]"
+        with pytest.raises(StartupError, match=told):
+            runner.warm_up(64, 48)
+        runner.close()
 
 
 def test_questions_are_answered_by_every_rank() -> None:
@@ -152,22 +140,4 @@ def test_questions_are_answered_by_every_rank() -> None:
     assert runner.mapped is None
     runner._virtual = True
     assert runner.mapped == Mapped(10, 2, 1, 0, 0.5, 0.25)
-    runner.close()
-
-
-def test_what_is_told_of_a_step_is_what_rank_0_says() -> None:
-    """Its seconds too."""
-
-    class Slow(EchoRunner):
-        def __init__(self, seconds: float) -> None:
-            super().__init__(1, vocab_size=VOCAB)
-            self.seconds = seconds
-
-        def collect(self, ticket: int) -> StepResult:
-            return super().collect(ticket)._replace(seconds=self.seconds, samples=(Sampled((5, 5)), Sampled((5, 5))))
-
-    runner = threaded(2, lambda rank: Slow(1.0 + rank))
-    engine = open_engine(runner)
-    engine.step()
-    assert engine.stats.step_seconds == 1.0
     runner.close()

@@ -1,27 +1,22 @@
-"""Servers with ranks: what is left where they are interrupted or killed, what of a restart is seen by those who read
-streams, what they use while nothing is asked, and where they run: beside one another, with little shared memory, a home
-that can't be written, no IPv6."""
+"""Servers with ranks: what is left where they are interrupted or killed, what they use while nothing is asked, and
+where they run: beside one another, with little shared memory, a home that can't be written, no IPv6."""
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
-import httpx
 import idle_ranks
 import psutil
 import pytest
-from served_ranks import Served, served
+from served_process import Served, served
 from waiting import wait_until
 
 TEXT = ", there was a boy named Eric. Next door lived Eric"
-STREAMS = 32
 
 
 def gone(processes: list[psutil.Process], seconds: float = 60.0) -> bool:
@@ -30,7 +25,7 @@ def gone(processes: list[psutil.Process], seconds: float = 60.0) -> bool:
 
 def started(server: Served, ranks: int) -> list[psutil.Process]:
     """Its processes, of which so many are ranks, that may still be loading."""
-    wait_until(lambda: len(server.ranks()) >= ranks, server.log.read_text, 100)
+    wait_until(lambda: len(server.ranks()) >= ranks, lambda: server.text, 100)
     return server.processes()
 
 
@@ -41,8 +36,8 @@ def test_an_interrupt_at_start_leaves_nothing(tmp_path: Path) -> None:
         os.killpg(server.child.pid, signal.SIGINT)
         server.child.wait(60)
         assert gone(processes)
-        assert "quire serves" not in server.log.read_text()
-        assert "Traceback" not in server.log.read_text()
+        assert "quire serves" not in server.text
+        assert "Traceback" not in server.text
 
 
 @pytest.mark.parametrize("flags", [("--tp", "2"), ("--tp", "2", "--engine-process", "off")], ids=str)
@@ -51,54 +46,6 @@ def test_ranks_end_with_a_server_that_is_killed(flags: tuple[str, ...], tmp_path
         processes = started(server, 2)
         server.child.kill()
         assert gone(processes)
-
-
-class Reading(threading.Thread):
-    """Reads one stream; half of them are sampled."""
-
-    def __init__(self, url: str, number: int) -> None:
-        super().__init__(daemon=True)
-        self.url, self.number, self.text, self.chunks, self.reason = url, number, "", 0, None
-        self.start()
-
-    def run(self) -> None:
-        """On its thread."""
-        body = {
-            "prompt": ("Once upon a time", "The sky is", "Hello", "What is")[self.number % 4], "stream": True,
-            "temperature": 0.9 * (self.number % 2), "seed": self.number, "max_tokens": 120, "ignore_eos": True,
-        }  # fmt: skip
-        with httpx.stream("POST", f"{self.url}/v1/completions", json=body, timeout=300) as answer:
-            for line in answer.iter_lines():
-                if line.startswith("data: {"):
-                    choice = json.loads(line[6:])["choices"][0]
-                    self.text, self.chunks = self.text + choice["text"], self.chunks + 1
-                    self.reason = choice["finish_reason"]
-
-
-def read(url: str) -> list[Reading]:
-    return [Reading(url, number) for number in range(STREAMS)]
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(900)
-def test_streams_go_on_where_a_rank_is_killed_and_say_the_same(tmp_path: Path) -> None:
-    with served(tmp_path, "--tp", "2", "--on-rank-failure", "restart") as server:
-        url, said = server.ready().url, []
-        for killed in (False, True):
-            readers = read(url)
-            if killed:
-                wait_until(lambda: all(reader.chunks > 2 for reader in readers), "all streams have begun")  # noqa: B023
-                assert not any(reader.reason for reader in readers)
-                server.ranks()[1].kill()
-            for reader in readers:
-                reader.join(300)
-            assert [reader.reason for reader in readers] == ["length"] * STREAMS
-            said.append([reader.text for reader in readers])
-        assert said[0] == said[1]
-        assert len(set(said[0])) > STREAMS // 2
-        assert httpx.get(f"{url}/health").status_code == 200
-        assert 'quire_rank_restarts_total{engine="0",model_name="tiny"} 1.0' in httpx.get(f"{url}/metrics").text
-        assert "rank 1 was ended by signal 9 (SIGKILL)" in server.log.read_text()
 
 
 @pytest.mark.soak
@@ -113,16 +60,12 @@ def test_idle_processes_use_less_than_a_hundredth_of_a_core(ranks: int, tmp_path
 # Where they run
 
 
-def apart(*words: str) -> tuple[str, ...]:
-    """What runs a command with mounts, and where `words` say so a network, of its own. Skips where nobody may."""
+def within(script: str, *words: str) -> tuple[str, ...]:
+    """What runs a command with mounts, and where `words` say so a network, of its own, once a script of the shell has
+    prepared the place. Skips where nobody may."""
     if shutil.which("unshare") is None or os.geteuid() or subprocess.run(["unshare", "-m", *words, "true"]).returncode:
         pytest.skip("it needs root, and namespaces")
-    return ("unshare", "-m", *words)
-
-
-def within(script: str, *words: str) -> tuple[str, ...]:
-    """The same, once a script of the shell has prepared the place."""
-    return (*apart(*words), "sh", "-ec", f'{script}; exec "$@"', "sh")
+    return ("unshare", "-m", *words, "sh", "-ec", f'{script}; exec "$@"', "sh")
 
 
 @pytest.mark.soak
@@ -135,19 +78,12 @@ def test_two_servers_with_ranks_run_beside_each_other(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_ranks_need_no_large_shared_memory(tmp_path: Path) -> None:
+def test_ranks_need_no_large_shared_memory_and_write_nothing_into_a_home(tmp_path: Path) -> None:
     """/dev/shm of 64 MB, as containers have it."""
-    before = within("mount -t tmpfs -o size=64m tmpfs /dev/shm")
-    with served(tmp_path, "--tp", "4", before=before) as server:
-        assert server.ready().complete() == TEXT
-
-
-@pytest.mark.soak
-def test_ranks_write_nothing_into_a_home(tmp_path: Path) -> None:
     home = tmp_path / "home"
     home.mkdir()
-    before = within(f"mount -t tmpfs -o ro tmpfs {home}")
-    with served(tmp_path, "--tp", "2", before=before, env={"HOME": str(home)}) as server:
+    before = within(f"mount -t tmpfs -o size=64m tmpfs /dev/shm; mount -t tmpfs -o ro tmpfs {home}")
+    with served(tmp_path, "--tp", "4", before=before, env={"HOME": str(home)}) as server:
         assert server.ready().complete() == TEXT
 
 

@@ -42,6 +42,7 @@ def test_each_rank_has_its_part_and_its_share_of_threads() -> None:
 
 
 def test_cores_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums over ranks, too; and it is told where some are left."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(cores, "cores", lambda: cores.Cores(16, 8, None))
     assert [starting.shared_out(None, ranks) for ranks in (1, 2, 3, 16)] == [8, 4, 2, 1]
@@ -49,15 +50,9 @@ def test_cores_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert starting.shared_out(None, 2) is None
     assert starting.shared_out(4, 2) == 2
-
-
-def test_threads_that_are_not_shared_out_evenly_are_told() -> None:
     assert starting.unshared(3, 2) == ["--threads is 3, and 2 ranks use 1 each: 2"]
     assert starting.unshared(2, 4) == ["--threads is 2, and 4 ranks use 1 each: 4"]
     assert starting.unshared(4, 2) == starting.unshared(None, 2) == []
-
-
-def test_sums_over_ranks_are_shared_out() -> None:
     config = EngineConfig(tp=4, kv_gib=8.0, swap_gib=2.0).of_rank()
     assert (config.kv_gib, config.swap_gib) == (2.0, 0.5)
     assert EngineConfig(tp=4, kv_tokens=8).of_rank().kv_gib is None

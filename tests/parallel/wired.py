@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from memories import MEMORIES, VOCAB, Build
 from traces import MAX_LEN
 
 from quire.control.edge import Limits
 from quire.control.engine import Engine
+from quire.control.memory import KVMemory
 from quire.control.scheduler import Scheduler
 from quire.parallel.remote import RemoteRunner
 from quire.vocabulary.params import SamplingParams
 
 
-def open_engine(runner: RemoteRunner, requests: int = 2) -> Engine:
-    """An engine over ranks, with requests under way."""
-    memory = MEMORIES["paged-4"](Build(256, 64))
+def engine_over(runner: Any, memory: KVMemory, budget: int = 64) -> Engine:
     runner.bind(memory.geometry)
-    scheduler = Scheduler(memory, budget=64, max_seqs=8, max_len=MAX_LEN)
-    engine = Engine(scheduler, runner, Limits(VOCAB, MAX_LEN, 100), clock=lambda: 0.0)
-    for i in range(requests):
+    scheduler = Scheduler(memory, budget=budget, max_seqs=16, max_len=MAX_LEN)
+    return Engine(scheduler, runner, Limits(VOCAB, MAX_LEN, 100), clock=lambda: 0.0)
+
+
+def open_engine(runner: RemoteRunner) -> Engine:
+    """An engine over ranks, with requests under way."""
+    engine = engine_over(runner, MEMORIES["paged-4"](Build(256, 64)))
+    for i in range(2):
         engine.add(str(i), [1, 2, 3 + i], SamplingParams(n=2, max_tokens=12, ignore_eos=True, seed=i))
     return engine
 

@@ -88,7 +88,7 @@ BUGS: dict[str, Bug] = {
         "link/held_pixels.py",
         "if self.bytes + size > self.most:",
         "if self.bytes + size >= self.most:",
-        "tests/link/test_held_pixels.py::test_all_of_the_room_can_be_used",
+        "tests/link/test_host.py::test_all_of_the_room_can_be_used",
         r"Overloaded: the pictures of requests under way have 12 bytes; with the 12 of this one they are more than 24",
     ),
     "ids of requests that died with an engine stay in use": bug(

@@ -1,4 +1,4 @@
-"""vAttention's entries that run whole steps: on a CPU, tiny, over real mapped pages; their verdicts can fail."""
+"""vAttention's entries that run whole steps, map pages or read mapped ones: on a CPU, tiny; their verdicts can fail."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ import torch
 from quire.bench import contexts, replay
 from quire.bench.kernels import placed
 from quire.data.models.configs import named_config
+from quire.data.runner.virtual.latencies import BANDWIDTH, PAGES
 from quire.reproduce import (
     chunk_kernels,
     decode_rates,
     dummy_engines,
     long_prompts,
     main,
+    mapped_views,
+    mapping_costs,
     prompt_mapping,
     step_spikes,
     table_building,
@@ -243,3 +246,73 @@ def test_verdicts_of_tables() -> None:
 
     assert judged(25.0, 9.0, 0.4, 0.0) == [HOLDS] * 4
     assert judged(9.0, 11.0, 1.4, 0.0) == [DIFFERS] * 3 + [HOLDS]
+
+
+def test_every_shape_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mapped_views, "CONTEXTS", (48, 160))
+    monkeypatch.setattr(mapped_views, "QUERIES", (1, 16))
+    monkeypatch.setattr(mapped_views, "PAGES", (4, 64))
+    monkeypatch.setattr(mapped_views, "TURNS", 4)
+    done = mapped_views.views()
+    assert len(done.data) == 16
+    assert all(point["plain"] > 0 < point["mapped"] for point in done.data)
+    assert len(done.results) == 4
+    assert done.draw().axes
+
+
+@pytest.mark.parametrize(("mapped", "verdict"), [(100.0, HOLDS), (104.0, DIFFERS)])
+def test_verdicts(mapped: float, verdict: str) -> None:
+    point = {"dtype": "float32", "kib": 64, "context": 1024, "queries": 1, "plain": 100.0, "mapped": mapped}
+    assert [result.verdict for result in mapped_views.judged([point])] == [verdict]
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(mapping_costs, "COUNT", 16)
+    monkeypatch.setattr(mapping_costs, "ALONE", 0.01)
+
+
+def test_latencies_of_every_call(small: None, tmp_path: Path) -> None:
+    content = drawn("vattention-table3", tmp_path)
+    points = content["data"]
+    assert {point["page"] for point in points} == set(PAGES)
+    assert {(point["kind"], point["loaded"]) for point in points if point["kind"] in ("map", "unmap")} == {
+        (kind, loaded) for kind in ("map", "unmap") for loaded in (False, True)
+    }  # fmt: skip
+    assert {result["verdict"] for result in content["results"]} == {MEASURED}, "these are not the paper's calls"
+
+
+def test_bandwidth_of_one_worker_and_of_two(small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def at_once(pair: Any, page: int) -> list[float]:
+        seen.append((tuple(pair), page))
+        return [2.0, 3.0]
+
+    monkeypatch.setattr(mapping_costs, "at_once", at_once)
+    points = drawn("vattention-table7", tmp_path)["data"]
+    assert seen == [(("cpu", "cpu"), page) for page in PAGES]
+    assert [point["gb_s"] for point in points if point["workers"] == 2] == [5.0] * 4
+    assert len(points) == 12
+
+
+def test_two_processes_map_beside_each_other() -> None:
+    rates = mapping_costs.at_once(("cpu", "cpu"), 64 << 10, 0.1)
+    assert len(rates) == 2
+    assert min(rates) > 0
+
+
+def test_verdicts_on_a_gpu() -> None:
+    def calls(p50: float) -> list[dict[str, Any]]:
+        row = {"device": "cuda:0", "page": PAGES[-1], "run": 1, "loaded": False, "p50": p50}
+        return [{**row, "kind": kind} for kind in ("map", "access")]
+
+    assert [result.verdict for result in mapping_costs.judged_3(calls(3.9))] == [HOLDS, HOLDS]
+    assert [result.verdict for result in mapping_costs.judged_3(calls(80.0))] == [DIFFERS, DIFFERS]
+
+    def mapped(rate: float) -> list[dict[str, Any]]:
+        return [{"device": "cuda:0", "page": PAGES[-1], "workers": n, "load": "idle", "gb_s": n * rate} for n in (1, 2)]
+
+    assert [result.verdict for result in mapping_costs.judged_7(mapped(BANDWIDTH[-1] + 1))] == [HOLDS] * 3
+    assert [result.verdict for result in mapping_costs.judged_7(mapped(5.9))] == [DIFFERS] * 3

@@ -74,14 +74,9 @@ def test_every_entry_runs_interpreted(tmp_path: Path) -> None:
         *(f"{by}, contiguous, layer" for by in ("prompt", "torch flash", "torch cuDNN")),
         *(f"{by}, contiguous, sliced" for by in ("prompt", "torch flash", "torch cuDNN")),
     }, "on a CPU its own fused kernel stands in for torch's"  # fmt: skip
-    for name, entry in (
-        ("figure_8", "fig8"),
-        ("figure_3", "fig3"),
-        ("figure_4", "fig4"),
-        ("figure_5", "fig5"),
-        ("figure_9b", "fig9b"),
-    ):
-        content = {"name": f"vattention-{entry}", "results": [], "data": found[name]["data"]}
+    for name, one in found.items():
+        entry = name.replace("figure_", "fig")
+        content = {"name": f"vattention-{entry}", "results": [], "data": one["data"]}
         (tmp_path / f"{entry}.json").write_text(json.dumps(content))
     (tmp_path / "other.json").write_text(json.dumps({"name": "x1", "results": []}))  # has no data to draw
     assert main(["--draw", str(tmp_path)]) == 0

@@ -4,34 +4,29 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 
 import pytest
 from matplotlib.figure import Figure
 
 from quire.errors import StartupError
-from quire.reproduce import basic_sampling, batches, chat, main, shared_prefix, waste
-from quire.reproduce.result import DIFFERS, HOLDS, MEASURED, Reproduction
-from quire.reproduce.serving import (
-    LIMIT,
-    NEXT,
-    OWN,
-    SEEDS,
-    SHARED,
-    SHOWN,
-    Curve,
-    Load,
-    Point,
-    Rates,
-    Spread,
-    as_data,
-    curve,
-    further_rate,
-    in_parallel,
-    measure,
-    rates,
-    ratios,
+from quire.reproduce import (
+    basic_sampling,
+    batches,
+    beams_serving,
+    chat,
+    main,
+    preemption_serving,
+    serving,
+    shared_prefix,
+    waste,
 )
+from quire.reproduce.beams_serving import Decoded, figure_14
+from quire.reproduce.preemption_serving import MEDIUM, PIECE, SIZES, WAYS, figure_19b
+from quire.reproduce.preemption_serving import Point as Run
+from quire.reproduce.result import DIFFERS, HOLDS, MEASURED, Reproduction
+from quire.reproduce.serving import LIMIT, SHOWN, Curve, Load, Point, curve, in_parallel
 
 ALPACA = Load("a100-13b", "alpaca")
 
@@ -42,7 +37,7 @@ def made(system: str, highest: float) -> Curve:
     return Curve(system, highest, points)
 
 
-def by_seed(_loads: object, _seconds: object, found: list[dict[str, Curve]]) -> list[Rates]:
+def by_seed(_loads: object, _seconds: object, found: list[dict[str, Curve]]) -> list[serving.Rates]:
     """Every other system sustains its first rate with all seeds, the paged one a tenth less and more."""
     spread = {"paged": (1.0, 0.9, 1.1)}
     return [
@@ -59,26 +54,13 @@ def verdicts(done: Reproduction) -> dict[str, str]:
     return {result.what: result.verdict for result in done.results}
 
 
-def test_traces_of_two_rates_have_the_same_requests() -> None:
-    slow, fast = ALPACA.trace(2.0, 10.0), ALPACA.trace(4.0, 10.0)
-    assert (len(slow), len(fast)) == (20, 40)
-    assert [one.prompt for one in slow] == [one.prompt for one in fast[:20]]
-    assert [one.params.max_tokens for one in slow] == [one.params.max_tokens for one in fast[:20]]
-    assert [one.at for one in slow] == pytest.approx([2 * one.at for one in fast[:20]])
-
-
-def test_blocks_of_requests_differ() -> None:
-    lengths = [one.prompt_len for one in ALPACA.sketches(8192)]
-    assert lengths[:4096] != lengths[4096:]
-    assert lengths[:50] == [one.prompt_len for one in ALPACA.sketches(50)]
-
-
 def test_seeds_have_other_requests_and_times() -> None:
-    first, second = (ALPACA._replace(seed=seed).trace(2.0, 10.0) for seed in SEEDS[:2])
+    first, second = (ALPACA._replace(seed=seed).trace(2.0, 10.0) for seed in serving.SEEDS[:2])
     assert ALPACA.trace(2.0, 10.0) == first
     assert [one.at for one in first] != [one.at for one in second]
     assert [one.prompt for one in first] != [one.prompt for one in second]
     blocks = [one.prompt_len for one in ALPACA.sketches(8192)]
+    assert blocks[:4096] != blocks[4096:]
     assert blocks[4096:] != [one.prompt_len for one in ALPACA._replace(seed=1).sketches(4096)]
 
 
@@ -86,8 +68,8 @@ def test_a_registered_prefix_is_held_once() -> None:
     apart = Load("a100-13b", "wmt5shot", "llama-13b", 12.0)
     shared = apart._replace(prefix=341)
     prompt = shared.arriving([0.0])[0].prompt
-    assert prompt[:341] == [SHARED] * 341
-    assert set(prompt[341:]) == {OWN}
+    assert prompt[:341] == [serving.SHARED] * 341
+    assert set(prompt[341:]) == {serving.OWN}
     trace = shared.arriving([0.0] * 200)
     running = [load.serve("paged", trace, until=2.0).moments[-1].running for load in (shared, apart)]
     assert running[0] > 2 * running[1]
@@ -103,10 +85,10 @@ def test_lengths_can_be_stretched() -> None:
 
 
 def test_runs_that_are_too_slow_are_given_up() -> None:
-    slow = measure(ALPACA, "orca-max", 20.0, 30.0, limit=0.05)
+    slow = serving.measure(ALPACA, "orca-max", 20.0, 30.0, limit=0.05)
     assert slow.latency is None
     assert not slow.keeps(math.inf)
-    fine = measure(ALPACA, "orca-max", 1.0, 30.0)
+    fine = serving.measure(ALPACA, "orca-max", 1.0, 30.0)
     assert fine.latency is not None
     assert 0.02 < fine.latency < LIMIT
     assert fine.keeps(fine.latency)
@@ -129,7 +111,7 @@ def test_a_further_seed_begins_at_the_firsts_rate() -> None:
     load = ALPACA._replace(seed=1)
     exact = curve(load, "orca-max", 40.0).highest
     for first in (exact, exact / 1.15, exact * 1.15):
-        assert further_rate(load, "orca-max", 40.0, first) == pytest.approx(exact, rel=0.05)
+        assert serving.further_rate(load, "orca-max", 40.0, first) == pytest.approx(exact, rel=0.05)
     run: list[float] = []
 
     def keeps(_load: Load, _system: str, rate: float, _seconds: float, _limit: float) -> Point:
@@ -138,8 +120,8 @@ def test_a_further_seed_begins_at_the_firsts_rate() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("quire.reproduce.serving.measure", keeps)
-        assert further_rate(load, "paged", 40.0, 5.0) == pytest.approx(5.2, rel=0.002)
-    assert run == [5.0, 5.0 * NEXT]
+        assert serving.further_rate(load, "paged", 40.0, 5.0) == pytest.approx(5.2, rel=0.002)
+    assert run == [5.0, 5.0 * serving.NEXT]
 
 
 @pytest.mark.parametrize(("latency", "message"), [(LIMIT / 2, "any rate.*longer traces"), (2 * LIMIT, "no rate")])
@@ -151,27 +133,20 @@ def test_a_search_without_an_end_says_so(latency: float, message: str, monkeypat
     with pytest.raises(StartupError, match=message):
         curve(ALPACA, "ft", 10.0)
     with pytest.raises(StartupError, match=f"FasterTransformer.*{message}"):
-        further_rate(ALPACA, "ft", 10.0, 1.0)
+        serving.further_rate(ALPACA, "ft", 10.0, 1.0)
 
 
 @pytest.mark.soak
 def test_rates_of_all_seeds() -> None:
     systems = ("orca-oracle", "orca-max")
     found = [{system: curve(ALPACA, system, 20.0) for system in systems}]
-    [ours] = rates([ALPACA], [20.0], found)
+    [ours] = serving.rates([ALPACA], [20.0], found)
     for system in systems:
         first = found[0][system].highest
-        others = [further_rate(ALPACA._replace(seed=seed), system, 20.0, first) for seed in SEEDS[1:]]
+        others = [serving.further_rate(ALPACA._replace(seed=seed), system, 20.0, first) for seed in serving.SEEDS[1:]]
         assert ours[system] == (first, *others)
-    assert ratios(ours, "orca-max", "orca-oracle") == tuple(a / b for a, b in zip(*ours.values()))
-    assert as_data(found[0], ours)["orca-max"]["by_seed"] == list(ours["orca-max"])
-
-
-def test_a_spread_is_told_in_the_unit() -> None:
-    spread = Spread.of([2.0, 1.5, 2.8])
-    assert spread == (pytest.approx(2.1), 1.5, 2.8)
-    assert spread.unit() == "ratio (1.50-2.80)"
-    assert spread.unit("%", 0) == "% (2-3)"
+    assert serving.ratios(ours, "orca-max", "orca-oracle") == tuple(a / b for a, b in zip(*ours.values()))
+    assert serving.as_data(found[0], ours)["orca-max"]["by_seed"] == list(ours["orca-max"])
 
 
 def test_rates_at_other_limits() -> None:
@@ -257,7 +232,7 @@ def test_verdicts_of_figure_12(oracle: float, verdict: str, monkeypatch: pytest.
 
 
 def test_the_mean_of_seeds_is_judged() -> None:
-    spread = Spread(1.6, 1.2, 2.2)
+    spread = serving.Spread(1.6, 1.2, 2.2)
     assert basic_sampling.within("P-X3", "", spread, 2.0, 4.0).verdict == DIFFERS  # though the highest is inside
     assert basic_sampling.within("P-X3", "", spread._replace(mean=1.8), 2.0, 4.0).verdict == HOLDS  # SLACK
     assert basic_sampling.close("P-F12", "", spread, 1.3).verdict == DIFFERS
@@ -321,3 +296,123 @@ def test_what_a_picture_shows_is_in_the_document(tmp_path: Path, monkeypatch: py
 def test_panel_a_is_in_the_papers_range() -> None:
     said = verdicts(basic_sampling.figure_12a())
     assert DIFFERS not in said.values()
+
+
+# Figures 14 and 19b
+
+SMALL = Load("a100-13b", "alpaca", kv_gib=4.0)
+
+
+in_turn = partial(in_parallel, most=1)
+
+
+def curves(paged: float, oracle: float, pow2: float = 0.5, most: float = 0.1) -> dict[str, Curve]:
+    return {system: made(system, rate) for system, rate in zip(beams_serving.SHOWN, (paged, oracle, pow2, most))}
+
+
+def test_a_decoded_load_has_the_same_requests() -> None:
+    plain = SMALL.trace(2.0, 10.0)
+    for way, width in (("basic", 1), ("parallel", 4), ("beam", 4)):
+        decoded = Decoded(SMALL, way, width).trace(2.0, 10.0)
+        assert [(one.at, one.prompt) for one in decoded] == [(one.at, one.prompt) for one in plain]
+        assert [one.params.max_tokens for one in decoded] == [one.params.max_tokens for one in plain]
+        assert {one.params.width for one in decoded} == {width}
+        assert len({one.params.seed for one in decoded}) == len(plain)
+    longer = Decoded(SMALL, "beam", 4).trace(4.0, 10.0)
+    for name in ("prompt", "params"):
+        assert [getattr(one, name) for one in longer[:20]] == [getattr(one, name) for one in decoded]
+    assert [one.at for one in decoded] == pytest.approx([2 * one.at for one in longer[:20]])
+
+
+def test_beams_share_more_than_samples() -> None:
+    samples, beams = (Decoded(SMALL, way, 6).saved(1.0, 20.0) for way in ("parallel", "beam"))
+    assert 0 < samples < 0.3 < beams < 5 / 6
+
+
+def test_orca_copies_what_vllm_shares() -> None:
+    beams = Decoded(SMALL, "beam", 4)
+    shared, apart = (beams.serve(system, beams.trace(1.0, 20.0)) for system in ("paged", "orca-oracle"))
+    assert shared.totals.finished
+    assert apart.totals.finished
+    assert apart.totals.saved == 0
+    tokens = [sum(count for _, count in one.events) for one in shared.served]
+    assert tokens == [one.params.max_tokens for one in beams.trace(1.0, 20.0)]
+    assert tokens == [sum(count for _, count in one.events) for one in apart.served]
+
+
+@pytest.mark.soak
+def test_the_rate_that_beams_sustain_is_found() -> None:
+    tiny = Load("a100-13b", "alpaca", kv_gib=1.7)
+    found = [curve(Decoded(tiny, "beam", 2), system, 3.0) for system in ("paged", "orca-oracle")]
+    assert found[0].highest > found[1].highest > 0
+    assert [point.keeps(LIMIT) for point in found[0].points] == [p.rate <= found[0].highest for p in found[0].points]
+
+
+def test_figure_14_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With rates made up, and what is saved simulated."""
+    rates = {"paged": 2.0, "orca-oracle": 1.0, "orca-pow2": 0.8, "orca-max": 0.2}
+    monkeypatch.setattr(beams_serving, "in_parallel", in_turn)
+    monkeypatch.setattr(beams_serving, "curve", lambda load, system, seconds: made(system, rates[system] / load.width))
+    monkeypatch.setattr(beams_serving, "WORKLOAD", SMALL)
+    monkeypatch.setattr(beams_serving, "SHORT", 20.0)
+    done = figure_14()
+    found = {result.what: result for result in done.results}
+    assert {result.real_or_simulated for result in done.results} == {"simulated"}
+    assert found["beam search, 6 beams: rate of vLLM / Orca (Oracle) (within 20%)"].ours == 2
+    assert found["vLLM > Orca (Oracle) > Orca (Pow2) > Orca (Max) everywhere"].verdict == HOLDS
+    assert isinstance(done.draw(), Figure)
+    assert len(done.data) == 7
+
+
+def test_verdicts_of_figure_14() -> None:
+    found = {
+        ("basic", 1): curves(1.3, 1.0),
+        **{("parallel", width): curves(1.3 + width / 20, 1.0) for width in (2, 4, 6)},
+        **{("beam", width): curves(1.3 + width / 6, 1.0) for width in (2, 4, 6)},
+    }
+    assert {result.verdict for result in beams_serving._claims(found)} == {HOLDS}
+    gaps = beams_serving._gaps(found)
+    assert [(result.paper, result.verdict) for result in gaps] == [
+        (1.3, HOLDS), *[(None, MEASURED)] * 5, (2.3, HOLDS),
+    ]  # fmt: skip
+    missed = found | {("parallel", width): curves(1.3 * 1.03, 1.0) for width in (2, 4, 6)}
+    verdicts = [result.verdict for result in beams_serving._claims(missed)]
+    assert verdicts == [DIFFERS, HOLDS, HOLDS, HOLDS], "a search's error is no growth"
+    found["beam", 6] = curves(1.5, 1.0, 1.2)
+    found["parallel", 4] = curves(1.2, 1.0)
+    assert {result.verdict for result in beams_serving._claims(found)} == {DIFFERS}
+    assert beams_serving._gaps(found)[-1].verdict == DIFFERS
+
+
+def test_the_share_of_prompts_is_what_samples_would_save_without_end() -> None:
+    shares = {("parallel", 2): 6.0, ("parallel", 4): 9.0, ("beam", 6): 70.0}
+    results = {result.what: result for result in beams_serving._shares(shares)}
+    prompts = results["parallel sampling: prompts' share of KV (within 20%)"]
+    assert (prompts.row, prompts.ours, prompts.verdict) == ("P-X2", 12.0, HOLDS)
+    assert [result.verdict for what, result in results.items() if "6 beams" in what] == [HOLDS]
+
+
+def test_small_pages_are_slow_to_swap_by_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole figure on a short trace, at a rate that preempts."""
+    monkeypatch.setattr(preemption_serving, "in_parallel", in_turn)
+    monkeypatch.setattr(preemption_serving, "LOAD", Load("a100-13b", "sharegpt", kv_gib=3.0))
+    monkeypatch.setattr(preemption_serving, "SIZES", (1, 16))
+    monkeypatch.setattr(preemption_serving, "RATE", 2.0)
+    monkeypatch.setattr(preemption_serving, "SECONDS", 30.0)
+    done = figure_19b()
+    runs = {way: done.data[way] for way in WAYS}
+    assert runs["recompute"][0]["swapped"] == 0
+    assert min(run["preemptions"] for way in WAYS for run in runs[way]) > 0
+    assert runs["swap by pieces"][0]["latency"] > runs["swap"][0]["latency"]
+    assert isinstance(done.draw(), Figure)
+    assert "aren't on that line" in done.text
+
+
+def test_verdicts_of_figure_19b() -> None:
+    points = {(way, page): Run(0.1, 5, 10) for way in WAYS for page in SIZES}
+    points["swap by pieces", 1] = Run(1.0, 5, 10)
+    verdicts = [HOLDS, MEASURED, MEASURED, MEASURED]  # what is by pieces is too rough to be judged
+    assert [result.verdict for result in preemption_serving._verdicts(points)] == verdicts
+    points["recompute", MEDIUM[0]] = Run(0.13, 5, 10)
+    assert preemption_serving._verdicts(points)[0].verdict == DIFFERS
+    assert pytest.approx((220e-3 - 8.2e-3) / (2 * 20480), rel=0.01) == PIECE

@@ -96,23 +96,6 @@ def test_full_runs_are_longer() -> None:
     assert GPU.longer().seconds > GPU.seconds >= 60
 
 
-def test_systems_share_a_runner_and_its_tokens() -> None:
-    with built(CONFIG) as made:
-        found = []
-        for system in SYSTEMS:
-            engine = engine_of(made, CONFIG, system)
-            for i, one in enumerate(arriving(0, 0, 0)):
-                engine.add(str(i), one.prompt, one.params)
-            tokens: dict[str, list[int]] = {}
-            while engine.unfinished:
-                for output in engine.step():
-                    tokens.setdefault(output.request, []).extend(output.tokens)
-                engine.scheduler.memory.check()
-            found.append(tokens)
-    assert found == [found[0]] * len(SYSTEMS)
-    assert {name: len(tokens) for name, tokens in found[0].items()} == {"0": 9, "1": 9, "2": 9}
-
-
 def test_requests_come_at_their_times() -> None:
     with built(CONFIG) as made:
         engine = engine_of(made, CONFIG, "paged")
@@ -134,15 +117,6 @@ def test_what_is_unfinished_is_given_up() -> None:
     assert not any(one.done for one in served)
     assert not engine.unfinished
     assert len(steps) == 1
-
-
-def test_the_same_trace_is_simulated() -> None:
-    plan = Plan("orca-max", 50.0, Span(0.1, 1.0, 60.0))
-    done = PLACE.simulate(plan, 1536)
-    assert done.unfinished == 0
-    assert done.requests == len(PLACE.trace(50.0, 1.0)) == 50
-    assert 0 < done.batch <= 1
-    assert done == PLACE.simulate(plan, 1536), "it is deterministic"
 
 
 def test_padding_is_only_simulated_where_asked() -> None:

@@ -35,7 +35,6 @@ from quire.server.app import create_app
 from quire.server.run import ServeOptions, bind
 from quire.server.web import WebServer
 from quire.text.streams import Stream
-from quire.vocabulary.params import SamplingParams
 
 WORDS = (" once", " upon", " a", " time", " there", " was", " a", " quire")
 STEP = 0.004  # seconds between two steps, beside what they take
@@ -77,13 +76,8 @@ class Fed(AsyncLLM):
     fed: list[Stream]
     at_once = False
 
-    async def submit_all(
-        self,
-        prompts: Sequence[tuple[str, Sequence[int]]],
-        params: SamplingParams,
-        *,
-        salt: str = "",
-        patient: bool = False,
+    async def submit_all(  # type: ignore[override]
+        self, prompts: Sequence[tuple[str, Sequence[int]]], *_: Any, patient: bool = False, **__: Any
     ) -> list[Stream]:
         accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         accepted.set_result(None)
@@ -108,17 +102,14 @@ class Profile:
     """Counts where the process is, every SAMPLE seconds of its processor time."""
 
     def __init__(self, on: bool) -> None:
-        self.on, self.seen = on, Counter[str]()
+        self.every, self.seen = on * SAMPLE, Counter[str]()
 
-    def __enter__(self) -> Profile:
-        if self.on:
-            signal.signal(signal.SIGPROF, self._look)
-            signal.setitimer(signal.ITIMER_PROF, SAMPLE, SAMPLE)
-        return self
+    def __enter__(self) -> None:
+        signal.signal(signal.SIGPROF, self._look)
+        signal.setitimer(signal.ITIMER_PROF, self.every, self.every)
 
     def __exit__(self, *_: object) -> None:
-        if self.on:
-            signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
     def _look(self, number: int, frame: FrameType | None) -> None:
         name = frame.f_code.co_filename if frame is not None else ""
@@ -291,10 +282,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out")
     parser.add_argument("--against", help="the src folder of another checkout, measured in turn with this one")
-    parser.add_argument("--streams", type=int, default=200)
-    parser.add_argument("--tokens", type=int, default=200)
-    parser.add_argument("--requests", type=int, default=3200)
-    parser.add_argument("--repeat", type=int, default=5)
+    for name, value in {"streams": 200, "tokens": 200, "requests": 3200, "repeat": 5}.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
     given = parser.parse_args()
     sources = {"now": str(Path(quire.__file__).parents[1])}
     if given.against:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -21,10 +21,7 @@ from quire.errors import EngineDead, InputError, Overloaded, PromptTooLong
 from quire.link.messages import Answer, Queues
 from quire.link.thread import ThreadLink
 from quire.llm import LLM
-from quire.sim.echo import expected
 from quire.text.outputs import RequestOutput
-from quire.text.stream import TokenText
-from quire.vocabulary.method import Advance, Branch, Context
 from quire.vocabulary.params import SamplingParams
 
 LONG = SamplingParams(max_tokens=100, seed=1, ignore_eos=True)
@@ -40,19 +37,6 @@ def run(
     with linked(echo_service.built(Echo(**options), **settings or {}), placement) as llm:
         asyncio.run(work(llm))
     assert not any(thread.name == "quire-engine" for thread in set(threading.enumerate()) - before)
-
-
-def test_a_reader_that_sleeps_finds_one_output(placement: Placement) -> None:
-    async def work(llm: AsyncLLM) -> None:
-        stream = await llm.submit([1, 2, 3], LONG)
-        await wait_until_async(lambda: not llm.active, "no request is left")
-        outputs = [output async for output in stream]
-        assert len(outputs) == 1
-        assert outputs[0].done
-        assert list(outputs[0].tokens) == expected([1, 2, 3], LONG, 1, vocab_size=VOCAB)
-        assert outputs[0].text
-
-    run(work, placement=placement)
 
 
 @pytest.mark.parametrize("asked", [{"logprobs": 1}, {"logprob_token_ids": [9, 4, 70]}], ids=str)
@@ -106,27 +90,6 @@ def test_many_are_taken_in_one_step_or_none() -> None:
     run(work, {"max_num_queued_reqs": 3}, placement="thread", pause=0.03)
 
 
-def test_words_are_resolved_off_the_engines_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    threads: list[str] = []
-    variants = TokenText._variants
-
-    def noted(self: TokenText, word: str) -> list[tuple[int, ...]]:
-        threads.append(threading.current_thread().name)
-        return variants(self, word)
-
-    monkeypatch.setattr(TokenText, "_variants", noted)
-
-    async def work(llm: AsyncLLM) -> None:
-        for words in (["upon"], [f"{i}" + "upon" * 60 for i in range(60)]):
-            stream = await llm.submit([1], SamplingParams(max_tokens=1, bad_words=words))
-            assert [output.done async for output in stream] == [True]
-
-    with pytest.raises(InputError, match="1024 tokens in all"):
-        run(work, placement="thread")
-    assert threads
-    assert "quire-engine" not in threads
-
-
 def test_a_salt_that_is_no_text_is_refused() -> None:
     async def work(llm: AsyncLLM) -> None:
         for salt in ("\ud800", "x" * 1025, 5):
@@ -161,42 +124,6 @@ def test_leaving_the_iterator_aborts(placement: Placement) -> None:
     run(work, placement=placement, pause=0.05)
 
 
-def test_drain_waits_then_aborts(placement: Placement) -> None:
-    async def work(llm: AsyncLLM) -> None:
-        quick = asyncio.ensure_future(_collect(llm, SamplingParams(max_tokens=5, ignore_eos=True)))
-        await wait_until_async(lambda: llm.active, "the quick request runs")
-        assert await llm.drain(60)
-        assert (await quick)[-1].outputs[0].finish_reason == "length"
-        with pytest.raises(Overloaded, match="shutting down"):
-            await llm.submit([1], LONG)
-        llm.accepting = True
-        slow = asyncio.ensure_future(_collect(llm, LONG))
-        await wait_until_async(lambda: llm.active, "the slow request runs")
-        assert not await llm.drain(0.05)
-        assert (await slow)[-1].outputs[0].finish_reason == "abort"
-
-    run(work, placement=placement, pause=0.01)
-
-
-async def _collect(llm: AsyncLLM, params: SamplingParams) -> list[RequestOutput]:
-    return [output async for output in llm.generate([1, 2], params)]
-
-
-def test_close_fails_what_is_in_flight_and_what_comes_later(placement: Placement) -> None:
-    async def work(llm: AsyncLLM) -> None:
-        stream = await llm.submit([1], LONG)
-        llm.close()
-        llm.close()
-        with pytest.raises(EngineDead):
-            async for _ in stream:
-                pass
-        with pytest.raises(EngineDead):
-            await llm.submit([1], LONG)
-        assert not llm.heartbeat().alive
-
-    run(work, placement=placement, pause=0.01)
-
-
 def test_close_ends_the_chat_templates_process() -> None:
     async def work(llm: AsyncLLM) -> None:
         process, _ = llm.prompts.chat_template._renderer._end.peek()[2]  # type: ignore[union-attr]
@@ -207,11 +134,6 @@ def test_close_ends_the_chat_templates_process() -> None:
             await anext(llm.chat([{"role": "user", "content": "a"}], LONG))
 
     run(work)
-    run(_collect_none, {"text": False})
-
-
-async def _collect_none(llm: AsyncLLM) -> None:
-    assert llm.prompts.chat_template is None
 
 
 def test_an_idle_engine_uses_no_time(placement: Placement) -> None:
@@ -231,43 +153,6 @@ def test_an_idle_engine_uses_no_time(placement: Placement) -> None:
         assert not llm.heartbeat().stalled
 
     run(work, placement=placement)
-
-
-class Broken:
-    """A method that says nothing, or raises what it is given."""
-
-    width = 2
-
-    def __init__(self, error: Exception | None = None) -> None:
-        self.error = error
-
-    def top(self, context: Context) -> int:
-        return 2
-
-    def keep(self) -> int:
-        return 2
-
-    def advance(self, branches: Sequence[Branch], context: Context) -> Advance | None:
-        if self.error is not None:
-            raise self.error
-        return None
-
-
-def test_a_broken_method_ends_its_own_request() -> None:
-    async def work(llm: AsyncLLM) -> None:
-        neighbour = await llm.submit([1, 2, 3], LONG)
-        for error, why in ((None, "the method Broken answered None"), (KeyError("x"), "failed in advance(): KeyError")):
-            params = SamplingParams(max_tokens=9, method=lambda error=error: Broken(error))  # type: ignore[misc]
-            [output] = [output async for output in await llm.submit([4, 5], params)]
-            assert (output.finish_reason, output.done) == ("error", True)
-            assert why in str(output.stop_reason)
-        with pytest.raises(InputError, match=r"method\(\) failed"):
-            await llm.submit([4, 5], SamplingParams(method=lambda: 1 // 0))  # type: ignore[arg-type,return-value]
-        tokens = [token for output in [output async for output in neighbour] for token in output.tokens]
-        assert tokens == expected([1, 2, 3], LONG, 1, vocab_size=VOCAB)
-        assert llm.error is None
-
-    run(work, placement="thread")
 
 
 def test_refusals_of_all_threads_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,6 @@ import httpx
 import pytest
 
 from quire.server.errors import Failure
-from quire.server.protocol import ChatRequest, CompletionRequest
 
 NUMERIC = (
     "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
@@ -18,24 +17,18 @@ NUMERIC = (
 )  # fmt: skip
 VALUES = ("null", '""', '"1"', "true", "-1", "0", "1e309", "NaN", "Infinity", "-Infinity", "2147483648",
           "9223372036854775808", "1e-320")  # fmt: skip
-# Which of the values each field may take; everything else is an error.
+# Which of the values a field may take, if it is more than null; everything else is an error.
 FINE = {
-    "n": {"null"},
     "temperature": {"null", "0", "1e-320"},
     "top_p": {"null", "1e-320"},
     "top_k": {"null", "-1", "0"},
     "min_p": {"null", "0", "1e-320"},
     "presence_penalty": {"null", "-1", "0", "1e-320"},
     "frequency_penalty": {"null", "-1", "0", "1e-320"},
-    "repetition_penalty": {"null"},
     "seed": {"null", "-1", "0", "2147483648"},
-    "max_tokens": {"null"},
     "min_tokens": {"null", "0"},
     "logprobs": {"null", "0"},
     "prompt_logprobs": {"null", "0"},
-    "best_of": {"null"},
-    "beam_width": {"null"},
-    "length_penalty": {"null"},
 }
 DEEP = "[" * 100_000 + "]" * 100_000
 
@@ -66,7 +59,7 @@ def test_numbers(http: httpx.Client, field: str) -> None:
     for value in VALUES:
         rest = "" if field == "max_tokens" else ', "max_tokens": 2'
         answer = post(http, "/v1/completions", f'{{"prompt": "a", "{field}": {value}{rest}}}')
-        if value in FINE[field]:
+        if value in FINE.get(field, {"null"}):
             assert answer.status_code == 200, (field, value, answer.text)
         else:
             refused(answer)
@@ -79,14 +72,10 @@ COMPLETIONS = {
     "empty prompt": '{"prompt": ""}',
     "no prompts": '{"prompt": []}',
     "empty string in a list": '{"prompt": [""]}',
-    "null prompt": '{"prompt": null}',
-    "prompt is an object": '{"prompt": {"a": 1}}',
     "mixed list": '{"prompt": ["a", 1]}',
     "token V": '{"prompt": [512]}',
     "token 2^63": '{"prompt": [9223372036854775808]}',
     "token of 5000 digits": '{"prompt": [' + "9" * 5000 + "]}",
-    "token 1.5": '{"prompt": [1.5]}',
-    "token true": '{"prompt": [true]}',
     "one bad prompt of two": '{"prompt": [[1], [512]]}',
     "longer than the context": '{"prompt": ' + json.dumps([1] * 257) + "}",
     "more characters than could fit": json.dumps({"prompt": "a" * 100_000}),
@@ -98,18 +87,6 @@ COMPLETIONS = {
     "deep nesting": f'{{"prompt": {DEEP}}}',
     "deep nesting in an ignored field": f'{{"prompt": "a", "x": {DEEP}}}',
     "n too large for the memory": '{"prompt": "a", "n": 16, "max_tokens": 200}',
-    "n 129": '{"prompt": "a", "n": 129}',
-    "17 stops": json.dumps({"prompt": "a", "stop": ["x"] * 17}),
-    "empty stop": '{"prompt": "a", "stop": ""}',
-    "stop of numbers": '{"prompt": "a", "stop": [1]}',
-    "stop token out of range": '{"prompt": "a", "stop_token_ids": [512]}',
-    "logit_bias out of range": '{"prompt": "a", "logit_bias": {"512": 1}}',
-    "logit_bias infinite": '{"prompt": "a", "logit_bias": {"5": Infinity}}',
-    "logit_bias as text": '{"prompt": "a", "logit_bias": {"5": "1"}}',
-    "logit_bias a list": '{"prompt": "a", "logit_bias": [1]}',
-    "1025 biases": json.dumps({"prompt": "a", "logit_bias": {str(i): 1 for i in range(1025)}}),
-    "no allowed tokens": '{"prompt": "a", "allowed_token_ids": []}',
-    "129 bad words": json.dumps({"prompt": "a", "bad_words": ["x"] * 129}),
     "blank bad word": '{"prompt": "a", "bad_words": [" "]}',
     "stream as text": '{"prompt": "a", "stream": "yes"}',
     "stream_options without stream": '{"prompt": "a", "stream_options": {"include_usage": true}}',
@@ -119,7 +96,6 @@ COMPLETIONS = {
     "best_of above n, streamed": '{"prompt": "a", "best_of": 2, "stream": true}',
     "beam_width 0": '{"prompt": "a", "use_beam_search": true, "beam_width": 0}',
     "beam_width 65": '{"prompt": "a", "beam_width": 65}',
-    "beam_width as text": '{"prompt": "a", "beam_width": "4"}',
     "more beams than sequences": '{"prompt": "a", "beam_width": 17}',
     "more beams than memory": json.dumps({"prompt": [1] * 40, "beam_width": 16, "max_tokens": 200}),
     "fewer beams than n": '{"prompt": "a", "beam_width": 2, "n": 3}',
@@ -127,30 +103,20 @@ COMPLETIONS = {
     "beams, and none": '{"prompt": "a", "beam_width": 2, "use_beam_search": false}',
     "use_beam_search as a number": '{"prompt": "a", "use_beam_search": 1}',
     "beams with stop strings": '{"prompt": "a", "beam_width": 2, "stop": "x"}',
-    "beams streamed with odd options": '{"prompt": "a", "beam_width": 2, "stream": true, "stream_options": "all"}',
     "length_penalty without beams": '{"prompt": "a", "length_penalty": 2}',
     "length_penalty infinite": '{"prompt": "a", "beam_width": 2, "length_penalty": 1e999}',
     "length_penalty 11": '{"prompt": "a", "beam_width": 2, "length_penalty": 11}',
     "early_stopping without beams": '{"prompt": "a", "early_stopping": "never"}',
     "early_stopping sometimes": '{"prompt": "a", "beam_width": 2, "early_stopping": "sometimes"}',
-    "early_stopping 1": '{"prompt": "a", "beam_width": 2, "early_stopping": 1}',
     "empty salt": '{"prompt": "a", "cache_salt": ""}',
-    "long salt": json.dumps({"prompt": "a", "cache_salt": "x" * 1025}),
     "salt is a number": '{"prompt": "a", "cache_salt": 1}',
     "a list": "[1, 2]",
-    "nothing": "",
-    "broken JSON": '{"prompt": "a"',
-    "trailing comma": '{"prompt": "a",}',
 }
 TALK = '{"messages": [{"role": "user", "content": "a"}], '
 CHATS = {
     "no messages": "{}",
-    "empty messages": '{"messages": []}',
     "messages is text": '{"messages": "hi"}',
-    "no role": '{"messages": [{"content": "hi"}]}',
-    "role is a number": '{"messages": [{"role": 1, "content": "hi"}]}',
     "no content": '{"messages": [{"role": "user"}]}',
-    "content is a number": '{"messages": [{"role": "user", "content": 1}]}',
     "an image": '{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]}',
     "tokenize as a template variable": TALK + '"chat_template_kwargs": {"tokenize": true}}',
     "messages as a template variable": TALK + '"chat_template_kwargs": {"messages": []}}',
@@ -162,23 +128,13 @@ CHATS = {
     + '"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strict": "yes"}}}',
     "schema is text": TALK + '"response_format": {"type": "json_schema", "json_schema": {"schema": "x"}}}',
     "two forms": TALK + '"response_format": {"type": "json_object"}, "guided_regex": "a"}',
-    "structured_outputs is text": TALK + '"structured_outputs": "a"}',
     "no choices": TALK + '"structured_outputs": {"choice": []}}',
     "a choice is a number": TALK + '"structured_outputs": {"choice": [1]}}',
-    "guided_choice is text": TALK + '"guided_choice": "a"}',
-    "guided_regex is a number": TALK + '"guided_regex": 1}',
     "schema is no JSON": TALK + '"guided_json": "{"}',
     "schema of a file": TALK + '"guided_json": {"$ref": "file:///etc/passwd"}}',
-    "schema for ever, by two": TALK
-    + '"guided_json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}}',
     "schema that needs itself": TALK
     + '"guided_json": {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}}',
     "schema that nothing fulfils": TALK + '"guided_json": {"type": "string", "enum": []}}',
-    "pattern that looks around": TALK + '"guided_regex": "(?=a)b"}',
-    "20000 brackets": json.dumps({"messages": [{"role": "user", "content": "a"}],
-                                  "guided_regex": "(" * 20_000 + ")" * 20_000}),
-    "a megabyte of grammar": json.dumps({"messages": [{"role": "user", "content": "a"}],
-                                         "guided_grammar": 'start: "' + "a" * 1_000_000 + '"'}),
     "grammar without a start": TALK + '"guided_grammar": "a: b"}',
     "form and min_tokens": TALK + '"guided_regex": "a", "min_tokens": 2}',
     "form and ignore_eos": TALK + '"guided_regex": "a", "ignore_eos": true}',
@@ -243,11 +199,3 @@ def test_errors_show_little_of_what_was_sent(http: httpx.Client) -> None:
 def test_the_longest_prompt_is_served(http: httpx.Client) -> None:
     answer = http.post("/v1/completions", json={"prompt": [1] * 255, "max_tokens": 10})
     assert answer.json()["usage"]["completion_tokens"] == 1
-
-
-def test_clients_cannot_give_methods(http: httpx.Client) -> None:
-    """Like every field that the API doesn't have it is ignored: code comes from the program's owner only."""
-    before = canary(http)
-    body = {"prompt": "once upon a time", "seed": 1, "max_tokens": 6, "logprobs": 1, "method": "os.abort"}
-    assert json.dumps(http.post("/v1/completions", json=body).json()["choices"]) == before
-    assert not {"method", "stop_automaton"} & {*CompletionRequest.model_fields, *ChatRequest.model_fields}

@@ -96,60 +96,43 @@ def test_bad_lines(text: str, why: str) -> None:
 
 
 def test_messages_are_answered_as_their_route_does(tmp_path: Path) -> None:
-    """Anthropic's shape beside OpenAI's: what was said, errors in each route's own shape, and no streams."""
+    """Anthropic's shape and that of responses beside OpenAI's: what was said, errors in each route's own shape, and no
+    streams; nothing is stored for a line to come."""
     runner = echo_service.Saying()
     runner.say("once upon a time there was")
-    said = [{"role": "user", "content": "once upon"}]
-    chat = {"model": "echo", "messages": said, "max_tokens": 8, "temperature": 0}
-    blocks = chat | {"messages": [{"role": "user", "content": [{"type": "text", "text": "once upon"}]}]}
+    chat = {"model": "echo", "messages": [{"role": "user", "content": "once upon"}], "max_tokens": 8}
+    asked = {"model": "echo", "input": "once upon", "max_output_tokens": 8}
     lines = [line("chat", "/v1/chat/completions", **chat), line("text", "/v1/messages", **chat)]
-    lines += [line("blocks", "/v1/messages", **blocks), line("long", "/v1/messages", **chat | {"max_tokens": -1})]
+    lines += [line("long", "/v1/messages", **chat | {"max_tokens": -1}), line("response", "/v1/responses", **asked)]
+    lines += [line("longer", "/v1/responses", **asked | {"max_output_tokens": -1})]
+    lines += [line("next", "/v1/responses", **asked, previous_response_id="resp_1")]
     lines += [line("stream", "/v1/messages", **chat, stream=True)]
-    assert go(tmp_path, lines, runner) == (3, 1, 1, 0)
+    assert go(tmp_path, lines, runner) == (3, 3, 1, 0)
     found = answers(tmp_path / "out.jsonl")
-    choice = found["chat"]["response"]["body"]["choices"][0]
-    assert choice["message"]["content"].startswith("once upon")
-    for name in ("text", "blocks"):
-        assert found[name]["response"]["status_code"] == 200
-        message = found[name]["response"]["body"]
-        assert (message["type"], message["stop_reason"]) == ("message", "end_turn")
-        assert message["content"] == [{"type": "text", "text": choice["message"]["content"]}]
+    said = found["chat"]["response"]["body"]["choices"][0]["message"]["content"]
+    assert said.startswith("once upon")
+    message, response = (found[name]["response"]["body"] for name in ("text", "response"))
+    assert (message["type"], message["stop_reason"]) == ("message", "end_turn")
+    assert message["content"] == [{"type": "text", "text": said}]
+    assert (response["object"], response["status"]) == ("response", "completed")
+    assert response["output"][0]["content"][0]["text"] == said
     failed = found["long"]
     assert failed["response"]["status_code"] == 400
     assert failed["response"]["body"]["type"] == "error"
     assert failed["error"] == failed["response"]["body"]["error"]
     assert failed["error"]["type"] == "invalid_request_error"
     assert "max_tokens" in failed["error"]["message"]
-    assert found["stream"]["error"]["message"] == "line 5: a batch has no streams: leave out stream"
-
-
-def test_responses_are_answered_as_their_route_does(tmp_path: Path) -> None:
-    """What was said, what is refused with its field, and no streams; nothing is stored for a line to come."""
-    runner = echo_service.Saying()
-    runner.say("once upon a time there was")
-    asked = {"model": "echo", "input": "once upon", "max_output_tokens": 8, "temperature": 0}
-    lines = [line("text", "/v1/responses", **asked), line("long", "/v1/responses", **asked | {"max_output_tokens": -1})]
-    lines += [line("stream", "/v1/responses", **asked, stream=True)]
-    lines += [line("next", "/v1/responses", **asked, previous_response_id="resp_1")]
-    assert go(tmp_path, lines, runner) == (1, 2, 1, 0)
-    found = answers(tmp_path / "out.jsonl")
-    response = found["text"]["response"]["body"]
-    assert response["object"] == "response"
-    assert response["output"][0]["content"][0]["text"].startswith("once upon")
-    assert response["status"] == "completed"
-    for name, field in (("long", "max_output_tokens"), ("next", "previous_response_id")):
+    for name, field in (("longer", "max_output_tokens"), ("next", "previous_response_id")):
         assert found[name]["response"]["status_code"] in (400, 404)
         assert found[name]["error"]["param"] == field
-    assert found["stream"]["error"]["message"] == "line 3: a batch has no streams: leave out stream"
+    assert found["stream"]["error"]["message"] == "line 7: a batch has no streams: leave out stream"
 
 
-def test_too_many_lines() -> None:
+def test_too_many_lines(tmp_path: Path) -> None:
+    """And a custom_id twice."""
     lines = read_lines(io.BytesIO(b"\n" * 6), max_lines=5)
     with pytest.raises(InputError, match="more than 5 lines"):
         list(lines)
-
-
-def test_a_custom_id_twice(tmp_path: Path) -> None:
     assert go(tmp_path, [line("a", prompt="once"), line("b", prompt="once"), line("a", prompt="a")]) == (2, 0, 1, 0)
 
 

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import json
-import time
 from typing import Any
 
 import echo_service
 import httpx
 import pytest
+from asking import events
 from echo_service import VOCAB, Echo, Placement, Running, tokenizer
 from openai import OpenAI
 
-from quire.async_llm import AsyncLLM
-from quire.llm import LLM, BeamSearchParams
 from quire.sim.echo import Found, expected, expected_beams
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.seeds import branch_seed
@@ -58,7 +53,7 @@ def shown(found: Found) -> str:
 @pytest.mark.parametrize("way", WAYS)
 def test_beams_streamed_and_whole(echo: Running, client: OpenAI, way: str) -> None:
     asked, params = WAYS[way]
-    wanted = beams(**params)
+    wanted, before = beams(**params), echo.metric("quire_generation_tokens_total")
     done = client.completions.create(**COMMON, extra_body=asked)
     texts, ends = [""] * len(wanted), [None] * len(wanted)
     for chunk in client.completions.create(**COMMON, extra_body=asked, stream=True):
@@ -73,28 +68,21 @@ def test_beams_streamed_and_whole(echo: Running, client: OpenAI, way: str) -> No
     assert ends == [beam.reason for beam in wanted]
     assert done.usage.completion_tokens == sum(len(beam.tokens) for beam in wanted)
     assert echo.idle()
+    assert echo.metric("quire_generation_tokens_total") - before == 2 * done.usage.completion_tokens
 
 
 def test_the_agreed_prefix_comes_before_the_end(placement: Placement) -> None:
     """With one beam every token is settled at once; with several what they agree on is, and only then the rest."""
-    with echo_service.serving(echo_service.built(Echo(pause=0.02)), placement=placement) as running:
-
-        def times(width: int, tokens: int) -> tuple[list[float], list[str | None]]:
-            seen, ends = [], []
-            asked = {**COMMON, "max_tokens": tokens, "stream": True, "beam_width": width, "ignore_eos": True}
-            with httpx.stream("POST", f"{running.url}/v1/completions", json=asked, timeout=20) as answer:
-                for line in answer.iter_lines():
-                    if line.startswith("data: {"):
-                        seen.append(time.monotonic())
-                        ends.append(json.loads(line[6:])["choices"][0]["finish_reason"])
-            return seen, ends
-
-        seen, ends = times(1, 30)
-        assert len(seen) > 2
-        assert seen[-1] - seen[0] > 0.1
-        seen, ends = times(2, 60)
-        assert len(seen) > 1, "nothing was settled before the end"
-        assert ends == [None] * (len(ends) - 1) + ["length"]
+    asked = {**COMMON, "stream": True, "ignore_eos": True}
+    with (
+        echo_service.serving(echo_service.built(Echo(pause=0.02)), placement=placement) as running,
+        httpx.Client(base_url=running.url) as http,
+    ):
+        for width, tokens, least in ((1, 30, 3), (2, 60, 2)):
+            chunks = events(http, "/v1/completions", {**asked, "max_tokens": tokens, "beam_width": width})
+            ends = [chunk["choices"][0]["finish_reason"] for chunk in chunks]
+            assert len(ends) >= least, "nothing was settled before the end"
+            assert ends == [None] * (len(ends) - 1) + ["length"]
 
 
 def test_beams_in_a_chat_with_logprobs(placed_client: OpenAI) -> None:
@@ -155,41 +143,3 @@ def test_best_of_returns_the_likeliest(placed_client: OpenAI) -> None:
         model="echo", messages=[{"role": "user", "content": "once"}], max_tokens=4, extra_body={"best_of": 3}
     )
     assert len(chat.choices) == 1
-
-
-def test_metrics_count_what_beams_return(placed: Running) -> None:
-    names = "generation_tokens_total", "request_generation_tokens_sum", "prompt_tokens_total", "kv_pages_copied_total"
-
-    def counts() -> list[float]:
-        assert placed.idle()
-        return [placed.metric(f"quire_{name}") for name in names]
-
-    before = counts()
-    body = {"prompt": [8] * 10, "max_tokens": 12, "beam_width": 4, "n": 2, "ignore_eos": True}
-    assert httpx.post(f"{placed.url}/v1/completions", json=body).status_code == 200
-    *tokens, copied = (now - then for now, then in zip(counts(), before))
-    assert tokens == [24, 24, 10]
-    assert copied > 0
-    if placed.llm.link.engine is not None:
-        assert counts()[-1] == placed.engine.scheduler.memory.copies
-
-
-def test_the_bundled_models_beams_stream_as_they_are() -> None:
-    """Text that comes in pieces, of which none is half a character, is the text that offline beams have."""
-
-    async def ask(llm: AsyncLLM) -> list[str]:
-        texts, pieces = ["", ""], 0
-        params = llm.prompts.params(n=2, beam_width=4, max_tokens=24)
-        async for output in await llm.submit(llm.prompts.encode("The little dog"), params):
-            texts[output.branch] += output.text
-            pieces += bool(output.text)
-        assert pieces > 2
-        return texts
-
-    with contextlib.closing(AsyncLLM(kv_tokens=1024, threads=1, dtype="float32")) as llm:
-        texts = asyncio.run(ask(llm))
-    with LLM(kv_tokens=1024, threads=1, dtype="float32") as offline:
-        [beams] = offline.beam_search(["The little dog"], BeamSearchParams(beam_width=4, max_tokens=24))
-    assert len({tuple(beam.tokens) for beam in beams.sequences}) == 4
-    for text, beam in zip(texts, beams.sequences):
-        assert beam.text == f"The little dog{text}"

@@ -1,12 +1,11 @@
 """The console in a real Chromium, in `make test-full`, which installs Playwright, axe and Debian's `chromium`. Without
 them these tests fail: `make .venv/.browser`.
 
-QUIRE_CONSOLE_PICTURES=DIR keeps pictures of it, and QUIRE_CONSOLE_FRAMES=FILE the frames a second beside a crowd.
+QUIRE_CONSOLE_FRAMES=FILE keeps the frames a second beside a crowd.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import re
@@ -123,24 +122,13 @@ SHARED = "Once upon a time there was a fox who lived in a forest with many other
 LONG = {"ignore_eos": True, "temperature": 0.8}
 
 
-def crowd(url: str, count: int, tokens: int) -> list[threading.Thread]:
-    """Requests at once, every fourth with four samples; prompts share pages."""
-    bodies = [{"prompt": f"{SHARED}{i}", "max_tokens": tokens, "n": 1 if i % 4 else 4, **LONG} for i in range(count)]
-    threads = [threading.Thread(target=post, args=(url, body)) for body in bodies]
-    for thread in threads:
-        thread.start()
-    return threads
-
-
-def picture(page: Any, name: str) -> None:
-    folder = os.environ.get("QUIRE_CONSOLE_PICTURES")
-    if folder:
-        page.screenshot(path=str(Path(folder) / name))
-
-
 def say(page: Any, text: str) -> None:
     page.fill("#message", text)
     page.press("#message", "Enter")
+
+
+def answered(page: Any) -> None:
+    page.wait_for_selector("#send:not([disabled])")
 
 
 def test_a_conversation_by_the_keyboard_alone(page: Any) -> None:
@@ -149,13 +137,13 @@ def test_a_conversation_by_the_keyboard_alone(page: Any) -> None:
     assert page.evaluate("document.activeElement.id") == "message"
     page.keyboard.type("What colour is the sky?")
     page.keyboard.press("Enter")
-    page.wait_for_selector("#send:not([disabled])")
+    answered(page)
     assert "blue" in page.inner_text("#log").lower()
 
 
 def test_text_is_never_html(page: Any) -> None:
     say(page, "<img src=x onerror=alert(1)><b>bold</b>")
-    page.wait_for_selector("#send:not([disabled])")
+    answered(page)
     assert "<b>bold</b>" in page.inner_text("#log")
     assert page.locator("#log img, #log b b").count() == 0
 
@@ -197,32 +185,10 @@ def test_a_stream_grows_and_stops(page: Any) -> None:
         page.wait_for_function("before => document.getElementById('log').innerText.length > before", arg=lengths[-1])
         lengths.append(len(page.inner_text("#log")))
     page.click("#stop")
-    page.wait_for_selector("#send:not([disabled])")
+    answered(page)
     assert "stopped" in page.inner_text("#log")
     page.wait_for_selector("#more:text('none')")  # the engine gave it up too
     assert sorted(set(lengths)) == lengths
-
-
-def test_a_new_conversation_leaves_the_answer_under_way(page: Any) -> None:
-    asked = list[Any]()
-    page.on("request", lambda request: "/v1/chat" in request.url and asked.append(request.post_data_json))
-    endless(page)
-    say(page, "Tell me a long story.")
-    page.wait_for_selector("#log .tree")
-    page.click("#clear")
-    assert page.inner_text("#log") == ""
-    page.fill("#max_tokens", "8")
-    say(page, "What colour is the sky?")  # at once: the old answer holds nothing up
-    page.wait_for_selector("#log .tree")
-    page.wait_for_selector("#send:not([disabled])")
-    say(page, "And the grass?")
-    page.wait_for_selector("#log .turn:nth-of-type(4) .tree")
-    page.wait_for_selector("#send:not([disabled])")
-    assert [[turn["role"] for turn in body["messages"]] for body in asked] == [
-        ["user"], ["user"], ["user", "assistant", "user"],
-    ]  # fmt: skip
-    assert asked[2]["messages"][0]["content"] == "What colour is the sky?"
-    page.wait_for_selector("#more:text('none')")  # the engine gave it up
 
 
 def leaves(page: Any) -> list[str]:
@@ -252,15 +218,14 @@ def test_beams_are_a_tree(page: Any, how: str, coloured: bool) -> None:
         route.fulfill(response=response)
 
     page.click("summary")
-    page.fill("#n", "4")
-    page.fill("#max_tokens", "40")
-    page.fill("#temperature", "1.5")
+    for name, value in (("#n", "4"), ("#max_tokens", "40"), ("#temperature", "1.5")):
+        page.fill(name, value)
     page.select_option("#how", how)
     if coloured:
         page.check("#logprobs")
     page.route("**/v1/chat/completions", keep)
     say(page, "Tell me a story about a fox.")
-    page.wait_for_selector("#send:not([disabled])")
+    answered(page)
     items = ".tree .tree" if how == "beams" else ".tree li"  # samples may have nothing in common
     page.wait_for_function(f"() => document.querySelectorAll('#log {items}').length > 0")
     assert len(texts) == 4
@@ -270,7 +235,6 @@ def test_beams_are_a_tree(page: Any, how: str, coloured: bool) -> None:
         assert len(root) > 20
         assert all(text.startswith(root) for text in texts.values())
     assert (page.locator("#log span[title$='%']").count() > 4) is coloured
-    picture(page, f"console_{how}_{'coloured' if coloured else 'plain'}.png")
 
 
 @pytest.mark.parametrize(
@@ -299,10 +263,8 @@ def load(url: str, clients: int) -> Iterator[None]:
     over = threading.Event()
 
     def ask(client: int) -> None:
-        for turn in itertools.count():
-            if over.is_set():
-                return
-            prompt = f"{SHARED}{client} {turn}"
+        while not over.is_set():
+            prompt = f"{SHARED}{client} {time.monotonic()}"
             post(url, {"prompt": prompt, "max_tokens": 120, "n": 1 if client % 4 else 4, **LONG})
 
     threads = [threading.Thread(target=ask, args=(client,)) for client in range(clients)]
@@ -381,8 +343,6 @@ def test_counts_are_those_of_the_metrics(chromium: Any, unlike: str) -> None:
         for drawn, counted in moments(page, unlike):
             found = check_moment(drawn, counted)
             checked += found["owned"] > 0
-            if found["swapped"] and not seen["swapped"]:
-                picture(page, "console_swapped.png")
             seen.update(name for name, pages in found.items() if pages)
             if checked >= MOMENTS and min(seen[name] for name in ("shared", "cached", "free", "swapped")) > 2:
                 break
@@ -430,51 +390,25 @@ def test_four_samples_are_seen_to_share(page: Any, url: str) -> None:
     assert page.evaluate(PAINTED, "--shared") == 0
 
 
-def test_latencies_are_charts(page: Any, url: str) -> None:
-    page.wait_for_selector("#more:text('none')")
-    captions = page.locator("#charts figcaption")
-    names = ["ms to the first token", "ms between tokens"]
-    assert [text.split(":")[0] for text in captions.all_text_contents()][1:3] == names
-    crowd(url, 1, 200)[0].join()
-    page.wait_for_function(
-        """() => [...document.querySelectorAll("#charts figcaption")].slice(1, 3)
-            .every((caption) => Number(caption.textContent.split(": ")[1]) > 0)"""
-    )
-
-
 def test_a_crowd_leaves_frames_enough(chromium: Any, page: Any, url: str) -> None:
-    page.click("summary")
-    for name, value in (("#n", "4"), ("#max_tokens", "40")):
-        page.fill(name, value)
-    page.select_option("#how", "beams")
-    page.check("#logprobs")
-    page.click("summary")
-    say(page, "Tell me a story about a fox.")
-    page.wait_for_selector("#send:not([disabled])")
-    threads = crowd(url, CROWD, 120)
-    time.sleep(1)  # all of the crowd is under way when frames are counted
-    frames = page.evaluate(
-        """seconds => new Promise((resolve) => {
-            const times = [performance.now()];
-            const frame = (now) => {
-                times.push(now);
-                if (now < times[0] + 1000 * seconds) return requestAnimationFrame(frame);
-                const gaps = times.slice(1).map((time, i) => time - times[i]).sort((a, b) => a - b);
-                resolve({
-                    a_second: gaps.length / ((now - times[0]) / 1000), median_ms: gaps[gaps.length >> 1],
-                    longest_ms: gaps[gaps.length - 1],
-                });
-            };
-            requestAnimationFrame(frame);
-        })""",
-        SECONDS,
-    )
-    picture(page, "console.png")
-    page.emulate_media(color_scheme="dark")
-    time.sleep(0.5)  # colours change over time
-    picture(page, "console_dark.png")
-    for thread in threads:
-        thread.join()
+    with load(url, CROWD):
+        time.sleep(1)  # all of the crowd is under way when frames are counted
+        frames = page.evaluate(
+            """seconds => new Promise((resolve) => {
+                const times = [performance.now()];
+                const frame = (now) => {
+                    times.push(now);
+                    if (now < times[0] + 1000 * seconds) return requestAnimationFrame(frame);
+                    const gaps = times.slice(1).map((time, i) => time - times[i]).sort((a, b) => a - b);
+                    resolve({
+                        a_second: gaps.length / ((now - times[0]) / 1000), median_ms: gaps[gaps.length >> 1],
+                        longest_ms: gaps[gaps.length - 1],
+                    });
+                };
+                requestAnimationFrame(frame);
+            })""",
+            SECONDS,
+        )
     print(frames)
     told = {
         "what": f"frames of the console in {SECONDS} s while {CROWD} requests of 120 tokens run on the same cores",
@@ -492,7 +426,7 @@ def test_axe_finds_no_serious_fault(page: Any, scheme: str) -> None:
 
     page.emulate_media(color_scheme=scheme)
     say(page, "What colour is the sky?")
-    page.wait_for_selector("#send:not([disabled])")
+    answered(page)
     found = Axe().run(page).response["violations"]
     serious = [(one["id"], one["nodes"][0]["html"]) for one in found if one["impact"] in ("serious", "critical")]
     assert not serious

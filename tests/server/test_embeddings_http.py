@@ -130,14 +130,6 @@ def test_openai_client(running: Running, offline: tuple[np.ndarray, list[list[in
             assert np.allclose(found.data[0].embedding, short, atol=1e-5)
 
 
-def test_formats_say_the_same(http: httpx.Client) -> None:
-    floats, coded = (
-        post(http, "/v1/embeddings", input=TEXTS, encoding_format=form)["data"] for form in ("float", "base64")
-    )
-    for a, b in zip(floats, coded):
-        assert np.array_equal(np.float32(a["embedding"]), np.frombuffer(base64.b64decode(b["embedding"]), "<f4"))
-
-
 def test_score_and_rerank(http: httpx.Client, offline: tuple[np.ndarray, list[list[int]]]) -> None:
     wanted, ids = offline
     cosines = wanted @ wanted[0]
@@ -164,7 +156,6 @@ def test_score_and_rerank(http: httpx.Client, offline: tuple[np.ndarray, list[li
     [
         ("/v1/embeddings", {}, "input", "give either input or messages"),
         ("/v1/embeddings", {"input": ""}, "input", "at least one character"),
-        ("/v1/embeddings", {"input": []}, "input", "1 to 1024 entries"),
         ("/v1/embeddings", {"input": ["a"] * 1025}, "input", "1 to 1024 entries"),
         ("/v1/embeddings", {"input": {"a": 1}}, "input", "must be a string"),
         ("/v1/embeddings", {"input": [5, 10**6]}, "input", "token ids are integers"),
@@ -174,14 +165,12 @@ def test_score_and_rerank(http: httpx.Client, offline: tuple[np.ndarray, list[li
         ("/v1/embeddings", {"input": "a", "cache_salt": ""}, "cache_salt", "not be empty"),
         ("/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_1", "2 texts for 3"),
         ("/score", {"text_1": "a", "text_2": ["a"] * 1024}, "text_2", "1025 texts"),
-        ("/score", {"text_1": "", "text_2": "a"}, "text_1", "text_1 is empty"),
         ("/score", {"text_1": "a", "text_2": ["a", ""]}, "text_2", "text_2[1] is empty"),
         ("/rerank", {"query": "", "documents": ["a"]}, "query", "query is empty"),
         ("/rerank", {"query": "a", "documents": ["a", "a b " * 5000]}, "documents", "documents[1]: the prompt has"),
         ("/rerank", {"query": "a b " * 5000, "documents": ["a"]}, "query", "query: the prompt has"),
         ("/v1/embeddings", {"input": [[7], [7], [7] * 5000]}, "input", "input[2]: the prompt has 5000 tokens"),
         ("/v1/embeddings", {"input": ["a", "\ud800"]}, "input", "input[1]: text holds a lone surrogate"),
-        ("/v1/completions", {"prompt": ["a", "a b " * 5000]}, "prompt", "prompt[1]: the prompt has"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "\ud800"}]}, "messages", "surrogate"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a b " * 5000}]}, "messages", "has 1000"),
         ("/tokenize", {"messages": [{"role": "user", "content": "a b " * 5000}]}, "messages", "has 10004 tokens"),
@@ -204,8 +193,6 @@ def test_many_at_once(http: httpx.Client, offline: tuple[np.ndarray, list[list[i
     found = post(http, "/v1/embeddings", input=given, encoding_format="base64")["data"]
     vectors = np.array([np.frombuffer(base64.b64decode(one["embedding"]), "<f4") for one in found])
     assert np.allclose(vectors, np.resize(wanted, (MAX_INPUTS, HIDDEN)), atol=1e-5)
-    answer = http.post("/v1/embeddings", json={"input": given, "dimensions": 1})
-    assert len(answer.json()["data"]) == MAX_INPUTS
 
 
 def test_how_much_an_answer_may_hold() -> None:
@@ -223,9 +210,11 @@ def test_salts_reach_the_engine(http: httpx.Client, running: Running, monkeypatc
         return submit_all(*given, salt=salt, **more)
 
     monkeypatch.setattr(running.llm, "submit_all", noted)
-    post(http, "/v1/embeddings", input="a", cache_salt="mine")
-    post(http, "/score", text_1="a", text_2="b", cache_salt="mine")
-    post(http, "/rerank", query="a", documents=["b"], cache_salt="mine")
+    for path, body in (
+        ("/v1/embeddings", {"input": "a"}), ("/score", {"text_1": "a", "text_2": "b"}),
+        ("/rerank", {"query": "a", "documents": ["b"]}),
+    ):  # fmt: skip
+        post(http, path, **body, cache_salt="mine")
     assert salts == ["mine"] * 3
 
 
@@ -238,11 +227,9 @@ def test_no_embeddings_here(echo: Running) -> None:
 
 def test_in_a_batch(tmp_path: Path, http: httpx.Client) -> None:
     bodies = {
-        "/v1/embeddings": {"input": TEXTS[0]},
-        "/score": {"text_1": TEXTS[0], "text_2": TEXTS[1]},
-        "/rerank": {"query": TEXTS[0], "documents": TEXTS},
-        "/v1/rerank": {"query": TEXTS[0], "documents": TEXTS},
-    }
+        "/v1/embeddings": {"input": TEXTS[0]}, "/score": {"text_1": TEXTS[0], "text_2": TEXTS[1]},
+        **{url: {"query": TEXTS[0], "documents": TEXTS} for url in ("/rerank", "/v1/rerank")},
+    }  # fmt: skip
     lines = [{"custom_id": url, "method": "POST", "url": url, "body": body} for url, body in bodies.items()]
     (tmp_path / "in").write_text("\n".join(map(json.dumps, lines)))
 
@@ -251,14 +238,12 @@ def test_in_a_batch(tmp_path: Path, http: httpx.Client) -> None:
         return llm, create_app(llm, ["tiny"])
 
     assert run_batch(make, tmp_path / "in", tmp_path / "out", in_flight=1).completed == len(lines)
-    found = {
-        one["custom_id"]: one["response"]["body"]
-        for one in map(json.loads, (tmp_path / "out").read_text().splitlines())
-    }
+    said = [json.loads(one) for one in (tmp_path / "out").read_text().splitlines()]
+    found = {one["custom_id"]: one["response"]["body"] for one in said}
     wanted = {url: post(http, url, **body) for url, body in bodies.items()}
-    for numbers in (
-        lambda answers: answers["/v1/embeddings"]["data"][0]["embedding"],
-        lambda answers: answers["/score"]["data"][0]["score"],
-        lambda answers: [one["index"] for one in answers["/rerank"]["results"]],
-    ):
-        assert np.allclose(numbers(found), numbers(wanted), atol=1e-5)
+    for url, place, field in (
+        ("/v1/embeddings", "data", "embedding"), ("/score", "data", "score"),
+        ("/rerank", "results", "index"), ("/v1/rerank", "results", "index"),
+    ):  # fmt: skip
+        mine, theirs = ([one[field] for one in answers[url][place]] for answers in (found, wanted))
+        assert np.allclose(mine, theirs, atol=1e-5)

@@ -11,7 +11,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import echo_service
 import httpx
@@ -126,88 +128,68 @@ asyncio.run(main())
     assert "in shutdown_default_executor" in done.stderr or "_do_shutdown" in done.stderr
 
 
-@pytest.fixture(scope="module")
-def routed() -> Iterator[Running]:
-    """A server to which tests add routes."""
-    with echo_service.serving() as running:
-        yield running
-
-
-@pytest.mark.parametrize("where", ["route", "thread", "task"])
-def test_what_is_no_exception_is_a_500_in_the_same_shape(
-    routed: Running, where: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    def panic() -> None:
-        raise Panic("index out of bounds")
-
-    async def work() -> None:
-        panic()
-
-    async def route(request: Request) -> Response:
-        if where == "route":
-            panic()
-        await (asyncio.to_thread(panic) if where == "thread" else asyncio.ensure_future(work()))
-        raise AssertionError("it was meant to panic")
-
-    routed.app.add_route(f"/{where}", route)
-    answer = httpx.get(f"{routed.url}/{where}")
-    assert answer.status_code == 500
-    assert answer.headers["content-type"] == "application/json"
-    assert answer.json()["error"]["message"] == "internal error"
-    assert httpx.get(f"{routed.url}/health").status_code == 200
-    assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [Panic]
-
-
 @pytest.mark.parametrize("root", ["", "/api"])
 def test_an_exception_is_logged_once(root: str, caplog: pytest.LogCaptureFixture) -> None:
-    async def route(request: Request) -> Response:
-        raise ZeroDivisionError
+    """Whatever is raised, and whether or not it is an exception, it is a 500 in the same shape."""
 
-    async def cancelled(request: Request) -> Response:
+    def panic() -> Any:
+        raise Panic("index out of bounds")
+
+    def cancel() -> Any:
         raise asyncio.CancelledError
 
-    with echo_service.serving(root_path=root) as running:
-        running.app.add_route("/fault", route)
-        running.app.add_route("/cancelled", cancelled)
-        for path, kind in (("fault", ZeroDivisionError), ("cancelled", RuntimeError)):
-            answer = httpx.get(f"{running.url}/{path}")
-            assert answer.status_code == 500
-            assert answer.json()["error"]["type"] == "InternalServerError"
-            assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [kind]
-            caplog.clear()
+    async def panicking() -> None:
+        panic()
 
+    works: list[tuple[Callable[[], Any], type]] = [
+        (panic, Panic), (partial(asyncio.to_thread, panic), Panic),
+        (lambda: asyncio.ensure_future(panicking()), Panic), (lambda: 1 // 0, ZeroDivisionError),
+        (cancel, RuntimeError),
+    ]  # fmt: skip
 
-def test_an_answer_that_has_begun_is_cut(routed: Running, caplog: pytest.LogCaptureFixture) -> None:
     class Half(Response):
-        async def __call__(self, scope: object, receive: object, send: object) -> None:
-            await send({"type": "http.response.start", "status": 200, "headers": []})  # type: ignore[operator]
-            await send({"type": "http.response.body", "body": b"half", "more_body": True})  # type: ignore[operator]
+        async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"half", "more_body": True})
             raise Panic
 
-    async def route(request: Request) -> Response:
+    async def half(request: Request) -> Response:
         return Half()
 
-    routed.app.add_route("/half", route)
-    with pytest.raises(httpx.RemoteProtocolError):
-        httpx.get(f"{routed.url}/half")
+    with echo_service.serving(root_path=root) as running:
+        for at, (work, kind) in enumerate(works):
+
+            async def route(request: Request, work: Any = work) -> Response:
+                await work()
+                raise AssertionError("it was meant to be raised")
+
+            running.app.add_route(f"/{at}", route)
+            answer = httpx.get(f"{running.url}/{at}")
+            error = answer.json()["error"]
+            assert (answer.status_code, answer.headers["content-type"]) == (500, "application/json")
+            assert (error["message"], error["type"]) == ("internal error", "InternalServerError")
+            assert httpx.get(f"{running.url}/health").status_code == 200
+            assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [kind]
+            caplog.clear()
+        running.app.add_route("/half", half)
+        with pytest.raises(httpx.RemoteProtocolError):  # an answer that has begun is cut
+            httpx.get(f"{running.url}/half")
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "code", "headers"),
+    ("method", "path", "code", "allow"),
     [
-        ("GET", "/nothing", 404, {}),
-        ("PUT", "/health", 405, {"allow": "GET, HEAD"}),
-        ("PUT", "/ping", 405, {"allow": "GET, HEAD, POST"}),
-        ("PATCH", "/v1/prefixes", 405, {"allow": "GET, POST"}),
-        ("BREW", "/v1/completions", 405, {"allow": "POST"}),
+        ("GET", "/nothing", 404, None),
+        ("PUT", "/health", 405, "GET, HEAD"),
+        ("PUT", "/ping", 405, "GET, HEAD, POST"),
+        ("BREW", "/v1/completions", 405, "POST"),
     ],
 )
-def test_what_libraries_answer(echo: Running, method: str, path: str, code: int, headers: dict[str, str]) -> None:
+def test_what_libraries_answer(echo: Running, method: str, path: str, code: int, allow: str | None) -> None:
     answer = httpx.request(method, echo.url + path)
-    assert answer.status_code == code
+    assert (answer.status_code, answer.headers.get("allow")) == (code, allow)
     assert answer.headers["content-type"] == "application/json"
     assert answer.json()["error"]["code"] == code
-    assert headers.items() <= dict(answer.headers).items()
 
 
 @pytest.mark.parametrize("where", ["at_once", "in_a_task", "in_a_thread"])

@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import signal
-import subprocess
-import sys
+import socket
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from served_process import Served, served
 from waiting import wait_until
 
-from quire import LLM, SamplingParams
+from quire.config import EngineConfig
+from quire.errors import StartupError
+from quire.link.child import Child
+from quire.server.fronts import Fronts
+from quire.server.run import ServeOptions, serve
 
 pytestmark = pytest.mark.xdist_group(name="fronts")
 
-MODEL = ("--device", "cpu", "--dtype", "float32", "--kv-gib", "0.1", "--prefix-tokens", "64")
 KEY = "a-key-that-nobody-sees"
 ADMIN = "an-admin-key-that-nobody-sees"
 FRONTS = 3
@@ -32,45 +35,27 @@ TOKENS = "quire_generation_tokens_total,engine=0"
 LONG = {"prompt": "Once", "max_tokens": 3000, "ignore_eos": True, "stream": True}
 
 
-class Server:
-    """`quire serve` with three fronts and the bundled model; its log goes to a file."""
+class Server(Served):
+    """`quire serve` with three fronts and the bundled model."""
 
-    def __init__(self, log: Path, *flags: str) -> None:
-        self.log_file = log
-        command = [sys.executable, "-m", "quire", "serve", "--port", "0", "--fronts", str(FRONTS), *MODEL, *flags]
-        secrets = {"QUIRE_API_KEY": KEY, "QUIRE_ADMIN_KEY": ADMIN, "OMP_NUM_THREADS": "1"}
-        with log.open("w") as written:
-            self.child = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=written, text=True, env={**os.environ, **secrets}
-            )
-        assert self.child.stdout is not None
-        self.said = []
-        for line in self.child.stdout:
-            self.said.append(line)
-            if line.startswith("curl "):
-                break
-        found = re.search(r"http://127\.0\.0\.1:(\d+)", "".join(self.said))
-        assert found, self.log()
-        self.url, self.port = found[0], int(found[1])
-        self.first = psutil.Process(self.child.pid)
-        self.parts = self.first.children(recursive=True)
+    def ready(self) -> Server:
+        super().ready()
+        self.port = int(self.url.rpartition(":")[2])
+        self.parts = self.processes()
         self.fronts = [part for part in self.parts if "quire.server.front" in part.cmdline()]
         [self.engine] = [part for part in self.parts if "quire.link.program" in part.cmdline()]
-
-    def log(self) -> str:
-        """All that was logged."""
-        return self.log_file.read_text()
+        return self
 
     def spread(self) -> list[int]:
         """Connections of each front."""
         return [
             [(one.laddr.port, one.status) for one in front.net_connections("tcp")].count((self.port, "ESTABLISHED"))
-            for front in (self.first, *self.fronts)
+            for front in (self.process, *self.fronts)
         ]
 
     def end(self, seconds: float = 60) -> int:
         """Wait for it; its exit status. All of its processes are gone, or will be at once."""
-        self.child.communicate(timeout=seconds)
+        self.child.wait(seconds)
         wait_until(lambda: not any(alive(part) for part in self.parts), lambda: f"all of {self.parts} have ended")
         return self.child.returncode
 
@@ -96,20 +81,15 @@ def stop(part: psutil.Process) -> None:
 
 
 @contextlib.contextmanager
-def serving(log: Path, *flags: str) -> Iterator[Server]:
-    server = Server(log, *flags)
-    try:
-        yield server
-    finally:
-        for part in (server.first, *server.parts):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                part.kill()
-        server.child.communicate()
+def serving(folder: Path, *flags: str) -> Iterator[Server]:
+    secrets = {"QUIRE_API_KEY": KEY, "QUIRE_ADMIN_KEY": ADMIN, "OMP_NUM_THREADS": "1"}
+    with served(folder, "--fronts", str(FRONTS), "--prefix-tokens", "64", *flags, env=secrets, kind=Server) as found:
+        yield found.ready()
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(tmp_path_factory.mktemp("fronts") / "log") as found:
+    with serving(tmp_path_factory.mktemp("fronts")) as found:
         yield found
 
 
@@ -124,37 +104,6 @@ def clients(server: Server, key: str = KEY) -> Iterator[list[httpx.Client]]:
             many.append(stack.enter_context(httpx.Client(base_url=server.url, headers=headers, timeout=30)))
             many[-1].get("/health")
         yield many
-
-
-def test_all_fronts_draw_the_right_tokens(server: Server) -> None:
-    prompts = [[10 + i, 20, 30 + i, 40] for i in range(10 * FRONTS)]
-    with clients(server) as many, ThreadPoolExecutor(len(many)) as pool:
-
-        def ask(at: int) -> list[int]:
-            body = {"prompt": prompts[at], "max_tokens": 12, "temperature": 0, "ignore_eos": True}
-            answer = many[at].post("/v1/completions", json={**body, "return_token_ids": True})
-            assert answer.status_code == 200, answer.text
-            return answer.json()["choices"][0]["token_ids"]
-
-        drawn = list(pool.map(ask, range(len(many))))
-    with LLM("tiny", device="cpu", dtype="float32", kv_tokens=2048) as llm:
-        params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
-        results = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts[: len(drawn)]], params)
-    assert drawn == [list(result.outputs[0].token_ids) for result in results]
-
-
-def test_an_id_that_another_front_has_is_refused(server: Server) -> None:
-    with clients(server) as many:
-        with many[0].stream("POST", "/v1/completions", json={**LONG, "request_id": "mine"}) as answer:
-            lines = answer.iter_lines()
-            next(lines)
-            with clients(server) as others:
-                body = {"prompt": "a", "max_tokens": 1, "request_id": "mine"}
-                refusals = [client.post("/v1/completions", json=body) for client in others]
-        assert [refusal.status_code for refusal in refusals] == [400] * len(others)
-        assert len({refusal.text for refusal in refusals}) == 1
-        told = refusals[0].json()["error"]
-        assert (told["message"], told["param"]) == ("request id 'cmpl-mine-0' is in use", "request_id")
 
 
 def counters(client: httpx.Client) -> dict[str, float]:
@@ -226,11 +175,11 @@ def test_any_front_answers_for_all(server: Server) -> None:
     for found in last:
         assert {name: found[name] - before.get(name, 0) for name in expected} == expected
     used = "quire_process_cpu_seconds_total,engine=0,process=front"
-    assert last[0][used] <= sum(sum(front.cpu_times()[:2]) for front in (server.first, *server.fronts)) + 0.1
+    assert last[0][used] <= sum(sum(front.cpu_times()[:2]) for front in (server.process, *server.fronts)) + 0.1
 
 
 def test_one_server_to_clients_and_the_operator(server: Server) -> None:
-    assert sum(line.startswith("quire serves tiny") for line in server.said) == 1
+    assert sum(line.startswith("quire serves tiny") for line in server.text.splitlines()) == 1
     with clients(server, key=ADMIN) as many:
         assert len({client.get("/v1/models").text for client in many}) == 1
         made = many[0].post("/v1/prefixes", json={"name": "rules", "token_ids": list(range(100, 120))})
@@ -249,7 +198,7 @@ def test_one_server_to_clients_and_the_operator(server: Server) -> None:
                 assert [client.get("/load").json()["server_load"] for client in others] == [len(many)] * len(others)
     with clients(server, key="another") as many:
         assert [client.get("/v1/models").status_code for client in many] == [401] * len(many)
-    for part in (server.first, *server.parts):
+    for part in (server.process, *server.parts):
         assert KEY not in (shown := f"{part.cmdline()} {part.environ()}")
         assert ADMIN not in shown
 
@@ -261,7 +210,7 @@ def test_a_stopped_front_is_named_and_not_well(server: Server) -> None:
     wait_until(lambda: health() == {200}, "all fronts are well")
     stop(server.fronts[0])
     try:
-        wait_until(lambda: "front 1 has not been heard of" in server.log(), "the stopped front is named")
+        wait_until(lambda: "front 1 has not been heard of" in server.text, "the stopped front is named")
         wait_until(lambda: health() == {503}, "no front is well")
     finally:
         server.fronts[0].resume()
@@ -279,7 +228,7 @@ def test_without_the_first_front_others_tell_of_the_engine(server: Server) -> No
         )
         whole = counters(many[0])
 
-        stop(server.first)
+        stop(server.process)
         with ThreadPoolExecutor(len(many)) as pool:
             try:
                 asked = [pool.submit(client.get, "/metrics", timeout=60) for client in many]
@@ -289,7 +238,7 @@ def test_without_the_first_front_others_tell_of_the_engine(server: Server) -> No
                 time.sleep(1)  # for the others of these fronts: how many connections the first one has is not known
                 answers = [one.result() for one in asked if one.done()]
             finally:
-                server.first.resume()
+                server.process.resume()
         wait_until(lambda: counters(many[0]).keys() >= whole.keys(), "the first front answers for all again")
     assert FRONTS - 1 <= len(answers) < len(many)
     assert {answer.status_code for answer in answers} == {200}
@@ -332,28 +281,76 @@ def streams(server: Server, many: list[httpx.Client], body: dict[str, object]) -
     ],
 )
 def test_without_a_part_the_server_ends(victim: str, status: int, said: str, tmp_path: Path) -> None:
-    with serving(tmp_path / "log") as server, clients(server) as many:
+    with serving(tmp_path) as server, clients(server) as many:
         found = streams(server, many, LONG)
-        {"front": server.fronts[1], "first": server.first, "engine": server.engine}[victim].kill()
+        {"front": server.fronts[1], "first": server.process, "engine": server.engine}[victim].kill()
         wait_until(lambda: all(lines[-1:] == ["end"] for lines in found), "all streams have ended")
         assert not any("[DONE]" in line for lines in found for line in lines)
         assert any("the engine stopped" in lines[-2] for lines in found)  # those whose front is there to say it
-        assert server.end() == status, server.log()
-        assert said in server.log()
-        assert len(re.findall(r"(?m)^[\d:]+ .*ended by signal", server.log())) == (victim != "first")
+        assert server.end() == status, server.text
+        assert said in server.text
+        assert len(re.findall(r"(?m)^[\d:]+ .*ended by signal", server.text)) == (victim != "first")
         with pytest.raises(httpx.TransportError):
             httpx.get(f"{server.url}/health")
 
 
 def test_all_fronts_drain(tmp_path: Path) -> None:
-    with serving(tmp_path / "log") as server, clients(server) as many:
+    with serving(tmp_path) as server, clients(server) as many:
         found = streams(server, many, {**LONG, "max_tokens": 400})
-        for part in (server.first, server.engine, *server.fronts):  # as a service manager or a terminal does
+        for part in (server.process, server.engine, *server.fronts):  # as a service manager or a terminal does
             part.send_signal(signal.SIGTERM)
         wait_until(lambda: httpx.get(f"{server.url}/health").status_code == 503, "the server drains")
         late = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a"}, headers=many[0].headers)
         assert (late.status_code, "shutting down" in late.text) == (503, True)
         wait_until(lambda: all(lines[-1:] == ["end"] for lines in found), "all streams have ended", 30)
         assert [lines[-2] for lines in found] == ["data: [DONE]"] * len(many)
-        assert server.end() == 0, server.log()
-        assert f"shutting down: {len(many)} requests have 30 s to end" in server.log()
+        assert server.end() == 0, server.text
+        assert f"shutting down: {len(many)} requests have 30 s to end" in server.text
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("import os; os._exit(7)", "front 1 ended with status 7 at start. What it wrote"),
+        (
+            "import socket, sys; from quire.server.control import hear, tell; "
+            "s = socket.socket(fileno=int(sys.argv[1])); hear(s); "
+            "tell(s, 'failed', {'text': 'no ' + sys.argv[2], 'remedy': 'Mend it'})",
+            r"front 1 can't start: no \d+. Mend it",
+        ),
+        ("import time; time.sleep(60)", "front 1 was not ready within 0.5 s"),
+    ],
+)
+def test_a_front_that_cannot_start_is_named(program: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.server.fronts.PROGRAM", ("-c", program))
+    if "sleep" in program:
+        monkeypatch.setattr("quire.server.fronts.START_SECONDS", 0.5)
+    monkeypatch.setattr("quire.server.fronts.KILL_SECONDS", 0.1)
+    closed: list[None] = []
+    llm = SimpleNamespace(close=lambda: closed.append(None))
+    engine = Child(2, ("-c", ""))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        fronts = Fronts(2, listener, {})
+        try:
+            fronts.start(engine)
+            with pytest.raises(StartupError, match=said):
+                fronts.wait(llm)  # type: ignore[arg-type]
+        finally:
+            fronts.close()
+            engine.end(5)
+            engine.connections[0].close()
+    assert all(other.child.ended() for other in fronts.others)
+    assert closed == [None]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"fronts": 0}, "--fronts is 0. It must be between 1 and 64"),
+        ({"fronts": 65}, "--fronts is 65. It must be between 1 and 64"),
+        ({"fronts": 2, "engine_process": "off"}, "--fronts is 2, and --engine-process is off"),
+    ],
+)
+def test_what_cannot_be_served(options: dict[str, object], said: str) -> None:
+    with pytest.raises(StartupError, match=re.escape(said)):
+        serve(EngineConfig(), ServeOptions(**options), print)  # type: ignore[arg-type]

@@ -69,34 +69,28 @@ def served() -> Iterator[Server]:
 
 def joined(events: list[dict[str, Any]]) -> dict[str, Any]:
     """The message that a stream's events come to; they come in the order that Anthropic's do."""
-    kinds = [event["type"] for event in events]
-    assert (kinds[0], kinds[-2:]) == ("message_start", ["message_delta", "message_stop"])
-    message, number = dict(events[0]["message"]), -1
+    start, *middle, delta, stop = (event for event in events if event["type"] != "ping")
+    assert [start["type"], delta["type"], stop["type"]] == ["message_start", "message_delta", "message_stop"]
+    message, blocks, closed, text = start["message"], list[Any](), 0, ""
     assert (message["content"], message["stop_reason"], message["usage"]["output_tokens"]) == ([], None, 0)
-    blocks: list[Any] = []
-    open = False
-    for event in events[1:-2]:
-        kind = event["type"]
-        if kind == "content_block_start":
-            assert not open
-            number, open = number + 1, True
-            block, text = event["content_block"], ""
-        elif kind == "content_block_delta":
-            delta = event["delta"]
-            wanted = {"text": "text_delta", "thinking": "thinking_delta", "tool_use": "input_json_delta"}[block["type"]]
-            assert open
-            assert delta["type"] in (wanted, "signature_delta")
-            text += delta.get({"text_delta": "text", "thinking_delta": "thinking"}.get(wanted, "partial_json"), "")
-        elif kind == "content_block_stop":
-            open = False
-            name = "input" if block["type"] == "tool_use" else block["type"]
-            blocks.append(block | {name: arguments(text) if name == "input" else text})
+    for event in middle:
+        assert event["index"] == closed
+        kind = event["type"].removeprefix("content_block_")
+        if kind == "start":
+            blocks.append(event["content_block"])
+            text = ""
+        assert len(blocks) == closed + 1
+        name, tool = blocks[-1]["type"], blocks[-1]["type"] == "tool_use"
+        if kind == "delta":
+            assert event["delta"]["type"] in ("input_json_delta" if tool else f"{name}_delta", "signature_delta")
+            text += event["delta"].get("partial_json" if tool else name, "")
+        elif kind == "stop":
+            blocks[-1] = blocks[-1] | ({"input": arguments(text)} if tool else {name: text})
+            closed += 1
         else:
-            assert kind == "ping"
-            continue
-        assert event["index"] == number
-    assert not open
-    return message | {"content": blocks} | events[-2]["delta"] | {"usage": events[-2]["usage"]}
+            assert kind == "start"
+    assert len(blocks) == closed
+    return message | {"content": blocks} | delta["delta"] | {"usage": delta["usage"]}
 
 
 def bare(message: dict[str, Any]) -> dict[str, Any]:
@@ -105,18 +99,6 @@ def bare(message: dict[str, Any]) -> dict[str, Any]:
     assert message["id"].startswith("msg_")
     content = [{name: value for name, value in block.items() if name != "id"} for block in message["content"]]
     return message | {"id": "", "content": content, "usage": message["usage"]["output_tokens"]}
-
-
-def test_a_text_whole_and_streamed(served: Server) -> None:
-    served.say("once upon a time")
-    whole = served.ask(system="Be kind.", temperature=0.5, metadata={"user_id": "me"})
-    assert whole["content"] == [{"type": "text", "text": "once upon a time"}]
-    assert (whole["model"], whole["stop_reason"], whole["stop_sequence"]) == ("echo", "end_turn", None)
-    events = served.events(system="Be kind.")
-    assert bare(joined(events)) == bare(whole)
-    assert [event["type"] for event in events][:3] == ["message_start", "ping", "content_block_start"]
-    other = {"Authorization": "Bearer two", "x-api-key": ""}
-    assert served.http.post("/v1/messages?beta=true", json=ASKED, headers=other).status_code == 200
 
 
 def test_how_messages_end(served: Server) -> None:
@@ -139,9 +121,10 @@ def test_tools(served: Server) -> None:
     whole = served.ask(tools=[TOOL])
     assert [block["type"] for block in whole["content"]] == ["text", "tool_use", "tool_use", "text"]
     assert [block["input"] for block in whole["content"][1:3]] == [{"city": "Paris"}, {"city": "Oslo"}]
-    assert whole["stop_reason"] == "tool_use"
+    assert (whole["model"], whole["stop_reason"], whole["stop_sequence"]) == ("echo", "tool_use", None)
     events = served.events(tools=[TOOL])
     assert bare(joined(events)) == bare(whole)
+    assert [event["type"] for event in events][:3] == ["message_start", "ping", "content_block_start"]
     texts = ["", ""]
     for event in events:
         if event["type"] == "content_block_delta" and event["delta"]["type"] == "input_json_delta":
@@ -166,13 +149,7 @@ def test_tools(served: Server) -> None:
 
 @pytest.mark.parametrize(
     ("text", "found"),
-    [
-        ('{"a": [1, 2', {"a": [1, 2]}),
-        ("[1]", {}),
-        ('{"a": NaN}', {}),
-        ('{"a": 1e999}', {}),
-        ('{"a": ' * 300 + "1", {}),
-    ],
+    [('{"a": [1, 2', {"a": [1, 2]}), ("[1]", {}), ('{"a": NaN}', {}), ('{"a": 1e999}', {}), ('{"a": ' * 300 + "1", {})],
 )
 def test_arguments_that_were_cut(text: str, found: dict[str, Any]) -> None:
     assert arguments(text) == found
@@ -227,19 +204,9 @@ def test_the_last_message_is_continued(served: Server) -> None:
     assert served.counted(messages=[USER, last]) == served.http.post("/tokenize", json=told).json()["count"]
 
 
-def test_a_form(served: Server) -> None:
-    served.say("no JSON at all")
-    schema = {"type": "object", "properties": {"n": {"enum": [7]}}, "required": ["n"], "additionalProperties": False}
-    form = {"type": "json_schema", "schema": schema}
-    for more in ({"output_config": {"format": form}}, {"output_format": form}):
-        assert json.loads(served.ask(**more)["content"][0]["text"]) == {"n": 7}
-
-
 REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": None}, "max_tokens"),
-    ({"max_tokens": 0}, "max_tokens must be"),
     ({"messages": None}, "messages"),
-    ({"messages": []}, "messages must have 1 to 1024 entries, got 0"),
     ({"messages": ["a"]}, "messages must be a list of objects"),
     ({"messages": [{"role": "robot", "content": "a"}]}, "messages[0].role"),
     ({"messages": [{"role": "user"}]}, "messages[0].content"),
@@ -261,7 +228,6 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
      "messages[1].content[1].source is a picture, and this model reads only text"),
     ({"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "http://x"}}]}]},
      "messages[0].content[0].source.type is 'url'"),
-    ({"messages": [{"role": "user", "content": "once " * 1100}]}, "1024"),
     ({"system": 5}, "system must be a string or a list of blocks"),
     ({"system": [PICTURE]}, "system[0].type is 'image'"),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type is 'web_search_20250305'"),
@@ -270,21 +236,17 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{**TOOL, "input_schema": {"type": "array"}}]}, "tools[0].input_schema.type"),
     ({"tools": [{**TOOL, "input_schema": {"properties": {"x": {"not": {}}}}}], "tool_choice": {"type": "any"}},
      "at tools[0].input_schema#/properties/x/not"),
-    ({"tools": [TOOL] * 129}, "tools may have at most 128 entries, got 129"),
     ({"tool_choice": {"type": "any"}}, "tool_choice needs tools"),
     ({"tools": [TOOL], "tool_choice": "any"}, "tool_choice must be"),
     ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
-    ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "x"}}, "no such tool"),
     ({"tools": [TOOL], "tool_choice": {"type": "auto", "disable_parallel_tool_use": 1}}, "tool_choice.disable"),
     ({"stop_sequences": [""]}, "stop_sequences"),
-    ({"temperature": -1}, "temperature"),
     ({"top_k": "a"}, "top_k"),
     ({"thinking": {"type": "between_tools"}}, "thinking.type"),
     ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
     ({"thinking": {"type": "enabled", "budget_tokens": 300}}, "from 1 to 299, less than max_tokens, got 300"),
     ({"output_config": {"format": {"type": "grammar"}}}, "output_config.format.type"),
     ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format must be an object that has"),
-    ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "x"}}}}, "x"),
     ({"output_config": {"effort": 5}}, "output_config.effort"),
     ({"n": 2}, "n is not supported in /v1/messages"),
     ({"stop": ["a"]}, "stop is not supported in /v1/messages: it is stop_sequences here"),
@@ -302,29 +264,23 @@ def test_refusals(served: Server, more: dict[str, Any], text: str) -> None:
 
 def test_errors_around_the_route(served: Server) -> None:
     """Whoever answers, a client of this route gets what it knows."""
-    told: dict[str, int] = {}
-
-    def tell(answer: httpx.Response) -> None:
-        found = MessageError.model_validate(answer.json())
-        told[found.error.type] = answer.status_code
-
-    for path in ("/v1/messages", "/v1/messages/count_tokens", "/v1/messages/batches"):
-        for keys in ({}, {"x-api-key": "three"}, {"x-api-key": "on"}):
-            answer = httpx.post(served.url + path, json=ASKED, headers=keys)
-            assert answer.status_code == 401
-            tell(answer)
-    tell(served.http.post("/v1/messages", json=ASKED | {"model": "claude"}))
-    tell(served.http.post("/v1/messages", content=b"x" * 50_000))
-    for content in (b"{", b"[]"):
-        tell(served.http.post("/v1/messages", content=content, headers={"content-type": "application/json"}))
-    assert told == {"authentication_error": 401, "not_found_error": 404, "request_too_large": 413,
-                    "invalid_request_error": 400}  # fmt: skip
-    tell(served.http.get("/v1/messages"))
-    assert told["invalid_request_error"] == 405
+    url, post, kind = f"{served.url}/v1/messages", served.http.post, {"content-type": "application/json"}
+    for answer, status, name in (
+        *((httpx.post(url + path, json=ASKED, headers=keys), 401, "authentication_error")
+          for path in ("", "/count_tokens", "/batches") for keys in ({}, {"x-api-key": "on"})),
+        (post(url, json=ASKED | {"model": "claude"}), 404, "not_found_error"),
+        (post(url, content=b"x" * 50_000), 413, "request_too_large"),
+        (post(url, content=b"{", headers=kind), 400, "invalid_request_error"),
+        (post(url, content=b"[]", headers=kind), 400, "invalid_request_error"),
+        (served.http.get(url), 405, "invalid_request_error"),
+    ):  # fmt: skip
+        assert (answer.status_code, MessageError.model_validate(answer.json()).error.type) == (status, name)
     assert "message" in httpx.post(f"{served.url}/v1/completions").json()["error"]  # OpenAI's, elsewhere
 
 
 def test_the_key_has_two_headers(served: Server) -> None:
+    other = {"Authorization": "Bearer two", "x-api-key": ""}
+    assert served.http.post("/v1/messages?beta=true", json=ASKED, headers=other).status_code == 200
     twice = [("x-api-key", "one"), ("x-api-key", "one")]
     assert httpx.get(f"{served.url}/v1/models", headers=twice).status_code == 401
     both = {"Authorization": "Bearer no", "x-api-key": "one"}

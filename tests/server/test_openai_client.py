@@ -28,16 +28,20 @@ def text_of(prompt: str, seed: int, count: int) -> str:
     return tokenizer().decode(tokens_of(prompt, seed, count))
 
 
-def test_completion(client: OpenAI, echo: Running) -> None:
-    done = client.completions.create(model="echo", prompt=PROMPT, seed=3, max_tokens=12)
-    ids = tokenizer().encode(PROMPT)
-    assert done.choices[0].text == text_of(PROMPT, 3, 12)
-    assert done.choices[0].finish_reason == "length"
-    assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (len(ids), 12)
-    assert done.object == "text_completion"
-    assert done.id.startswith("cmpl-")
-    assert client.completions.create(model="echo", prompt=PROMPT, seed=3).usage.completion_tokens == 16
-    assert echo.idle()
+def test_streamed_completion_equals_the_whole(placed_client: OpenAI, placed: Running) -> None:
+    asked: Any = {"model": "echo", "prompt": PROMPT, "seed": 3, "max_tokens": 40}
+    done = placed_client.completions.create(**asked)
+    assert (done.choices[0].text, done.choices[0].finish_reason) == (text_of(PROMPT, 3, 40), "length")
+    assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (len(tokenizer().encode(PROMPT)), 40)
+    assert (done.object, done.id[:5]) == ("text_completion", "cmpl-")
+    assert placed_client.completions.create(model="echo", prompt=PROMPT, seed=3).usage.completion_tokens == 16
+    chunks = list(placed_client.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == text_of(PROMPT, 3, 40)
+    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]][-1] == "length"
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.completion_tokens == 40
+    assert len({chunk.id for chunk in chunks}) == 1
+    assert placed.idle()
 
 
 def test_cached_tokens_are_told(client: OpenAI) -> None:
@@ -46,19 +50,6 @@ def test_cached_tokens_are_told(client: OpenAI) -> None:
     assert done.usage.prompt_tokens_details.cached_tokens == 20
     salted = client.completions.create(model="echo", prompt=[7] * 21, max_tokens=1, extra_body={"cache_salt": "x"})
     assert salted.usage.prompt_tokens_details.cached_tokens == 0
-
-
-def test_streamed_completion_equals_the_whole(placed_client: OpenAI, placed: Running) -> None:
-    stream = placed_client.completions.create(
-        model="echo", prompt=PROMPT, seed=3, max_tokens=40, stream=True, stream_options={"include_usage": True}
-    )
-    chunks = list(stream)
-    assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == text_of(PROMPT, 3, 40)
-    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]][-1] == "length"
-    assert chunks[-1].choices == []
-    assert chunks[-1].usage.completion_tokens == 40
-    assert len({chunk.id for chunk in chunks}) == 1
-    assert placed.idle()
 
 
 def test_echo_scores_the_prompt(placed_client: OpenAI) -> None:
@@ -102,16 +93,6 @@ def test_prompt_logprobs(client: OpenAI) -> None:
     assert [[one["rank"] for one in entry.values()][1:] for entry in others] == [[1, 2], [1, 2]]
 
 
-def test_stop_string_ends_and_is_named(placed_client: OpenAI) -> None:
-    client = placed_client
-    whole = text_of(PROMPT, 11, 60)
-    stop = whole[20:23]
-    done = client.completions.create(model="echo", prompt=PROMPT, seed=11, max_tokens=60, stop=[stop])
-    assert done.choices[0].text == whole[: whole.index(stop)]
-    assert done.choices[0].finish_reason == "stop"
-    assert done.choices[0].model_extra["stop_reason"] == stop
-
-
 MESSAGES = [{"role": "user", "content": "once"}]
 RENDERED = "<|im_start|>user\nonce<|im_end|>\n<|im_start|>assistant\n"
 
@@ -149,22 +130,14 @@ def test_chat_logprobs(client: OpenAI) -> None:
     assert all(len(entry.top_logprobs) == 3 for entry in content)
 
 
-def test_template_variables(client: OpenAI) -> None:
-    plain, loud = (
-        client.chat.completions.create(model="echo", messages=MESSAGES, max_tokens=1, extra_body=extra).usage
-        for extra in ({}, {"chat_template_kwargs": {"shout": True}})
-    )
-    assert loud.prompt_tokens == plain.prompt_tokens + 1
-    with pytest.raises(openai.BadRequestError, match="no variable 'tokenize'"):
-        client.chat.completions.create(
-            model="echo", messages=MESSAGES, extra_body={"chat_template_kwargs": {"tokenize": True}}
-        )
-
-
-def test_models(client: OpenAI) -> None:
+def test_models_and_facts(client: OpenAI, http: httpx.Client) -> None:
     assert [model.id for model in client.models.list()] == ["echo", "parrot"]
     assert client.models.retrieve("parrot").model_extra["max_model_len"] == 256
     assert client.completions.create(model="parrot", prompt="a", max_tokens=1).model == "echo"
+    assert http.post("/ping").status_code == 200
+    assert http.get("/version").json() == {"version": "0.1.0"}
+    assert http.get("/load").json() == {"server_load": 0}
+    assert "/openapi.json" in http.get("/nothing").json()["error"]["message"]
 
 
 def test_errors_have_openais_classes(client: OpenAI) -> None:
@@ -175,6 +148,9 @@ def test_errors_have_openais_classes(client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as bad:
         client.completions.create(model="echo", prompt="a", temperature=-1)
     assert bad.value.param == "temperature"
+    for extra in ({"tools": [{"type": "function"}]}, {"response_format": {"type": "xml"}}):
+        with pytest.raises(openai.BadRequestError):
+            client.chat.completions.create(model="echo", messages=MESSAGES, extra_body=extra)
 
 
 def test_usage_is_null_until_the_last_chunk(http: httpx.Client) -> None:
@@ -198,12 +174,3 @@ def test_tokenize_and_back(http: httpx.Client) -> None:
     assert ids_of(http, messages=MESSAGES) == tokenizer().encode(RENDERED)
     history = "<|im_start|>user\nonce<|im_end|>\n"
     assert ids_of(http, messages=MESSAGES, add_generation_prompt=False) == tokenizer().encode(history)
-
-
-def test_facts(http: httpx.Client) -> None:
-    assert http.post("/ping").status_code == 200
-    assert http.get("/version").json() == {"version": "0.1.0"}
-    assert http.get("/load").json() == {"server_load": 0}
-    nothing = http.get("/nothing").json()["error"]
-    assert (nothing["code"], nothing["type"]) == (404, "NotFoundError")
-    assert "/openapi.json" in nothing["message"]

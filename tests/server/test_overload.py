@@ -19,32 +19,6 @@ from quire.control.recovery import Restarts
 from quire.errors import RanksLost
 
 
-def test_full_queue_answers_503_at_once(brake: Path, placement: Placement) -> None:
-    """All but those that run and wait: while the first one runs, which takes 40 s."""
-    model = echo_service.built(Echo(brake=str(brake)), max_num_seqs=1, max_num_queued_reqs=2)
-    with (
-        echo_service.serving(model, placement=placement) as running,
-        httpx.Client(base_url=running.url, timeout=60) as http,
-    ):
-        body = {"prompt": "a", "max_tokens": 200, "ignore_eos": True}
-        with concurrent.futures.ThreadPoolExecutor(12) as pool:
-            asked = [pool.submit(http.post, "/v1/completions", json=body) for _ in range(12)]
-            answers = concurrent.futures.as_completed(asked)
-            early = [next(answers).result() for _ in range(9)]
-            brake.unlink()
-        assert {answer.status_code for answer in early} == {503}
-        served = [one.result() for one in asked if one.result().status_code == 200]
-        refused = [one.result() for one in asked if one.result().status_code == 503]
-        assert 1 <= len(served) <= 3
-        assert len(served) + len(refused) == 12
-        for answer in refused:
-            assert int(answer.headers["retry-after"]) >= 1
-            assert "queue is full" in answer.json()["error"]["message"]
-        assert running.metric("quire_admission_rejections_total") == len(refused)
-        assert running.idle()
-        assert http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
-
-
 def test_a_list_of_prompts_is_queued_whole_or_not_at_all(brake: Path, placement: Placement) -> None:
     """It counts once among the requests that wait; and of prompts there may wait 16 for each of these."""
     model = echo_service.built(Echo(brake=str(brake)), max_num_seqs=1, max_num_queued_reqs=2)
@@ -59,7 +33,11 @@ def test_a_list_of_prompts_is_queued_whole_or_not_at_all(brake: Path, placement:
             assert httpx.post(url, json=body | {"prompt": ["a"] * 14}).status_code == 503
             second = pool.submit(httpx.post, url, json=body | {"prompt": ["a"] * 3})
             wait_until(lambda: running.metric("quire_num_requests_waiting") == 22, "22 prompts wait")
-            assert httpx.post(url, json=body | {"prompt": "a"}).status_code == 503
+            refused = httpx.post(url, json=body | {"prompt": "a"})
+            assert refused.status_code == 503
+            assert int(refused.headers["retry-after"]) >= 1
+            assert "queue is full" in refused.json()["error"]["message"]
+            assert running.metric("quire_admission_rejections_total") >= 1
             brake.unlink()
             assert len(first.result().json()["choices"]) == 20
             assert len(second.result().json()["choices"]) == 3

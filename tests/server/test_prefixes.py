@@ -63,14 +63,6 @@ def test_register_use_and_release(shop: Running, http: httpx.Client) -> None:
     assert http.get("/v1/prefixes").json()["data"] == []
 
 
-def test_text_is_encoded_as_a_completions_prompt(http: httpx.Client) -> None:
-    text = "once upon a time there was"
-    tokens = http.post("/v1/prefixes", json={"name": "story", "text": text}).json()["tokens"]
-    assert tokens == len(echo_service.tokenizer().encode(text))
-    body = {"prompt": text + " a quire", "max_tokens": 1}
-    assert http.post("/v1/completions", json=body).json()["usage"]["prompt_tokens_details"]["cached_tokens"] == tokens
-
-
 def test_errors(shop: Running, http: httpx.Client) -> None:
     assert shop.idle()
     before = shop.llm.facts.stats.computed_tokens
@@ -108,16 +100,9 @@ def test_errors(shop: Running, http: httpx.Client) -> None:
     assert computed == 22 + 1 + 2, "something else was queued"  # of three output tokens two are taken in
 
 
-@pytest.mark.parametrize("root", ["", "/", "/api", "/api/"])
-def test_without_an_admin_key_the_routes_are_shut(servers: Servers, root: str) -> None:
-    running = servers(root_path=root)
-    with httpx.Client(base_url=running.url) as http:
-        for path in ("/v1/prefixes", "//v1/prefixes", "/api/v1/prefixes", "/api//v1/prefixes", "/v1/prefixes/"):
-            for headers in ({}, HEADERS):
-                answer = http.get(running.url + path, headers=headers, follow_redirects=True)
-                assert answer.status_code in (403, 404), path
-        assert http.get("/v1/prefixes").status_code == 403
-        assert http.get("/v1/models").status_code == 200
+def test_without_an_admin_key_the_routes_are_shut(echo: Running) -> None:
+    for headers in ({}, HEADERS):
+        assert httpx.get(f"{echo.url}/v1/prefixes", headers=headers).status_code == 403
 
 
 # On the engine's thread

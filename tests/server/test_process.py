@@ -1,4 +1,4 @@
-"""The server as a process: signals, exit statuses, the port, and the lines that it prints."""
+"""The server as a process: signals, exit statuses, the port, the lines that it prints, TLS, and a file of settings."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -18,6 +20,9 @@ from typing import Any
 import httpx
 import pytest
 from waiting import wait_until
+
+from quire.errors import StartupError
+from quire.server.tls import check_certificate
 
 TESTS = Path(__file__).parent.parent
 PROGRAM = """
@@ -134,14 +139,6 @@ def pasted(server: Process) -> str:
     return subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=100).stdout
 
 
-def test_the_printed_curl_line_works() -> None:
-    with process(pause=0) as server:
-        assert server.lines[-1].startswith("curl http://")
-        assert '"role":"assistant"' in pasted(server)
-        server.child.send_signal(signal.SIGINT)
-        assert server.end()[0] == 0
-
-
 def test_integers_of_many_digits_are_not_read() -> None:
     """Reading one costs the square of its digits, and holds everything up meanwhile."""
     with process(pause=0) as server:
@@ -236,3 +233,95 @@ def test_bad_server_flags(flags: list[str], words: str, tmp_path: Path) -> None:
     assert child.returncode == 2
     assert words in error.strip().splitlines()[-1]
     assert "Traceback" not in error
+
+
+OPENSSL = shutil.which("openssl")
+needs_openssl = pytest.mark.skipif(OPENSSL is None, reason="openssl makes the certificates")
+
+
+def certificate(folder: Path, name: str = "server", *options: str) -> tuple[str, str]:
+    """A key and a certificate for 127.0.0.1 that it signed itself."""
+    key, cert = folder / f"{name}.key", folder / f"{name}.crt"
+    assert OPENSSL is not None
+    subprocess.run(
+        [OPENSSL, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-days", "2",
+         "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert),
+         *(options or ("-nodes",))],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    return str(key), str(cert)
+
+
+@needs_openssl
+def test_tls(tmp_path: Path) -> None:
+    key, cert = certificate(tmp_path)
+    with process("--ssl-keyfile", key, "--ssl-certfile", cert, pause=0) as server:
+        assert server.url.startswith("https://127.0.0.1:")
+        trusted = ssl.create_default_context(cafile=cert)
+        assert httpx.get(f"{server.url}/health", verify=trusted).status_code == 200
+        with pytest.raises(httpx.TransportError):
+            httpx.get(f"{server.url}/health")  # a certificate that nobody signed
+        with pytest.raises(httpx.TransportError):
+            httpx.get(server.url.replace("https", "http") + "/health")
+        assert '"role":"assistant"' in pasted(server)
+        asked = {"prompt": "a", "max_tokens": 50, "ignore_eos": True, "stream": True}
+        streamed = httpx.post(f"{server.url}/v1/completions", json=asked, verify=trusted).text
+        assert streamed.endswith('"finish_reason":"length","stop_reason":null}]}\n\ndata: [DONE]\n\n')
+        server.child.send_signal(signal.SIGTERM)
+        assert server.end()[0] == 0
+
+
+@needs_openssl
+def test_certificates_that_cannot_be_used(tmp_path: Path) -> None:
+    key, cert = certificate(tmp_path)
+    other, _ = certificate(tmp_path, "other")
+    locked, its = certificate(tmp_path, "locked", "-passout", "pass:secret")
+    words = tmp_path / "words"
+    words.write_text("no key")
+    check_certificate(None, None)
+    check_certificate(key, cert)
+    for wrong_key, wrong_cert, said in (
+        (None, cert, "--ssl-certfile is given without --ssl-keyfile. Give both, or none"),
+        (key, None, "--ssl-keyfile is given without --ssl-certfile"),
+        (str(tmp_path / "none"), cert, "--ssl-keyfile .*none' can't be read"),
+        (key, str(tmp_path), "--ssl-certfile .* can't be read"),
+        (key, "a\0b", "--ssl-certfile .* can't be read"),
+        (str(words), cert, "can't be used together"),
+        (key, str(words), "can't be used together"),
+        (other, cert, "can't be used together"),
+        (locked, its, "--ssl-keyfile .* is encrypted. Give a key without a password"),
+    ):
+        with pytest.raises(StartupError, match=said) as error:
+            check_certificate(wrong_key, wrong_cert)
+        assert "secret" not in str(error.value)
+
+
+def test_the_curl_line_of_a_root_path_works() -> None:
+    with process("--root-path", "/deep/er/", pause=0) as server:
+        assert f"{server.url}/deep/er/v1/chat/completions" in server.lines[-1]
+        assert '"role":"assistant"' in pasted(server)
+        for prefix in ("", "/deep/er"):
+            assert httpx.get(f"{server.url}{prefix}/v1/models").status_code == 200
+
+
+def test_settings_from_a_file_reach_the_server(tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text(
+        "metrics-prefix: vllm\nenable-log-requests: true\nenable-chunked-prefill: true\nserved-model-name: [one, two]\n"
+        "allowed-origins: ['https://app.example']\nuvicorn-log-level: info\ngpu-memory-utilization: 0.5\n"
+    )
+    with process("--config", str(file), pause=0) as server:
+        text = httpx.get(f"{server.url}/metrics").text
+        assert 'vllm:num_requests_running{engine="0",model_name="one"} 0.0' in text
+        assert 'gpu_memory_utilization="0.5"' in text
+        body = {"prompt": "secret words", "max_tokens": 1}
+        headers = {"Origin": "https://app.example", "X-Request-Id": "mine"}
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, headers=headers)
+        assert answer.headers["access-control-allow-origin"] == "https://app.example"
+        server.child.send_signal(signal.SIGTERM)
+        status, error = server.end()
+    assert status == 0
+    assert "--enable-chunked-prefill changes nothing" in error
+    assert f"request {answer.json()['id']} (X-Request-Id mine)" in error
+    assert "Started server process" in error, "uvicorn's own lines"
+    assert "secret words" not in error

@@ -74,10 +74,14 @@ def test_thoughts_are_apart_whole_and_streamed(served: Served) -> None:
 
 
 def test_what_was_cut_within_thoughts_can_be_sent_back(served: Served) -> None:
-    client, say, _ = served
+    client, say, running = served
     say(SAID)
     cut = ask(client, max_tokens=5).choices[0].message
     assert (cut.content, cut.reasoning_content) == (None, "once upon")
+    for name in ("reasoning", "reasoning_content"):
+        talk = [*TALK, {"role": "assistant", "content": "x", name: "hm"}]
+        found = httpx.post(f"{running.url}/tokenize", json={"messages": talk, "return_token_strs": True}).json()
+        assert "(hm)" in "".join(found["token_strs"])
     for said in (cut, {"role": "assistant", "content": None, "reasoning": "once"}):
         assert ask(client, messages=[*TALK, said, *TALK]).choices[0].message.content == ANSWER
     for nothing in ({"role": "assistant", "content": None}, {"role": "user", "content": None, "reasoning": "once"}):
@@ -129,20 +133,6 @@ def test_a_budget_ends_them(served: Served, budget: int, opened: bool) -> None:
     assert found.choices[0].message.content
 
 
-@pytest.mark.parametrize("opened", [False, True])
-def test_a_form_begins_behind_them(served: Served, opened: bool) -> None:
-    client, say, _ = served
-    say(("" if opened else "<think>") + "once upon</think>")
-    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": PAGES, "strict": True}}
-    more = {"chat_template_kwargs": {"opened": True}} if opened else {}
-    [choice] = ask(client, response_format=form, extra_body=more).choices
-    assert choice.message.reasoning_content == "once upon"
-    assert json.loads(choice.message.content)["of"] in ("quire", "ream")
-    off: Any = {"chat_template_kwargs": {"enable_thinking": False}}
-    [choice] = ask(client, response_format=form, extra_body=off).choices
-    assert json.loads(choice.message.content)["of"] in ("quire", "ream")
-
-
 def test_calls_come_behind_them(served: Served) -> None:
     client, say, _ = served
     say('<think>once</think><tool_call>{"name": "pages", "arguments": {"of": "quire"}}</tool_call>')
@@ -157,6 +147,11 @@ def test_calls_come_behind_them(served: Served) -> None:
         thought, answer, calls, _ = streamed(client, tools=TOOLS, tool_choice=choice_of)
         assert (thought, answer) == ("once", "")
         assert json.loads(calls[0])["of"] in ("quire", "ream")
+    form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": PAGES, "strict": True}}
+    for thoughts, variables in (("once", {}), (None, {"enable_thinking": False})):
+        [choice] = ask(client, response_format=form, extra_body={"chat_template_kwargs": variables}).choices
+        assert getattr(choice.message, "reasoning_content", None) == thoughts
+        assert json.loads(choice.message.content)["of"] in ("quire", "ream")
 
 
 def test_a_message_that_is_continued_within_its_thoughts(served: Served) -> None:
@@ -206,15 +201,10 @@ def test_cut_within_thoughts_nothing_was_called(served: Served) -> None:
     assert (choice.finish_reason, choice.message.tool_calls, choice.message.content) == ("length", None, None)
 
 
-@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
-def test_histories_have_thoughts(served: Served, name: str) -> None:
-    _, _, running = served
-    talk = [*TALK, {"role": "assistant", "content": "x", name: "hm"}]
-    found = httpx.post(f"{running.url}/tokenize", json={"messages": talk, "return_token_strs": True}).json()
-    assert "(hm)" in "".join(found["token_strs"]).replace("Ġ", " ")
-
-
-def test_what_is_wrong_is_named(served: Served) -> None:
+def test_what_is_wrong_is_named(served: Served, http: httpx.Client) -> None:
+    """Also where a model doesn't think."""
+    told = refusal(http, "/v1/chat/completions", {"messages": TALK, "thinking_token_budget": 4})
+    assert "see --reasoning-parser" in told["message"]
     _, _, running = served
     for more, message in (
         ({"thinking_token_budget": -1}, "thinking_token_budget"),
@@ -223,11 +213,6 @@ def test_what_is_wrong_is_named(served: Served) -> None:
         ({"include_reasoning": 1}, "include_reasoning"),
         ({"chat_template_kwargs": {"enable_thought": True}}, "enable_thought"),
     ):
-        with httpx.Client(base_url=running.url) as http:
-            told = refusal(http, "/v1/chat/completions", {"messages": TALK, **more})
+        with httpx.Client(base_url=running.url) as asking:
+            told = refusal(asking, "/v1/chat/completions", {"messages": TALK, **more})
         assert message in json.dumps(told), told
-
-
-def test_a_budget_needs_a_model_that_thinks(http: httpx.Client) -> None:
-    told = refusal(http, "/v1/chat/completions", {"messages": TALK, "thinking_token_budget": 4})
-    assert "see --reasoning-parser" in told["message"]

@@ -8,6 +8,7 @@ import random
 import re
 from collections.abc import Callable
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import echo_service
@@ -69,26 +70,16 @@ class Client:
         return {"type": "http.disconnect"}
 
 
-class Engine:
-    """Stands for an AsyncLLM: notes what is aborted."""
-
-    def __init__(self) -> None:
-        self.aborted: list[str] = []
-
-    def abort(self, id: str) -> None:
-        self.aborted.append(id)
-
-
 @cache
 def prompts_of_echo() -> Prompts:
     return echo_service.prompts()
 
 
-def answer_to(body: dict[str, Any], prompts: int, engine: Engine) -> tuple[EventStream, list[Stream]]:
+def answer_to(body: dict[str, Any], prompts: int, engine: Any) -> tuple[EventStream, list[Stream]]:
     """The answer to `body`, and the streams that it reads."""
     accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     accepted.set_result(None)
-    call = Call(engine, "cmpl-x", Held(), Size(0, 0))  # type: ignore[arg-type]
+    call = Call(engine, "cmpl-x", Held(), Size(0, 0))
     call.streams = [Stream(f"cmpl-x-{at}", accepted) for at in range(prompts)]
     text, given = prompts_of_echo(), [Prompt("once", [5, 6 + at]) for at in range(prompts)]
     words, renderer = Words(text), None
@@ -107,11 +98,11 @@ async def turns(count: int = 12) -> None:
 
 
 async def streamed(
-    body: dict[str, Any], prompts: int, steps: list[Step | Act], direct: bool, engine: Engine | None = None
+    body: dict[str, Any], prompts: int, steps: list[Step | Act], direct: bool, aborted: list[str] | None = None
 ) -> Client:
     """What the client was sent of `steps`, after each of which the event loop turns."""
     client = Client()
-    answer, streams = answer_to(body, prompts, engine or Engine())
+    answer, streams = answer_to(body, prompts, SimpleNamespace(abort=(aborted if aborted is not None else []).append))
     scope = {"type": "http", "extensions": {DIRECT: client} if direct else {}}
     task = asyncio.create_task(answer(scope, client.receive, client.send))
     await turns()
@@ -256,18 +247,18 @@ def test_a_chunk_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None
         raise RuntimeError("no")
 
     monkeypatch.setattr(ChatRenderer, "brief", broken)
-    engine = Engine()
+    aborted: list[str] = []
     for direct in (True, False):
-        found = events(asyncio.run(streamed({"messages": TALK}, 1, [[(0, output(0, "a"))]], direct, engine)))
+        found = events(asyncio.run(streamed({"messages": TALK}, 1, [[(0, output(0, "a"))]], direct, aborted)))
         assert found[-1]["error"]["message"] == "internal error"
-    assert engine.aborted == ["cmpl-x-0"] * 2
+    assert aborted == ["cmpl-x-0"] * 2
 
 
 def test_a_client_that_leaves() -> None:
-    engine = Engine()
+    aborted: list[str] = []
     steps: list[Step | Act] = [[(0, output(0, "a"))], lambda client: client.left.set(), [(0, output(0, "b"))]]
-    client = asyncio.run(streamed({"messages": TALK}, 1, steps, True, engine))
-    assert engine.aborted == ["cmpl-x-0"]
+    client = asyncio.run(streamed({"messages": TALK}, 1, steps, True, aborted))
+    assert aborted == ["cmpl-x-0"]
     assert b'"a"' in client.parts[-1]
 
 

@@ -65,21 +65,21 @@ def joined(chunks: Any) -> tuple[str, list[list[str]], str | None]:
     return text, calls, reason
 
 
-def test_a_call_whole_and_streamed(said: Any) -> None:
+def test_one_call_where_parallel_ones_are_off(said: Any) -> None:
     client, say, _ = said
-    say(SAID)
-    asked = {"model": "echo", "messages": TALK, "tools": TOOLS}
-    [choice] = client.chat.completions.create(**asked).choices
-    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Let me see.")
-    [call] = choice.message.tool_calls
-    assert (call.type, call.function.name) == ("function", "weather")
-    assert json.loads(call.function.arguments) == {"city": "Paris", "days": 2}
-    text, calls, reason = joined(client.chat.completions.create(**asked, stream=True))
-    assert (text, reason) == ("Let me see.", "tool_calls")
-    assert [call[1:] for call in calls] == [["weather", call.function.arguments]]
-    with client.chat.completions.stream(**asked) as stream:
-        [helped] = stream.get_final_completion().choices
-    assert helped.message.tool_calls[0].function.arguments == call.function.arguments
+    say(SAID + SAID.partition("\n")[2])
+    for parallel, count in ((True, 2), (False, 1)):
+        asked: Any = {"model": "echo", "messages": TALK, "tools": TOOLS, "parallel_tool_calls": parallel}
+        [choice] = client.chat.completions.create(**asked).choices
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Let me see.")
+        calls = [(call.type, call.function.name, call.function.arguments) for call in choice.message.tool_calls]
+        assert [json.loads(arguments) for _, _, arguments in calls] == [{"city": "Paris", "days": 2}] * count
+        text, streamed, reason = joined(client.chat.completions.create(**asked, stream=True))
+        assert (text, reason) == ("Let me see.", "tool_calls")
+        assert [("function", *call[1:]) for call in streamed] == calls
+        with client.chat.completions.stream(**asked) as stream:
+            [helped] = stream.get_final_completion().choices
+        assert helped.message.tool_calls[0].function.arguments == calls[0][2]
 
 
 def test_n_and_logprobs_beside_calls(said: Any) -> None:
@@ -97,17 +97,6 @@ def test_n_and_logprobs_beside_calls(said: Any) -> None:
         if chunk.choices[0].index == 0
     ]
     assert seen == tokens
-
-
-def test_one_call_where_parallel_ones_are_off(said: Any) -> None:
-    client, say, _ = said
-    say(SAID + SAID)
-    asked = {"model": "echo", "messages": TALK, "tools": TOOLS}
-    for parallel, count in ((True, 2), (False, 1)):
-        done = client.chat.completions.create(**asked, parallel_tool_calls=parallel)
-        assert len(done.choices[0].message.tool_calls) == count
-        _, calls, _ = joined(client.chat.completions.create(**asked, parallel_tool_calls=parallel, stream=True))
-        assert len(calls) == count
 
 
 def test_text_stays_text(said: Any) -> None:
@@ -153,13 +142,6 @@ def test_templates_without_tools_are_told_of_them() -> None:
     assert "<|im_start|>user\nResult of the function:\nrain<|im_end|>" in text
     assert system.startswith("<|im_start|>system\nBe brief.\n\nYou can call functions.")
     assert system.count("<|im_start|>system") == 1
-
-
-@pytest.mark.parametrize("choice", [None, "none", "auto"])
-def test_a_conversation_that_had_a_tool(client: OpenAI, choice: str | None) -> None:
-    asked = {} if choice is None else {"tool_choice": choice}
-    done = client.chat.completions.create(model="echo", messages=HISTORY, max_tokens=4, **asked)
-    assert done.usage.completion_tokens == 4
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -214,11 +196,9 @@ def test_arguments_are_an_object_and_of_no_parameters_an_empty_one(said: Any, pa
     client, say, _ = said
     say('"once"')
     tools = tools_of() if parameters is None else tools_of(parameters=parameters)
-    asked: Any = {"model": "echo", "messages": TALK, "tools": tools}
+    asked: Any = {"model": "echo", "messages": TALK, "tools": tools, "parallel_tool_calls": False, "max_tokens": 60}
     for choice in ("required", tools_of()[0]):
-        [done] = client.chat.completions.create(
-            **asked, tool_choice=choice, parallel_tool_calls=False, max_tokens=60
-        ).choices
+        [done] = client.chat.completions.create(**asked, tool_choice=choice).choices
         [made] = done.message.tool_calls
         assert (json.loads(made.function.arguments), done.finish_reason) == (wanted, "tool_calls")
 
@@ -238,6 +218,8 @@ def test_a_form_of_the_text_gives_way_to_a_call(said: Any) -> None:
     assert json.loads(done.message.content) == {"a": 1}
     wrong = {"messages": TALK, "tools": TOOLS, "tool_choice": "required", "response_format": {"type": "xml"}}
     assert httpx.post(f"{running.url}/v1/chat/completions", json=wrong).json()["error"]["param"] == "response_format"
+    for wrong in ({"prompt": "a", "tools": TOOLS}, {"prompt": "a", "tool_choice": "required"}):
+        assert httpx.post(f"{running.url}/v1/completions", json=wrong).json()["error"]["param"] in wrong
 
 
 def tools_of(**function: Any) -> Any:
@@ -354,8 +336,3 @@ def test_numbers_that_are_none_reach_no_template(http: httpx.Client, number: str
         assert answer.status_code == 400, answer.text
         assert place in answer.json()["error"]["message"]
         assert "the number" in answer.json()["error"]["message"]
-
-
-def test_completions_have_no_tools(http: httpx.Client) -> None:
-    assert refusal(http, "/v1/completions", {"prompt": "a", "tools": TOOLS})["param"] == "tools"
-    assert refusal(http, "/v1/completions", {"prompt": "a", "tool_choice": "required"})["param"] == "tool_choice"

@@ -13,7 +13,6 @@ What an event costs while nothing else is done is less noisy.
 from __future__ import annotations
 
 import argparse
-import http.client
 import json
 import os
 import random
@@ -23,10 +22,14 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import httpx
 
 from quire.bench.machine import machine
 from quire.link.host import UNWATCHED
@@ -55,31 +58,22 @@ def serving(options: tuple[str, ...]) -> Iterator[int]:
 
 def seconds(port: int) -> float:
     """Processor time of the engine and of all fronts, as /metrics has it."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    connection.request("GET", "/metrics")
-    text = connection.getresponse().read().decode()
-    connection.close()
+    text = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=60).text
     return sum(map(float, re.findall(r"^quire_process_cpu_seconds_total\{.*?\} (\S+)$", text, re.MULTILINE)))
 
 
 def ask(port: int, tokens: int, count: int, seed: int) -> None:
     """`count` requests at once, each for so many tokens."""
 
-    def post(body: bytes) -> None:
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
-        connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
-        answer = connection.getresponse()
-        said = json.loads(answer.read())
+    def post(prompt: list[int]) -> None:
+        body = {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True}
+        said = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=600).json()
         assert said["usage"]["completion_tokens"] == tokens, said
 
     rng = random.Random(seed)
     prompts = [[rng.randrange(100, VOCAB) for _ in range(48)] for _ in range(count)]
-    bodies = [{"prompt": prompt, "max_tokens": tokens, "ignore_eos": True} for prompt in prompts]
-    threads = [threading.Thread(target=post, args=(json.dumps(body).encode(),)) for body in bodies]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(count) as pool:
+        list(pool.map(post, prompts))
 
 
 class Watcher:
@@ -87,10 +81,7 @@ class Watcher:
 
     def __init__(self, port: int) -> None:
         self.took, self.bytes, self._over = list[float](), 0, False
-        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-        self._connection.request("GET", "/console/events")
-        self._answer = self._connection.getresponse()
-        assert self._answer.status == 200
+        self._answer = urllib.request.urlopen(f"http://127.0.0.1:{port}/console/events", timeout=60)
         self._thread = threading.Thread(target=self._read)
         self._thread.start()
 
@@ -105,7 +96,7 @@ class Watcher:
         """After the next event."""
         self._over = True
         self._thread.join()
-        self._connection.close()
+        self._answer.close()
 
 
 def at_rest(port: int, watchers: int) -> dict[str, Any]:

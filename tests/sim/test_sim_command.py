@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 
 import quire
-from quire.bench.calibrate import at_once
-from quire.bench.workloads import parse
 from quire.cli import main
 from quire.cli.simulate import _made, plant_of
 from quire.config import EngineConfig
@@ -77,17 +75,6 @@ def test_a_workload_that_is_too_short_finds_no_rate(capsys: pytest.CaptureFixtur
     assert "no rate meets the objectives" in capsys.readouterr().out
 
 
-def test_memories_of_earlier_systems_serve_less() -> None:
-    found = {}
-    for memory in ("paged", "orca-oracle", "orca-max", "ft"):
-        plant = plant_of(EngineConfig(memory=memory, enable_prefix_caching=False), "a100-13b")
-        run = plant.simulate(at_once(parse("sharegpt@60").jobs(plant.spec.vocab_size)))
-        found[memory] = run.totals
-    assert found["paged"].mean_running > found["orca-oracle"].mean_running > found["orca-max"].mean_running
-    seconds = [found[memory].seconds for memory in ("paged", "orca-oracle", "orca-max", "ft")]
-    assert seconds == sorted(seconds)
-
-
 def test_a_trace_keeps_its_times_or_is_stretched(tmp_path: Path) -> None:
     trace = trace_of(tmp_path, 0.0, 2.0, 4.0, 6.0, 8.0)
     [run] = results(tmp_path, "--trace", trace)
@@ -95,6 +82,9 @@ def test_a_trace_keeps_its_times_or_is_stretched(tmp_path: Path) -> None:
     assert 8 < run["seconds"] < 8.5
     [run] = results(tmp_path, "--trace", trace, "--rate", "1.25")
     assert 4 < run["seconds"] < 4.5
+    for last in (5e-324, 1e9):
+        [run] = results(tmp_path, "--trace", trace_of(tmp_path, 0, last), "--rate", "0.5")
+        assert 4 < run["seconds"] < 4.5
 
 
 def test_the_size_of_the_kv_memory() -> None:
@@ -131,10 +121,7 @@ def test_the_model_is_the_calibration_s_where_none_is_named(tmp_path: Path) -> N
         (["--workload", "alpaca@4", *FIND, "--rate", "0"], "--rate is 0"),
         (["--workload", "alpaca@4", *FIND, "--rate", "1", "2"], "--find-rate is given with 2 rates, 1 2"),
         (["--workload", "fixed:4:1", *FIND, "--rate", "170"], "are 102,000 requests, more than 100,000"),
-        (
-            ["--workload", "alpaca@4", "--rate", "1", "--kv-tokens", "1000000000000"],
-            "1,000,000,000,000 tokens of KV are",
-        ),
+        (["--workload", "alpaca@4", "--rate", "1", "--kv-tokens", str(10**12)], "1,000,000,000,000 tokens of KV are"),
         (["--workload", "alpaca", "--rate", "1", "--seconds", "0"], "--seconds is 0"),
         (["--workload", "alpaca@4", "--find-rate"], "--find-rate needs an --objective"),
         (["--workload", "alpaca@4", "--rate", "1", "--objective", "fast"], "there is no objective 'fast'"),
@@ -170,12 +157,6 @@ def test_higher_rates_serve_the_same_requests_and_more() -> None:
     for one, same in zip(few, many):
         assert (one.params, len(one.prompt)) == (same.params, len(same.prompt))
         assert one.at == pytest.approx(3.1 * same.at)
-
-
-@pytest.mark.parametrize("last", [5e-324, 1e9])
-def test_any_duration_can_be_stretched(tmp_path: Path, last: float) -> None:
-    [run] = results(tmp_path, "--trace", trace_of(tmp_path, 0, last), "--rate", "0.5")
-    assert 4 < run["seconds"] < 4.5
 
 
 def test_a_trace_of_texts_is_counted_by_a_tokenizer(tmp_path: Path) -> None:

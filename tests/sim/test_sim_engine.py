@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +10,6 @@ import pytest
 from quire.config import EngineConfig
 from quire.sim.cost import Attention, Coefficients, Cost, Shape
 from quire.sim.echo import EchoRunner
-from quire.sim.runner import SimRunner
 from quire.sim.simulate import Arriving, Simulation
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.plan import StepPlan, StepResult
@@ -36,54 +35,36 @@ def trace(count: int) -> list[Arriving]:
     return found
 
 
-class Noted(SimRunner):
-    """Notes its plans; the tokens are those of an EchoRunner where there is one."""
-
-    def __init__(self, runner: SimRunner, echo: EchoRunner | None) -> None:
-        super().__init__(runner.cost, runner.clock, runner.depth)
-        self.echo, self.plans = echo, list[StepPlan]()
-
-    def submit(self, plan: StepPlan) -> int:
-        self.plans.append(plan)
-        if self.echo is not None:
-            self.echo.submit(plan)
-        return super().submit(plan)
-
-    def collect(self, ticket: int) -> StepResult:
-        result = super().collect(ticket)
-        return (
-            result if self.echo is None else self.echo.collect(self.echo.collected + 1)._replace(seconds=result.seconds)
-        )
-
-
-def noted(config: EngineConfig, depth: int, echoes: bool, requests: Sequence[Arriving]) -> tuple[list[Any], Simulation]:
-    """What was planned, token values aside, which a simulation doesn't have."""
+def planned(config: EngineConfig, depth: int, echo: EchoRunner | None = None) -> tuple[list[Any], Simulation]:
+    """What was planned, token values aside, which a simulation doesn't have; those of an EchoRunner, if it is given."""
     simulation = Simulation(config, SPEC, Cost(SHAPE, SOME), 160, kind="cpu", depth=depth)
-    runner = Noted(simulation.runner, EchoRunner(depth) if echoes else None)
-    geometry = simulation.engine.scheduler.memory.geometry
-    runner.bind(geometry)
-    if runner.echo is not None:
-        runner.echo.bind(geometry)
-    simulation.runner = simulation.engine.runner = runner
-    simulation.run(requests)
-    plans = [
-        (
-            plan.births,
-            plan.journal,
-            [(row.slot, len(row.tokens), row.start, row.sample) for row in plan.rows],
-            plan.ahead,
-        )
-        for plan in runner.plans
-    ]
+    runner, plans = simulation.runner, list[Any]()
+    submit, collect = runner.submit, runner.collect
+    if echo is not None:
+        echo.bind(simulation.engine.scheduler.memory.geometry)
+
+    def noted(plan: StepPlan) -> int:
+        rows = [(row.slot, len(row.tokens), row.start, row.sample) for row in plan.rows]
+        plans.append((plan.births, plan.journal, rows, plan.ahead))
+        if echo is not None:
+            echo.submit(plan)
+        return submit(plan)
+
+    def drawn(ticket: int) -> StepResult:
+        result = collect(ticket)
+        return result if echo is None else echo.collect(echo.collected + 1)._replace(seconds=result.seconds)
+
+    runner.submit, runner.collect = noted, drawn  # type: ignore[method-assign]
+    simulation.run(trace(24))
     return plans, simulation
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("preemption", ["swap", "recompute", "auto"])
 def test_plans_are_those_of_a_runner_that_computes(depth: int, preemption: str) -> None:
-    config = EngineConfig(page_size=4, max_num_seqs=6, max_num_batched_tokens=32, swap_gib=0.001, preemption=preemption)
-    simulated, simulation = noted(config, depth, False, trace(24))
-    computed, _ = noted(config, depth, True, trace(24))
+    config = replace(SMALL, preemption=preemption)
+    simulated, simulation = planned(config, depth)
+    computed, _ = planned(config, depth, EchoRunner(depth))
     assert simulated == computed
     assert simulation.engine.scheduler.preemptions > 0
     assert not simulation.engine.unfinished

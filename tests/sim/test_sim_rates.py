@@ -78,11 +78,6 @@ def test_steps_of_the_search_grow() -> None:
     assert len(asked) < 18
 
 
-def test_bisection_gives_up_where_there_is_no_such_rate() -> None:
-    assert highest_rate(lambda rate: False) == 0
-    assert highest_rate(lambda rate: True) == math.inf
-
-
 @pytest.mark.parametrize(
     ("search", "words"),
     [

@@ -127,14 +127,10 @@ def test_what_ends_a_turn(folders: dict[str, Path]) -> None:
     assert read(said, eot_token_id=9).eos_ids == (end, 9, len(tokens) - 2)
 
 
-def test_a_whole_word_stays_one_token_where_its_kind_says_so() -> None:
+def test_whole_words_and_composed_characters() -> None:
     said = {"tokens": [*sorted(ALPHABET), "abc"], "merges": []}
-    assert [len(read(said, pre=pre).encode("abc")) for pre in ("llama-bpe", "gpt-2")] == [1, 3]
-
-
-def test_composed_characters() -> None:
-    said = {"tokens": sorted(ALPHABET), "merges": []}
-    assert [len(read(said, pre=pre).encode("e\u0301")) for pre in ("qwen2", "gpt-2")] == [2, 3]
+    for text, pre, counts in (("abc", "llama-bpe", [1, 3]), ("e\u0301", "qwen2", [2, 3])):
+        assert [len(read(said, pre=kind).encode(text)) for kind in (pre, "gpt-2")] == counts
 
 
 @pytest.mark.parametrize(

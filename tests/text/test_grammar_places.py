@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import random
-from types import SimpleNamespace
-from typing import Any
+from dataclasses import replace
 
 import echo_service
 import pytest
-from grammar_walks import TOO_MANY, Watched, form, grammars_of, listed, side_by_side, spoken
+from grammar_walks import FREE, TOO_MANY, Watched, form, grammars_of, spoken
+from llguidance import LLExecutor
 
 import quire.text.grammar_places
 import quire.text.grammars
 from quire.bench.structured import made_up
-from quire.text.grammar_beginnings import QUEUE
+from quire.text.grammar_beginnings import MASKS, NODES, QUEUE, Known, Room
 from quire.text.grammar_counted import LEAST
 from quire.text.grammars import CompiledGrammar, Grammars, Place
 from quire.vocabulary.structured import Structured, StructuredOutputsParams
@@ -114,13 +114,6 @@ def test_a_grammar_that_takes_long_to_make_is_not_made_while_outputs_wait() -> N
     assert go(grammar.matcher(), '["x"]') == "", "it is made meanwhile"
 
 
-def test_a_token_that_a_grammar_bars_spoils_nothing() -> None:
-    made = grammars()
-    grammar = made.get(COUNTED)
-    assert "can't go on" in go(grammar.matcher(), "{")
-    assert not grammar.shared.spoiled
-
-
 LARGE = 1000  # states of a lexer: one with all that a string of LONG needs has fewer
 LONG = form({"type": "array", "items": {"type": "string", "maxLength": 400}}, compact=True)
 
@@ -152,55 +145,6 @@ def test_within_a_counted_string_an_output_goes_on_though_another_spoils_both_le
         assert place.forced() == (END,)
 
 
-def test_the_lexer_of_counted_strings_is_no_part_of_what_making_a_grammar_anew_takes(
-    counting: Grammars, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is taken over, and so outputs of a grammar go on though both would take more than outputs wait."""
-    masker, clock, made = counting._made_masker(), [0.0], list[bool]()
-    real = masker.matcher
-
-    def slowly(text: str, tokenizer: Any = None) -> Any:
-        clock[0] += 0.6 * quire.text.grammar_places.AGAIN_SECONDS
-        made.append(tokenizer is not None)
-        return real(text, tokenizer)
-
-    monkeypatch.setattr(masker, "matcher", slowly)
-    monkeypatch.setattr(quire.text.grammar_places, "time", SimpleNamespace(thread_time=lambda: clock[0]))
-    grammar = counting.get(LONG)
-    shared = grammar.shared
-    place = grammar.matcher()
-    assert spoken(grammar, place, '["abc","d') == ""
-    shared.spoiled = True
-    assert spoken(grammar, place, 'ef","g') == ""
-    assert place.shared is shared._next
-    assert made == [False, True, False]
-    assert place.shared.brief is shared.brief
-    assert place._room == 399
-
-
-def test_a_lexer_of_counted_strings_that_is_spoiled_is_asked_no_more_until_the_grammar_is_made_anew(
-    counting: Grammars,
-) -> None:
-    grammar = counting.get(LONG)
-    shared = grammar.shared
-    place, other = grammar.matcher(), grammar.matcher()
-    for one in (place, other):
-        assert spoken(grammar, one, '["ab') == ""
-    place._brief, place.mask = Watched(place._brief, TOO_MANY), None  # type: ignore[assignment]
-    assert grammar.masks([place]) == grammar.masks([other])
-    assert (place._room, other._room) == (0, 398)
-    assert shared.brief is None
-    fresh = grammar.matcher()
-    for one in (place, other, fresh):
-        assert spoken(grammar, one, '["ab' if one is fresh else 'c","ab') == ""
-    assert (place._room, other._room, fresh._room) == (0, 0, 0)
-    shared.spoiled = True
-    for one in (place, other, fresh):
-        assert spoken(grammar, one, 'c","ab') == ""
-        assert one._room == 398
-        assert one.shared is shared._next
-
-
 def test_others_at_the_place_of_one_that_fails_have_their_own_mask() -> None:
     grammar = grammars().get(COUNTED)
     rows = [grammar.matcher() for _ in range(4)]
@@ -229,37 +173,73 @@ def test_what_must_follow_is_not_remembered_where_it_is_long() -> None:
         assert place.forced() == (END,)
 
 
-def test_where_letters_may_follow_nobody_asks_what_must() -> None:
-    grammar = grammars().get(COUNTED)
-    place = grammar.matcher()
-    place.at, place.masker.one_by_one = None, True
-    assert go(place, '["') == ""
-    place.inner = watched = Watched(place.inner)  # type: ignore[assignment]
-    assert go(place, "some text") == ""
-    assert "compute_ff_tokens" not in watched.asked
-    assert go(place, '"]') == ""
-    assert "compute_ff_tokens" in watched.asked
-    assert place.forced() == (END,)
+# What is remembered of first tokens
 
 
-def test_where_one_letter_must_follow_it_is_forced() -> None:
-    grammar = grammars().get(StructuredOutputsParams(regex="[xy](a|1)a1b2a1b2").structured())
-    for text in ("xa", "y1"):
-        place = grammar.matcher()
-        place.at, place.masker.one_by_one = None, True
-        assert go(place, text[0]) == ""
-        assert place.forced() == ()
-        assert go(place, text[1]) == ""
-        assert echo_service.tokenizer().decode(list(place.forced())) == "a1b2a1b2"
+FORM = form({
+    "type": "object", "properties": {"name": FREE, "of": {"enum": ["first", "fifth"]}, "age": {"type": "integer"}},
+    "required": ["name", "of"],
+})  # fmt: skip
 
 
-def test_what_is_passed_over_at_once_is_what_would_be_walked_through() -> None:
-    """Strings of counted characters, over words: masks with slices are those without."""
-    asked, words = form(listed(minLength=5, maxLength=34)), made_up(3000)
-    sliced, plain = (grammars_of(words, 3000) for _ in range(2))
-    masker = plain._made_masker()
-    masker.tokenizer = masker.tokenizer.with_slices([])
-    grammar, other, rng = sliced.get(asked), plain.get(asked), random.Random(0)
+def without(place: Place) -> Place:
+    """The same place of somebody who remembers nothing."""
+    other = place.copy()
+    other.at = None
+    return other
+
+
+@pytest.mark.parametrize("room", [(NODES, MASKS), (20, 3), (0, 0)])
+@pytest.mark.parametrize("marker", [(), (7,)], ids=["", "behind a marker"])
+@pytest.mark.parametrize("way", ["one by one", "together", "on threads"])
+def test_masks_and_forced_tokens_are_those_that_would_be_computed(
+    room: tuple[int, int], marker: tuple[int], way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Random walks of places that remember, beside the same walks of places that don't."""
+    grammar = grammars().get(replace(FORM, after=marker))
+    masker = grammar.masker
+    masker.one_by_one, masker._executor = way == "one by one", LLExecutor(2) if way == "on threads" else None
+    monkeypatch.setattr(quire.text.grammars, "FEW", 1)
+    grammar.shared.start.room.nodes, grammar.shared.start.room.masks = room
+    rng = random.Random(0)
     for _ in range(12):
-        for _ in side_by_side(grammar, other, (grammar.matcher(), other.matcher()), rng, 60, lambda token: True):
-            pass
+        places = [grammar.matcher() for _ in range(4)]
+        plain = [without(place) for place in places]
+        for place in (*places, *plain):
+            for token in marker:
+                assert place.accept(token) == ""
+        for step in range(25):
+            masks = grammar.masks(places)
+            assert masks == grammar.masks(plain)
+            assert [place.forced() for place in places] == [place.forced() for place in plain]
+            for i, mask in enumerate(masks):
+                token = rng.choice(grammar.masker.allowed(mask)[:3].tolist())
+                assert places[i].accept(token) == plain[i].accept(token) == ""
+            if step == 5:
+                places[3], plain[3] = places[0].copy(), plain[0].copy()
+            ended = [place.inner is not None and place.inner.is_stopped() for place in places]
+            places, plain = ([one for one, end in zip(some, ended) if not end] for some in (places, plain))
+    nodes, masks_kept = counts(grammar.shared.start)
+    assert nodes == room[0] - grammar.shared.start.room.nodes <= room[0]
+    assert masks_kept == room[1] - grammar.shared.start.room.masks <= room[1]
+
+
+def counts(known: Known) -> tuple[int, int]:
+    """Of all below: places and masks."""
+    below = [counts(one) for one in known.after.values()]
+    return len(below) + sum(nodes for nodes, _ in below), (known.mask is not None) + sum(masks for _, masks in below)
+
+
+def test_a_mask_is_kept_from_the_second_time_on() -> None:
+    known = Known(Room(nodes=2, masks=1))
+    known.keep(b"a")
+    assert known.mask is None
+    known.keep(b"a")
+    assert known.mask == b"a"
+    first, second = known.then(1), known.then(2)
+    assert first is known.then(1) is not second
+    assert known.then(3) is None
+    assert first.then(3) is None
+    for _ in range(2):
+        first.keep(b"b")
+    assert first.mask is None, "no room"

@@ -8,14 +8,14 @@ from typing import Any
 
 import echo_service
 import pytest
-from grammar_walks import FREE, Watched, form, grammars_of, listed, place_of, side_by_side
+from grammar_walks import FREE, Watched, form, grammars_of, listed, place_of, side_by_side, spoken
 
+import quire.text.grammar_counted
 from quire.bench.structured import made_up
 from quire.text import grammar_counted, grammar_strings
-from quire.text.grammar_counted import LEAST
+from quire.text.grammar_counted import LEAST, RUNS, Kinds, spelled
 from quire.text.grammar_strings import LONGEST, Strings, strings_of
-from quire.text.grammars import Grammars
-from quire.vocabulary.structured import StructuredOutputsParams
+from quire.text.grammars import CompiledGrammar, Grammars, Place
 
 SIZE = 3000
 
@@ -119,11 +119,6 @@ def test_what_is_no_schema_where_nothing_refers_to_it_is_no_error(words: Grammar
     assert grammar.masks([grammar.matcher()])
 
 
-def test_nothing_is_known_of_other_forms(words: Grammars) -> None:
-    asked = StructuredOutputsParams(regex='"[a-z]*"').structured()
-    assert strings_of(asked, words._made_masker().spoken) is None
-
-
 @pytest.mark.parametrize("size", [SIZE, LEAST])
 @pytest.mark.parametrize("plain", [r'[^"]+', r'[^"\\\x00-\x1F]+'])
 def test_nothing_is_known_where_llguidance_has_other_strings(
@@ -144,12 +139,76 @@ def test_nothing_is_known_where_llguidance_counts_otherwise(monkeypatch: pytest.
     assert known(LEAST) is None
 
 
-@pytest.mark.parametrize("begin", ['["\\', '["\\u', '["\\u001', '["a\\'])
-def test_within_an_escape_is_no_free_string(words: Grammars, begin: str) -> None:
-    grammar = words.get(form(listed()))
+# Strings of counted characters
+
+
+@pytest.fixture(scope="module")
+def many() -> Grammars:
+    return grammars_of(made_up(LEAST), LEAST)
+
+
+@pytest.fixture(scope="module")
+def uncounted() -> Grammars:
+    """The same; it counts nothing."""
+    found = grammars_of(made_up(LEAST), LEAST)
+    found._made_masker().counted = None
+    return found
+
+
+def behind(grammar: CompiledGrammar, text: str) -> Place:
     place = grammar.matcher()
-    for each in begin:
-        [token] = words.tokenizer.encode(each, add_special_tokens=False)
-        assert place.accept(token) == ""
-    assert not place._is_free()
-    assert not any(place.inner.validate_tokens([token]) for token, _ in grammar.masker.spoken.letters)
+    assert spoken(grammar, place, text) == ""
+    return place
+
+
+@pytest.mark.parametrize("one_by_one", [False, True])
+@pytest.mark.parametrize("schema", [
+    listed(maxLength=24), listed(minLength=20, maxLength=60), listed(minLength=8, maxLength=8), listed(maxLength=5),
+    listed(maxLength=2 * RUNS + 2),
+    {"type": "object", "properties": {"da": {"type": "string", "maxLength": 9}, "gus": {"type": "string"},
+     "gusda": {"anyOf": [{"type": "string", "minLength": 4, "maxLength": 12}, {"type": "null"}]}},
+     "required": ["da", "gus", "gusda"], "additionalProperties": {"type": "string", "maxLength": 15}},
+])  # fmt: skip
+def test_masks_are_those_of_walking_through_the_vocabulary(
+    many: Grammars, uncounted: Grammars, schema: Any, one_by_one: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, rng, brief = form(schema, compact=True), random.Random(0), 0
+    grammar, other = many.get(asked), uncounted.get(asked)
+    characters = grammar.masker.counted.characters
+    for each in (grammar, other):
+        monkeypatch.setattr(each.masker, "one_by_one", one_by_one)
+    for walk in range(4):
+        pair = place_of(grammar, walk % 2 == 0), place_of(other, walk % 2 == 0)
+        for place, _ in side_by_side(grammar, other, pair, rng, 40, lambda token: 0 < characters[token] < 9):
+            brief += place._room > 0
+    assert brief > 5
+
+
+@pytest.mark.parametrize("when", ["mask", "token"])
+def test_where_the_short_vocabulary_fails_all_is_walked_through(
+    many: Grammars, uncounted: Grammars, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schema = form(listed(minLength=3, maxLength=9), compact=True)
+    grammar = many.get(schema)
+    place, told = behind(grammar, '["ab'), uncounted.get(schema).matcher()
+    assert place._room == 7
+    for token in [*place._taken]:
+        assert told.accept(token) == ""
+    if when == "mask":
+        place._brief = Watched(place._brief, "it is too complex")  # type: ignore[assignment]
+        place.mask = None
+    else:
+        monkeypatch.setattr(quire.text.grammar_counted.Counted, "pass_over", lambda *_: False)
+        token = grammar.masker.spoken.letters[0][0]
+        assert place.accept(token) == told.accept(token) == ""
+    assert grammar.masks([place]) == uncounted.get(schema).masks([told])
+    assert place._room == 0
+
+
+def test_what_begins_with_as_many_characters_and_goes_on_alike_is_of_a_kind() -> None:
+    texts = [b'abc",', 'äöü",'.encode(), b'ab",', b"\xe6\x97", b"a\xe6", b"b\xe6", b"\\n", b"a\\n", b'"', b"a\x7fb"]
+    kinds = Kinds(texts)
+    found = [kinds.tokens[kind] for kind in kinds.kinds]
+    assert found == [b'qqq",', b'qqq",', b'qq",', b"\xe6\x97", b"q\xe6", b"q\xe6", b"\\n", b"q\\n", b'"', b"q\x7fb"]
+    assert len({*kinds.tokens}) == len(kinds.tokens)
+    assert [kinds.tokens[id] for id in spelled("ä".encode())] == [b"\xc3", b"\xa4"]

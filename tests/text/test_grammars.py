@@ -1,15 +1,16 @@
-"""Grammars by themselves: what compiles and what doesn't, walks through random schemas and patterns, what is held."""
+"""Grammars by themselves: what compiles, what doesn't and where it says so, walks through random ones, what is held."""
 
 from __future__ import annotations
 
 import json
 import random
 import re
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import echo_service
+import json_schema_suite
 import jsonschema
 import pytest
 from fuzzed_forms import patterns, schemas
@@ -17,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from quire.errors import InputError
+from quire.text.grammar_complaints import keyword
 from quire.text.grammar_endless import endless
 from quire.text.grammars import HELD, Grammars, Place
 from quire.vocabulary.structured import MAX_CHOICES, MAX_SOURCE, Structured, StructuredOutputsParams, closed
@@ -46,8 +48,8 @@ def walk(grammars: Grammars, asked: Structured, rng: random.Random, most: int = 
     """A text of the form, every token drawn from all that may follow; None if it isn't done after `most` of them. Ends
     are drawn where they may be, so that most texts are short."""
     place = grammars.get(asked).matcher()
-    tokens: list[int] = []
-    while len(tokens) < most:
+    texts: list[bytes] = []
+    while len(texts) < most:
         tokens_now = allowed(grammars, place)
         assert tokens_now, "nothing may follow"
         assert max(tokens_now) < VOCAB
@@ -56,8 +58,8 @@ def walk(grammars: Grammars, asked: Structured, rng: random.Random, most: int = 
         token = END if ends else rng.choice(rng.choice((tokens_now, short or tokens_now)))
         assert place.accept(token) == ""
         if token == END:
-            return b"".join(map(echo_service.tokenizer().token_bytes, tokens)).decode()
-        tokens.append(token)
+            return b"".join(texts).decode()
+        texts.append(echo_service.tokenizer().token_bytes(token))
     return None
 
 
@@ -105,6 +107,7 @@ ENFORCED: list[tuple[Any, list[Any], list[Any]]] = [
       "$defs": {"a": {"type": "array", "items": {"type": "object", "propertyNames": {"type": "string"}}}}},
      [[{"a": 1}]], [[1]]),
 ]  # fmt: skip
+BAD = {"not": {}}
 REFUSED: list[tuple[Any, str, str]] = [
     ({"not": {"type": "null"}}, "not", "#/not"),
     ({"type": "array", "uniqueItems": True}, "uniqueItems", "#/uniqueItems"),
@@ -126,6 +129,24 @@ REFUSED: list[tuple[Any, str, str]] = [
     ({"items": {"type": "integer", "exclusiveMaximum": 2**53 + 1}}, "9007199254740993", "#/items/exclusiveMaximum"),
     ({"type": "integer", "minimum": 0, "maximum": 2**64 - 1}, "18446744073709551615", "#/maximum"),
     ({"type": "integer", "minimum": -(2**63)}, "integer range", "#/minimum"),
+    ({"properties": {"a": {"enum": [BAD]}, "b": BAD}}, "", "#/properties/b/not"),
+    ({"properties": {"a": {"const": BAD, "default": BAD, "examples": [BAD]}, "b": BAD}}, "", "#/properties/b/not"),
+    ({"properties": {"not": {"type": "null"}, "b": BAD}}, "", "#/properties/b/not"),
+    ({"properties": {"properties": BAD}}, "", "#/properties/properties/not"),
+    ({"$defs": {"unused": BAD, "used": BAD}, "items": {"$ref": "#/$defs/used"}}, "", "#/$defs/used/not"),
+    ({"definitions": {"a": {"items": BAD}}, "$ref": "#/definitions/a"}, "", "#/definitions/a/items/not"),
+    ({"$ref": "#/allOf/0", "allOf": [{"anyOf": [{"type": "null"}, BAD]}]}, "", "#/allOf/0/anyOf/1/not"),
+    ({"properties": {"a/b~c": BAD}}, "", "#/properties/a~1b~0c/not"),
+    ({"prefixItems": [{}, BAD]}, "", "#/prefixItems/1/not"),
+    ({"patternProperties": {"^x": BAD}}, "", "#/patternProperties/^x/not"),
+    ({"additionalProperties": BAD}, "", "#/additionalProperties/not"),
+    ({"properties": {"a": {"minLength": 1}, "b": {"minLength": -1}}}, "", "#/properties/b/minLength"),
+    ({"properties": {"a": {"type": "null"}, "b": {"type": ["null", "colour"]}}}, "", "#/properties/b/type"),
+    ({"properties": {"a": {"format": "date"}, "b": {"format": "iban"}}}, "", "#/properties/b/format"),
+    ({"properties": {"a": {"type": "string", "pattern": "a"}, "b": {"type": "string", "pattern": "(?=a)b"}}}, "",
+     "#/properties/b/pattern"),
+    ({"properties": {"a": {"$ref": "#/$defs/a"}, "b": {"$ref": "#/$defs/ab"}}, "$defs": {"a": {}}}, "",
+     "#/properties/b/$ref"),
 ]  # fmt: skip
 
 
@@ -140,38 +161,32 @@ def test_keywords_that_are_enforced(grammars: Grammars, schema: Any, good: list[
         assert all(place.accept(token) == "" for token in tokens) == fulfils, text
 
 
+def refused(grammars: Grammars, **asked: Any) -> str:
+    with pytest.raises(InputError) as error:
+        grammars.get(form(**asked))
+    return str(error.value)
+
+
 @pytest.mark.parametrize(("schema", "said", "place"), REFUSED)
 def test_keywords_that_are_refused(grammars: Grammars, schema: Any, said: str, place: str) -> None:
-    with pytest.raises(InputError) as refused:
-        grammars.get(form(json=schema))
-    assert said in str(refused.value)
-    assert str(refused.value).endswith(f"at {place}")
-
-
-def check_schema(schema: Any, text: str) -> None:
-    jsonschema.validate(json.loads(text), schema)  # a grammar knows no leap years
-
-
-def check_pattern(pattern: str, text: str) -> None:
-    assert re.fullmatch(pattern, text), (pattern, text)
+    why = refused(grammars, json=schema)
+    assert said in why
+    assert why.endswith(f", at {place}")
 
 
 SOAK = pytest.mark.soak, pytest.mark.timeout(0)
 
 
 @pytest.mark.parametrize(
-    ("kind", "strategy", "check", "count", "least"),
+    ("kind", "strategy", "count", "least"),
     [
-        ("json", schemas, check_schema, 30, 0),
-        ("regex", patterns, check_pattern, 30, 0),
-        pytest.param("json", schemas, check_schema, 500, 351, marks=SOAK),
-        pytest.param("regex", patterns, check_pattern, 200, 151, marks=SOAK),
+        pytest.param("json", schemas, 30, 0, id="schema"),
+        pytest.param("regex", patterns, 30, 0, id="pattern"),
+        pytest.param("json", schemas, 500, 351, marks=SOAK, id="many schemas"),
+        pytest.param("regex", patterns, 200, 151, marks=SOAK, id="many patterns"),
     ],
-    ids=["schema", "pattern", "many schemas", "many patterns"],
 )
-def test_what_is_drawn_is_of_the_form(
-    grammars: Grammars, kind: str, strategy: Any, check: Callable[[Any, str], None], count: int, least: int
-) -> None:
+def test_what_is_drawn_is_of_the_form(grammars: Grammars, kind: str, strategy: Any, count: int, least: int) -> None:
     """Most walks come to an end, and each that does fulfils what was asked."""
     done = []
 
@@ -179,9 +194,13 @@ def test_what_is_drawn_is_of_the_form(
     @settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck))
     def many(one: Any, seed: int) -> None:
         text = walk(grammars, form(**{kind: one}), random.Random(seed))
-        if text is not None:
-            check(one, text)
-            done.append(text)
+        if text is None:
+            return
+        if kind == "json":
+            jsonschema.validate(json.loads(text), one)  # a grammar knows no leap years
+        else:
+            assert re.fullmatch(one, text), (one, text)
+        done.append(text)
 
     many()
     assert len(done) >= least
@@ -200,13 +219,6 @@ def test_no_end_token_is_text() -> None:
 @pytest.mark.parametrize("text", ["<|end|>", "a <|im_end|> b", "<|im_start|><|end|>"])
 def test_the_name_of_a_special_token_can_be_said(grammars: Grammars, text: str) -> None:
     assert walk(grammars, form(choice=[text]), random.Random(0)) == text
-
-
-def test_masks_together_are_those_alone(grammars: Grammars) -> None:
-    places = [grammars.get(form(regex=f"[a-e]{{{i + 1}}}|x*")).matcher() for i in range(6)]
-    together = grammars.get(form(regex="a")).masks(places)
-    assert together == [grammars.get(form(regex="a")).masks([place])[0] for place in places]
-    assert {len(mask) for mask in together} == {4 * -(-VOCAB // 32)}
 
 
 def test_few_are_held(grammars: Grammars) -> None:
@@ -338,3 +350,147 @@ def test_thoughts_are_opened_and_bounded(grammars: Grammars) -> None:
 def test_thoughts_that_cannot_be(form: dict[str, Any], told: str) -> None:
     with pytest.raises(InputError, match=told):
         Structured(**form)
+
+
+# Complaints
+
+
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        (BAD, 'structural_tag: Unimplemented keys: ["not"], at structures[2].schema#/not'),
+        ({"properties": {"a": BAD}}, "at structures[2].schema#/properties/a/not"),
+        (
+            {"type": "string", "minLength": 4, "maxLength": 2},
+            "(4) is greater than maxLength (2), at structures[2].schema",
+        ),
+        ({"$ref": "#"}, "structures[2].schema refers to itself for ever, at structures[2].schema#/$ref"),
+        ([], "structures[2].schema must be an object"),
+    ],
+)
+@pytest.mark.parametrize("before", [{"enum": [1]}, {"enum": ["x" * 9000 + "\n\u2028"]}])
+def test_places_in_tags(grammars: Grammars, schema: Any, said: str, before: Any) -> None:
+    """Which of them; nothing of the grammar that is made of them here."""
+    structures = [{"begin": "<f=\n\u2028>", "schema": one, "end": "</f>"} for one in (before, {}, schema)]
+    why = refused(grammars, structural_tag={"structures": structures, "triggers": ["<f="]})
+    assert why.endswith(said)
+    assert "%json" not in why
+    assert "tag_" not in why.removeprefix("structural_tag")
+
+
+def test_a_users_own_grammar_is_quoted(grammars: Grammars) -> None:
+    assert "start: %json" in refused(grammars, grammar=f"start: %json {json.dumps(BAD)}")
+
+
+def test_parts_that_many_references_lead_to_are_looked_at_once() -> None:
+    refs = [{"$ref": f"#/allOf/{'0' * (i % 6)}{i}"} for i in range(3000)]
+    assert keyword({"allOf": refs, "items": BAD}, 'Unimplemented keys: ["not"]') == "#/items/not"
+
+
+# Schemas that nothing finite fulfils
+
+
+SELF = {"$ref": "#"}
+OBJECT, ARRAY = {"type": "object"}, {"type": "array"}
+
+
+def defs(schema: dict[str, Any], **named: Any) -> dict[str, Any]:
+    return {"$defs": named, **schema}
+
+
+ENDLESS: list[tuple[Any, str]] = [
+    (SELF, "#/$ref"),
+    ({"allOf": [SELF]}, "#/allOf/0/$ref"),
+    ({"type": "array", "minItems": 1, "items": SELF}, "#/items/$ref"),
+    ({"type": "array", "minItems": 1, "prefixItems": [SELF]}, "#/prefixItems/0/$ref"),
+    ({"type": "array", "minItems": 2, "prefixItems": [{}, SELF]}, "#/prefixItems/1/$ref"),
+    ({"type": "array", "minItems": 2, "prefixItems": [{}], "items": SELF}, "#/items/$ref"),
+    ({**OBJECT, "minProperties": 1, "additionalProperties": SELF}, "#/additionalProperties/$ref"),
+    ({**OBJECT, "required": ["a"], "additionalProperties": SELF}, "#/additionalProperties/$ref"),
+    ({**OBJECT, "required": ["a/~"], "properties": {"a/~": SELF}}, "#/properties/a~1~0/$ref"),
+    ({**OBJECT, "minProperties": 2, "properties": {"a": {}, "b": SELF}, "additionalProperties": SELF}, None),
+    ({**OBJECT, "minProperties": 1, "properties": {"a": SELF}, "additionalProperties": False}, "#/properties/a/$ref"),
+    ({**OBJECT, "minProperties": 2, "required": ["a"], "properties": {"a": {}}, "additionalProperties": SELF}, None),
+    ({"allOf": [OBJECT, {"required": ["a"], "properties": {"a": SELF}}]}, "#/allOf/1/properties/a/$ref"),
+    ({"allOf": [{"minItems": 1}, {"items": SELF}], "type": "array"}, "#/allOf/1/items/$ref"),
+    ({"anyOf": [{"$ref": "#"}, {**ARRAY, "minItems": 1, "items": SELF}]}, None),
+    (defs({"$ref": "#/$defs/a"}, a={**OBJECT, "required": ["b"], "properties": {"b": {"$ref": "#/$defs/b"}}},
+          b={**ARRAY, "minItems": 1, "items": {"$ref": "#/$defs/a"}}), "#/$defs/a/properties/b/$ref"),
+    (defs({"$ref": "#/$defs/a"}, a={"$ref": "#/$defs/b"}, b={"anyOf": [{"$ref": "#/$defs/a"}]}), None),
+    ({"allOf": [{**OBJECT, "required": ["a"], "properties": {"a": {"$ref": "#/allOf/0"}}}]}, None),
+    ({**OBJECT, "required": ["a"], "properties": {"a": {"anyOf": [SELF, {**ARRAY, "minItems": 1, "items": SELF}]}}},
+     None),
+]  # fmt: skip
+FINITE: list[Any] = [
+    {"type": "array", "prefixItems": [SELF]},
+    {"type": "array", "minItems": 1, "prefixItems": [{}, SELF]},
+    {"type": "array", "minItems": 1, "prefixItems": [{}], "items": SELF},
+    {"type": "array", "minItems": 1, "prefixItems": [{"anyOf": [{"type": "null"}, SELF]}]},
+    {"minItems": 1, "items": SELF},  # a number fulfils it
+    {"required": ["a"], "properties": {"a": SELF}},
+    {"type": ["array", "string"], "minItems": 1, "items": SELF},
+    {**OBJECT, "additionalProperties": SELF},
+    {**OBJECT, "minProperties": 1, "properties": {"a": {}}, "additionalProperties": SELF},
+    {**OBJECT, "minProperties": 1, "required": ["a"], "properties": {"a": {}}, "additionalProperties": SELF},
+    {**OBJECT, "minProperties": 5, "properties": {"a": SELF}},
+    {**OBJECT, "minProperties": 1, "patternProperties": {"^b": {}}, "additionalProperties": SELF},
+    {**OBJECT, "required": ["b"], "patternProperties": {"^b": {}}, "additionalProperties": SELF},
+    {**OBJECT, "required": ["a"], "properties": {"a": {"allOf": [{"type": "null"}]}}},
+    {"anyOf": [{"type": "string"}, SELF]},
+    defs({"$ref": "#/$defs/a"}, a={**OBJECT, "properties": {"b": {"$ref": "#/$defs/a"}}}),
+    defs({"type": "null"}, a={"$ref": "#/$defs/a"}),
+    {"$ref": "#there", "$defs": {"a": {"$anchor": "there"}}},
+    {"$ref": "#/allOf/0", "allOf": [{"type": "null"}]},
+    {"const": {"$ref": "#"}},
+    {"allOf": [{"type": "string"}, {"type": "null"}]},  # nothing fulfils it, and not for its references
+    True, False, {},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "place"), ENDLESS)
+def test_what_nothing_fulfils(grammars: Grammars, schema: Any, place: str | None) -> None:
+    found = endless(schema)
+    assert found == (place or found)
+    at = schema
+    for part in found.split("/")[1:]:
+        at = at[int(part) if isinstance(at, list) else part.replace("~1", "/").replace("~0", "~")]
+    assert at.startswith("#"), "the place is one of the schema"
+    with pytest.raises(InputError, match="refers to itself for ever, at #/"):
+        grammars.get(form(json=schema))
+
+
+@pytest.mark.parametrize("schema", FINITE)
+def test_what_something_fulfils(schema: Any) -> None:
+    assert endless(schema) is None
+
+
+def test_much_is_looked_at_no_further_than_to_a_bound() -> None:
+    """Sets of options grow by powers; depths are cut."""
+    options = [{"anyOf": [{**ARRAY, "minItems": 1, "items": SELF}] * 8} for _ in range(12)]
+    endless({"allOf": options})
+    deep: Any = {"type": "null"}
+    for _ in range(450):
+        deep = {"anyOf": [deep]}
+    assert endless(deep) is None
+    for _ in range(450):
+        deep = {**OBJECT, "required": ["a"], "properties": {"a": deep}}
+    assert endless(deep) is None
+
+
+# JSON Schema's own test suite (json_schema_suite.py): what is accepted lets nothing through that it shouldn't
+
+
+SUITE = Path(__file__).parents[2] / ".venv" / "json-schema" / "tests"
+# Its schemas don't say their draft, so what stands beside a $ref counts, as it does in 2020-12.
+WIDE = {"draft7": ["ref: $ref prevents a sibling $id from changing the base uri: $ref resolves to "
+                   "/definitions/base_foo, data does not validate: too wide"]}  # fmt: skip
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("draft", ["draft4", "draft7", "draft2019-09", "draft2020-12"])
+def test_the_suite(draft: str) -> None:
+    found = json_schema_suite.counted(SUITE / draft)
+    assert found["schemas"]["accepted"] >= 100
+    assert [one for one in found["wrong"] if one.endswith("too wide")] == WIDE.get(draft, [])
+    assert found["tests"]["too narrow"] <= 0.05 * sum(found["tests"].values()), found["wrong"]
+    assert all(one["why"] for one in found["refused"])

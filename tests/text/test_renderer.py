@@ -14,7 +14,6 @@ import time
 from pathlib import Path
 from unittest.mock import Mock
 
-import psutil
 import pytest
 from waiting import wait_until
 
@@ -94,20 +93,6 @@ def test_it_ends_with_close_and_with_the_template() -> None:
     assert not ends[1].alive
 
 
-def test_it_ends_with_the_program_that_started_it() -> None:
-    code = (
-        "import threading, time, pathlib; from quire.text.chat import ChatTemplate; t = ChatTemplate('x', {})\n"
-        "print(pathlib.Path(f'/proc/self/task/{threading.get_native_id()}/children').read_text(), flush=True)\n"
-        "time.sleep(60)"  # until it is killed
-    )
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as program:
-        child = Path(f"/proc/{program.stdout.readline().strip()}/cmdline")
-        assert child.exists()
-        program.send_signal(signal.SIGKILL)
-        program.wait()
-    wait_until(lambda: ended(child), "the template's process ends")
-
-
 def test_it_ends_within_its_time_though_nobody_is_left_to_end_it() -> None:
     code = (
         "import os, signal, threading; from quire.text.chat import ChatTemplate\n"
@@ -139,26 +124,6 @@ def kill(template: ChatTemplate) -> None:
     process, _ = template._renderer._end.peek()[2]
     process.kill()
     process.wait()
-
-
-def test_a_process_that_ends_twice_in_a_render_is_the_templates_doing(monkeypatch: pytest.MonkeyPatch) -> None:
-    ending = "rendering.Work._render = lambda *_: os._exit(1)"  # once it is up
-    monkeypatch.setattr(
-        renderer_module,
-        "BOOT",
-        "import os, sys; sys.path += sys.argv[1:]; from quire.text import rendering\n"
-        f"def limit():\n    {ending}\nrendering._limit = limit; rendering.main()",
-    )
-    starts = []
-    start = Renderer._start
-    monkeypatch.setattr(Renderer, "_start", lambda self: (starts.append(1), start(self)))
-    template = ChatTemplate("x", {})
-    with pytest.raises(InputError, match="its process ended"):
-        template.render(ASK)
-    assert len(starts) == 3  # at first, for the second try, and for the next to ask
-    monkeypatch.undo()
-    kill(template)
-    assert template.render(ASK) == "x"
 
 
 @pytest.mark.parametrize(
@@ -207,10 +172,6 @@ def test_what_it_is_given_is_bounded() -> None:
     assert template.render(ASK) == "x"
 
 
-def test_lone_surrogates_pass() -> None:
-    assert ChatTemplate("{{ messages[0].content }}", {}).render([{"role": "user", "content": "a\ud800"}]) == "a\ud800"
-
-
 def test_a_turn_is_waited_for_within_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(renderer_module, "TURN_SECONDS", 0.05)
     template = ChatTemplate("x", {})
@@ -226,15 +187,6 @@ def test_compiling_is_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(renderer_module, "COMPILE_SECONDS", 0.02)
     with pytest.raises(StartupError, match=r"can't be compiled: it ran longer than 0\.02 s"):
         ChatTemplate("{% if a %}{{ b }}{% endif %}" * 2300, {})
-
-
-def test_the_source_of_the_largest_template_compiles_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In that of a processor, however busy the machine is."""
-    most = renderer_module.COMPILE_SECONDS
-    monkeypatch.setattr(renderer_module, "COMPILE_SECONDS", 100.0)
-    template = ChatTemplate("{{ a ~ b }}" * 5957, {})
-    process, _ = template._renderer._end.peek()[2]  # type: ignore[union-attr]
-    assert sum(psutil.Process(process.pid).cpu_times()[:2]) < most
 
 
 def test_a_renderer_without_python_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

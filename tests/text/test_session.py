@@ -16,7 +16,6 @@ import transformers
 import quire
 from quire.errors import InputError
 from quire.text.session import Node
-from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.plan import Top
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_decoding.py"
@@ -130,39 +129,7 @@ def test_limits(llm: quire.LLM) -> None:
     assert not llm.engine.unfinished
 
 
-def test_an_exception_inside_leaves_the_llm_usable(llm: quire.LLM) -> None:
-    with pytest.raises(ZeroDivisionError), llm.session(PROMPT) as root:
-        root.fork().append(1 // 0)
-    assert llm.generate(PROMPT, SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)[0].finished
-
-
 # The example
-
-
-def test_diverse_beams_without_a_penalty_are_beam_search_in_each_group(llm: quire.LLM, example: Any) -> None:
-    kinds: dict[str, Any] = {"max_tokens": 8, "ignore_eos": True}
-    beams = SamplingParams(n=2, beam_width=2, **kinds)
-    diverse = SamplingParams(n=6, method=lambda: example.DiverseBeams(3, 2, penalty=0.0), **kinds)
-    apart = SamplingParams(n=6, method=lambda: example.DiverseBeams(3, 2, penalty=1e3), **kinds)
-    plain, same, other = (
-        [output.token_ids for output in result.outputs]
-        for result in llm.generate([PROMPT] * 3, [beams, diverse, apart], use_tqdm=False)
-    )
-    assert sorted(same) == sorted(plain * 3)
-    assert len({tuple(tokens) for tokens in other}) == 6
-    assert all(tokens in other for tokens in plain)  # the first group is disturbed by none
-    for at in range(1, 8):  # groups never take the same token in a step: at most the two beams of a group share one
-        assert max(sum(tokens[at] == token[at] for tokens in other) for token in other) <= 2
-
-
-def test_best_first_search_expands_the_best(llm: quire.LLM, example: Any) -> None:
-    with llm.session(PROMPT, width=12, max_tokens=32) as root:
-        mean, tokens = example.best_first(root, steps=20, branching=2, leaves=6)
-    [scored] = llm.generate(
-        [llm.encode(PROMPT) + tokens], SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False
-    )
-    told = [entry[token].logprob for entry, token in zip(scored.prompt_logprobs[-len(tokens) :], tokens) if entry]
-    assert mean == pytest.approx(sum(told) / len(tokens), abs=1e-4)
 
 
 def test_the_example_runs(example: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,24 +1,76 @@
-"""TokenText: stop strings across min_tokens, compiled once; bad words resolved once, and not too many of them."""
+"""Stop strings, compared with brute force over the whole text; TokenText: they and min_tokens, bad words."""
 
 from __future__ import annotations
 
+import time
 from itertools import pairwise
 
-import echo_service
 import pytest
 from echo_service import tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
-from test_stop_strings import brute, words
 
 from quire.control.outcomes import Output
 from quire.errors import InputError
-from quire.llm import LLM
-from quire.text.stop import Automaton
+from quire.text.stop import Automaton, StopStrings
 from quire.text.stream import TokenText
 from quire.text.transcript import Transcript
 from quire.vocabulary.params import MAX_BAD_WORD_IDS, SamplingParams
 from quire.vocabulary.plan import Top
+
+words = st.text("ab", min_size=1, max_size=5)
+
+
+def brute(text: str, stops: list[str], include: bool = False, start: int = 0) -> tuple[str, str | None]:
+    """The text up to the first match that ends behind `start` characters, and the match."""
+    for end in range(start + 1, len(text) + 1):
+        if ending := [stop for stop in stops if text[:end].endswith(stop)]:
+            stop = max(ending, key=len)
+            return text[: end if include else end - len(stop)], stop
+    return text, None
+
+
+@given(st.text("abc", max_size=40), st.lists(words, max_size=4), st.lists(st.integers(0, 40)), st.booleans())
+def test_equals_brute_force_whatever_the_cuts(text: str, stops: list[str], cuts: list[int], include: bool) -> None:
+    watch = StopStrings(Automaton(tuple(stops)), include)
+    borders = [0, *sorted(cuts), len(text)]
+    shown, found, arrived = "", None, ""
+    for start, end in pairwise(borders):
+        piece, found = watch.push(text[start:end])
+        arrived, shown = arrived + text[start:end], shown + piece
+        if found is None:  # held back: just what may still become a stop string
+            held = arrived[len(shown) :]
+            longest = max((n for s in stops for n in range(len(s)) if arrived.endswith(s[:n])), default=0)
+            assert len(held) == longest
+    shown += watch.flush()
+    assert (shown, found) == brute(text, stops, include)
+
+
+def test_a_stop_over_three_tokens_is_never_leaked() -> None:
+    watch = StopStrings(Automaton(("</end>",)))
+    assert watch.push("text <") == ("text ", None)
+    assert watch.push("/en") == ("", None)
+    assert watch.push("d> more") == ("", "</end>")
+    assert watch.push("and more") == ("", "</end>")
+    assert watch.flush() == ""
+
+
+def test_an_empty_stop_is_refused() -> None:
+    with pytest.raises(InputError, match="empty"):
+        Automaton(("a", ""))
+
+
+def test_adversarial_text_costs_linear_time() -> None:
+    stops = tuple("a" * 255 + end for end in "bcdefghijklmnopq")
+    times: dict[int, list[float]] = {10_000: [], 80_000: []}
+    for count in (10_000, 80_000) * 3:
+        watch, start = StopStrings(Automaton(stops)), time.thread_time()
+        for _ in range(count):
+            watch.push("a")
+        times[count].append((time.thread_time() - start) / count)
+    assert min(times[80_000]) < 3 * max(times[10_000]), times
+    assert min(times[80_000]) < 100e-6
+
 
 TEXT = TokenText(tokenizer())
 
@@ -52,16 +104,6 @@ def test_what_is_held_back_is_shown_at_the_end() -> None:
                 assert flow.push(tokens, True) == (tokenizer().decode(tokens), None)
 
 
-def test_stops_are_compiled_once_for_all_branches_and_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, init = [], Automaton.__init__
-    monkeypatch.setattr(Automaton, "__init__", lambda self, stops: made.append(stops) or init(self, stops))
-    params = SamplingParams(n=4, max_tokens=4, stop=["upon a", "x" * 200], ignore_eos=True)
-    with LLM.of(echo_service.built()) as llm:  # type: ignore[arg-type]
-        results = llm.generate([[1], [2], [3]], params, use_tqdm=False)
-    assert sum(len(result.outputs) for result in results) == 12
-    assert made == [("upon a", "x" * 200)]
-
-
 def test_what_is_behind_a_stop_is_dropped_with_its_log_probabilities() -> None:
     ids = tokenizer().encode("once upon a time")
     read = len(tokenizer().encode("once upon"))
@@ -81,15 +123,12 @@ def test_resolving_twice_changes_nothing() -> None:
     assert TEXT.resolve(params) is params
 
 
-def test_bad_words_are_bounded_in_all() -> None:
-    with pytest.raises(InputError, match=f"at most {MAX_BAD_WORD_IDS} tokens") as refused:
-        TEXT.resolve(SamplingParams(bad_words=["xyz" * 80 + str(i) for i in range(128)]))
-    assert refused.value.param == "bad_words"
-
-
 def test_a_bad_word_that_is_no_text_is_named() -> None:
     with pytest.raises(InputError, match=r"bad_words\[1\]: text holds a lone surrogate") as refused:
         TEXT.resolve(SamplingParams(bad_words=["a", "\ud800"]))
+    assert refused.value.param == "bad_words"
+    with pytest.raises(InputError, match=f"at most {MAX_BAD_WORD_IDS} tokens") as refused:
+        TEXT.resolve(SamplingParams(bad_words=["xyz" * 80 + str(i) for i in range(128)]))
     assert refused.value.param == "bad_words"
     with pytest.raises(InputError, match=f"at most {MAX_BAD_WORD_IDS} tokens"):
         SamplingParams(bad_word_ids=((1,) * 600, (2,) * 600))

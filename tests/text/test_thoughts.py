@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import random
-from functools import partial
 
 import pytest
-from linear_time import ratio, repeated
 
 from quire.errors import StartupError
 from quire.text.thoughts import ALIASES, FORMATS, Opening, Thoughts, opening_of, thoughts_named, thoughts_of
@@ -60,14 +58,6 @@ def test_where_there_are_none_all_is_the_answer(name: str) -> None:
         assert read(Thoughts(form, "closed"), [text]) == ("", text)
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_an_output_that_is_cut_within_thoughts_has_no_answer(name: str) -> None:
-    form = FORMATS[name]
-    for text in (f"{form.begin} so\n", f"{form.begin}so"):
-        assert read(Thoughts(form, "maybe"), [text]) == ("so", "")
-    assert read(Thoughts(form, "open"), ["so", form.end[:-1]]) == ("so" + form.end[:-1], "")
-
-
 ADVERSARIAL = {
     name: (form.end[:-1], form.begin[:-1], " ", form.end[0], form.begin + form.end, " " + form.end[:2], "a", "\n" * 50)
     for name, form in FORMATS.items()
@@ -81,25 +71,6 @@ def test_steps_are_linear_in_adversarial_texts(name: str) -> None:
         text = unit * (100_000 // len(unit))
         reader.push(text, last=True)
         assert reader.steps <= 2 * len(text) + 2
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("opening", ["open", "maybe"])
-@pytest.mark.parametrize("name", FORMATS)
-def test_time_is_linear(name: str, opening: Opening) -> None:
-    """Of 200 KB at once and in pieces less than 2.6 times that of 100 KB, within thoughts, before and behind them."""
-    form = FORMATS[name]
-
-    def pushed(text: str, size: int) -> None:
-        reader = Thoughts(form, opening)
-        for at in range(0, len(text), size):
-            reader.push(text[at : at + size], last=at + size >= len(text))
-
-    for begin in ("", form.begin, form.begin + form.end):
-        for unit in ADVERSARIAL[name]:
-            for size in (300_000, 5):
-                few, many = (partial(pushed, begin + repeated(unit, n), size) for n in (100_000, 200_000))
-                assert ratio(many, few, 2.6) < 2.6, (begin, unit, size)
 
 
 def test_how_a_prompt_ends_says_what_follows() -> None:

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import threading
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
 from quire.errors import InputError, StartupError
 from quire.text import library
+from quire.text.detokenize import Detokenizer
 from quire.text.library import refused
 from quire.text.tokenizer import Tokenizer
 
@@ -53,19 +58,6 @@ def test_token_bytes_join_to_the_decoded_text(folders: dict[str, Path], kind: st
         assert joined.decode(errors="replace") in (decoded, " " + decoded)
 
 
-def test_tokens_as_bytes_and_as_text(folders: dict[str, Path]) -> None:
-    byte_level, pieces = Tokenizer.load(folders["byte_level"]), Tokenizer.load(folders["sentencepiece"])
-    half = byte_level.encode("🜁", add_special_tokens=False)
-    assert b"".join(map(byte_level.token_bytes, half)) == "🜁".encode()
-    assert byte_level.convert_id(half[-1]) == "\ufffd"
-    newline = pieces.encode("\n", add_special_tokens=False)[-1]
-    assert (pieces.token_bytes(newline), pieces.convert_id(newline)) == (b"\n", "\n")
-    for tokenizer, text in ((byte_level, "x a b"), (pieces, " x a b")):
-        assert "".join(map(tokenizer.convert_id, tokenizer.encode("x a b", add_special_tokens=False))) == text
-    for beyond in (-1, byte_level.vocab_size, 2**40):
-        assert (byte_level.token_bytes(beyond), byte_level.convert_id(beyond)) == (b"", "")
-
-
 def test_bad_text_and_ids_are_input_errors(folders: dict[str, Path]) -> None:
     tokenizer = Tokenizer.load(folders["byte_level"])
     with pytest.raises(InputError, match="at most 5 characters, got 6"):
@@ -79,6 +71,8 @@ def test_bad_text_and_ids_are_input_errors(folders: dict[str, Path]) -> None:
         with pytest.raises(InputError, match="between 0 and"):
             tokenizer.decode(ids)
     assert tokenizer.decode([tokenizer.vocab_size + 5]) == ""
+    for beyond in (-1, tokenizer.vocab_size, 2**40):
+        assert (tokenizer.token_bytes(beyond), tokenizer.convert_id(beyond)) == (b"", "")
 
 
 def test_a_folder_without_a_tokenizer_says_so(tmp_path: Path) -> None:
@@ -105,18 +99,14 @@ def _slow_folder(folder: Path, source: Path, **config: object) -> Path:
     return folder
 
 
-def test_older_files_are_converted_by_transformers(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_older_files_are_converted_by_transformers(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = _slow_folder(tmp_path, folders["byte_level"], tokenizer_class="GPT2Tokenizer")
     slow, fast = Tokenizer.load(folder), Tokenizer.load(folders["byte_level"])
     for text in TEXTS[:5]:
         assert slow.encode(text) == fast.encode(text)
     assert (slow.bos_id, slow.eos_ids) == (fast.bos_id, fast.eos_ids)
-
-
-def test_older_files_without_transformers_name_the_remedy(
-    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = _slow_folder(tmp_path, folders["byte_level"], tokenizer_class="GPT2Tokenizer")
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(StartupError, match=r"pip install 'quire\[hf\]'"):
         Tokenizer.load(folder)
@@ -135,13 +125,6 @@ def test_code_in_a_model_folder_never_runs(folders: dict[str, Path], tmp_path: P
         with pytest.raises(StartupError, match="no tokenizer that can be loaded"):
             Tokenizer.load(tmp_path)
     assert not (tmp_path / "ran").exists()
-
-
-def test_presence_of_a_chat_template(folders: dict[str, Path], tmp_path: Path) -> None:
-    assert not Tokenizer.load(folders["byte_level"]).has_chat_template
-    (tmp_path / "tokenizer.json").write_bytes((folders["byte_level"] / "tokenizer.json").read_bytes())
-    (tmp_path / "chat_template.jinja").write_text("x")
-    assert Tokenizer.load(tmp_path).has_chat_template
 
 
 @pytest.mark.parametrize(
@@ -267,3 +250,97 @@ def test_a_long_text_leaves_other_threads_running(folders: dict[str, Path]) -> N
         ticks += 1
     encoding.join()
     assert ticks > 8  # else 2
+
+
+# Incremental detokenisation, compared with decoding everything at once
+
+
+characters = st.one_of(
+    st.characters(codec="utf-8"),
+    st.sampled_from([*"  \n ab's.,?é日本語한", "👩‍👩‍👧", "👍🏽", "e\u0301", "<s>", "</s>", "▁", " n't"]),
+)
+texts = st.lists(characters, max_size=25).map("".join)
+
+
+@pytest.fixture(scope="module", params=KINDS[:4])
+def tokenizer(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Tokenizer:
+    return Tokenizer.load(folders[request.param])
+
+
+def stream(detokenizer: Detokenizer, ids: list[int], cuts: list[int]) -> list[str]:
+    borders = [0, *sorted(min(cut, len(ids)) for cut in cuts), len(ids)]
+    pieces = [detokenizer.push(ids[start:end]) for start, end in pairwise(borders)]
+    return [*pieces, detokenizer.flush()]
+
+
+def singly(ids: list[int]) -> list[int]:
+    return list(range(len(ids)))
+
+
+@given(text=texts, cuts=st.lists(st.integers(0, 60)), skip=st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_pieces_join_to_the_decoded_text(tokenizer: Tokenizer, text: str, cuts: list[int], skip: bool) -> None:
+    ids = tokenizer.encode(text)
+    whole = tokenizer.decode(ids, skip_special_tokens=skip)
+    for chosen in (singly(ids), cuts):
+        pieces = stream(Detokenizer(tokenizer, [], skip), ids, chosen)
+        assert "".join(pieces) == whole
+        assert "\ufffd" in whole or not any("\ufffd" in piece for piece in pieces)
+
+
+@given(prompt=texts, text=texts, skip=st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_the_output_continues_the_prompt(tokenizer: Tokenizer, prompt: str, text: str, skip: bool) -> None:
+    head, ids = tokenizer.encode(prompt), tokenizer.encode(text, add_special_tokens=False)
+    before, whole = (tokenizer.decode(part, skip_special_tokens=skip) for part in (head, head + ids))
+    tail = head if len(head) <= 16 else head[-16:]
+    if not skip or any(id not in tokenizer.special_ids for id in tail):
+        assert before + "".join(stream(Detokenizer(tokenizer, tail, skip), ids, singly(ids))) == whole
+
+
+def test_random_byte_level_tokens_equal_the_whole(folders: dict[str, Path]) -> None:
+    tokenizer = Tokenizer.load(folders["byte_level"])
+
+    @given(st.lists(st.integers(0, tokenizer.vocab_size + 3), max_size=40), st.lists(st.integers(0, 40)), st.booleans())
+    @settings(max_examples=400, deadline=None)
+    def check(ids: list[int], cuts: list[int], skip: bool) -> None:
+        whole = tokenizer.decode(ids, skip_special_tokens=skip)
+        assert "".join(stream(Detokenizer(tokenizer, [], skip), ids, cuts)) == whole
+
+    check()
+
+
+def repaired(data: bytes) -> str:
+    """UTF-8 with one U+FFFD for each byte that belongs to no character."""
+    return re.sub("[\udc80-\udcff]", "\ufffd", data.decode("utf-8", "surrogateescape"))
+
+
+def test_random_byte_fallback_tokens(folders: dict[str, Path]) -> None:
+    tokenizer = Tokenizer.load(folders["sentencepiece"])
+    zero = next(id for id in range(tokenizer.vocab_size) if tokenizer.token_bytes(id) == b"\0")
+    letter = tokenizer.encode("xa", add_special_tokens=False)[-1]
+    assert (tokenizer.token_bytes(zero + 0xC3), tokenizer.convert_id(letter)) == (b"\xc3", "a")
+
+    @given(st.lists(st.one_of(st.binary(max_size=6), characters.map(str.encode)), max_size=8))
+    @settings(max_examples=400, deadline=None)
+    def check(runs: list[bytes]) -> None:
+        ids = [letter]
+        for run in runs:
+            ids += [*(zero + value for value in run), letter]
+        text = "".join(stream(Detokenizer(tokenizer, [], True), ids, singly(ids)))
+        assert text == "a" + "".join(repaired(run) + "a" for run in runs)
+        broken = [repaired(run) for run in runs if "\ufffd" in repaired(run)]
+        if all(set(run) == {"\ufffd"} for run in broken):  # otherwise the library drops good characters too
+            assert text == tokenizer.decode(ids)
+
+    check()
+
+
+def test_half_a_character_is_held_until_the_end(folders: dict[str, Path]) -> None:
+    tokenizer = Tokenizer.load(folders["byte_level"])
+    ids = tokenizer.encode("🜁", add_special_tokens=False)
+    detokenizer = Detokenizer(tokenizer, tokenizer.encode("a"), True)
+    assert [detokenizer.push([id]) for id in ids[:-1]] == [""] * (len(ids) - 1)
+    assert detokenizer.flush() == "\ufffd"
+    whole = Detokenizer(tokenizer, [*tokenizer.encode("a"), *ids[:2]], True)
+    assert whole.push(ids[2:]) == "🜁"  # the prompt's half belongs to the first character

@@ -10,7 +10,7 @@ from quire.vocabulary.layout import ROWS, Layout, Part
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("size", [1, 63, 64, 320, 50_257, 50_272, 128_256])
+@pytest.mark.parametrize("size", [1, 63, 64, 50_257])
 def test_every_row_of_a_vocabulary_is_one_ranks(ranks: int, size: int) -> None:
     parts = Layout(tp=ranks).parts()
     assert [row for part in parts for row in part.vocabulary(size)] == list(range(size))

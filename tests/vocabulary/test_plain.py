@@ -5,32 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from memories import MEMORIES, Build
+from traces import Trace
 
-from quire.config import EngineConfig
-from quire.control.edge import Limits
-from quire.control.engine import Engine
-from quire.control.memory import Size, build_memory
-from quire.control.scheduler import Scheduler
-from quire.sim.echo import EchoRunner
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.plan import Sampling, StepPlan
-from quire.vocabulary.specs import LayerSpec, ModelSpec
 
-VOCAB = 2**18
 PENALTIES: dict[str, Any] = {"repetition_penalty": 1.2, "frequency_penalty": 0.3, "presence_penalty": 0.1}
 
 
 def test_parameters_are_said_once_a_request_not_once_a_fork() -> None:
-    spec = ModelSpec("none", (LayerSpec(1, 2),), VOCAB, 64, 4, 2, 8, 100)
-    memory = build_memory(EngineConfig(), spec, Size(4096, 64, 2))
-    scheduler = Scheduler(memory, budget=512, max_seqs=32, max_len=64)
-    runner = EchoRunner(vocab_size=VOCAB)
-    runner.bind(memory.geometry)
-    engine = Engine(scheduler, runner, Limits(VOCAB, 64, 8), clock=lambda: 0.0)
+    trace = Trace(MEMORIES["paged-4"](Build(tokens=512)), seed=0, depth=1, budget=64, max_seqs=8)
+    engine, runner = trace.engine, trace.runner
     sent: list[StepPlan] = []
     submit = runner.submit
-    runner.submit = lambda plan: sent.append(plan) or submit(plan)  # type: ignore[method-assign]
-    allowed = tuple(range(200_000))
+    runner.submit = lambda plan: sent.append(plan) or submit(plan)  # type: ignore[method-assign,func-returns-value]
+    allowed = tuple(range(40))
     engine.add("a", [1, 2, 3], SamplingParams(n=8, allowed_token_ids=allowed, max_tokens=4))
     engine.add("b", [4, 5], SamplingParams(beam_width=4, allowed_token_ids=allowed, max_tokens=8))
     while engine.unfinished:

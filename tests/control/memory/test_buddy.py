@@ -78,23 +78,6 @@ def test_a_block_is_the_next_power_of_two(units: int, size: int) -> None:
     assert buddy.available == 128 - size
 
 
-def test_blocks_are_split_and_merged() -> None:
-    buddy = Buddy(16)
-    first, second, third = buddy.take(3), buddy.take(2), buddy.take(8)
-    assert (first, second, third) == (0, 4, 8)
-    assert [sorted(bases) for bases in buddy.free] == [[], [6], [], [], []]
-    assert (buddy.room(2), buddy.room(3), buddy.unusable(3)) == (1, 0, 2)
-    buddy.give(0)
-    assert (buddy.room(4), buddy.room(8)) == (1, 0)
-    buddy.give(4)  # 4-5 and 6-7, then 0-3 and 4-7
-    assert [sorted(bases) for bases in buddy.free] == [[], [], [], [0], []]
-
-
-def test_a_pool_that_is_no_power_of_two() -> None:
-    buddy = Buddy(13)
-    assert [buddy.take(units) for units in (4, 8, 1, 1)] == [8, 0, 12, None]
-
-
 @pytest.mark.parametrize("total", [1, 7, 16, 100])
 def test_an_empty_pool_is_filled_in_any_order(total: int) -> None:
     """Without gives, blocks fit as long as their sizes sum up: this is what a memory's `fits` counts on."""

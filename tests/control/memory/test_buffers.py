@@ -6,10 +6,9 @@ from fractions import Fraction
 
 import pytest
 
-from quire.control.memory.buffers import Place, Worker, buffers_of, workers_of, worst_waste
+from quire.control.memory.buffers import Worker, buffers_of, workers_of, worst_waste
 from quire.errors import StartupError
-from quire.reproduce.contiguous_sizes import KIB, MIB, PAGES, TABLE_8, on_workers
-from quire.vocabulary.specs import Group
+from quire.reproduce.contiguous_sizes import KIB, MIB, on_workers
 
 HEAD = 128 * 2  # bytes: numbers of 16 bits
 LAYOUTS = ("layer", "sliced:4", "sliced:8", "sliced")
@@ -22,15 +21,6 @@ SLICED: dict[tuple[str, int], tuple[tuple[float, int, int], ...]] = {
     ("yi-34b", 1): ((1024, 240, 120), (256, 60, 30), (128, 32, 16), (17.07, 4, 2)),
     ("yi-34b", 2): ((2048, 480, 120), (512, 120, 30), (256, 64, 16), (34.13, 8, 2)),
 }
-
-
-@pytest.mark.parametrize(("model", "tensor"), TABLE_8)
-def test_table_8(model: str, tensor: int) -> None:
-    row = TABLE_8[model, tensor]
-    found = [on_workers(model, tensor, page, "layer") for page in PAGES.values()]
-    assert {one.run_pages for each in found for one in each} == {1}
-    assert [each[0].run_tokens for each in found] == row.tokens
-    assert [worst_waste(each) / MIB for each in found] == row.waste
 
 
 @pytest.mark.parametrize(("model", "tensor"), SLICED)
@@ -53,18 +43,6 @@ def test_tokens_that_are_not_whole() -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("layers", [1, 5, 32, 60])
-def test_pages_are_those_of_a_group(layers: int, layout: str) -> None:
-    one = buffers_of(layers, 3 * HEAD, 64 * KIB, layout)
-    group = Group(
-        tuple(range(layers)), one.page_bytes, one.token_bytes, 99, range(9), range(0), one.run_tokens, one.run_pages
-    )
-    for tokens in (0, 1, 84, 85, 86, 170, 171, 4096):
-        assert one.pages(tokens) == group.pages(tokens)
-        assert one.pages(tokens) * one.page >= tokens * one.stride > (one.pages(tokens) - 1) * one.page or not tokens
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("layers", [1, 5, 32, 60])
 def test_each_layer_has_a_place_of_its_own(layers: int, layout: str) -> None:
     one = buffers_of(layers, HEAD, 64 * KIB, layout)
     places = [one.place(layer, values) for layer in range(layers) for values in (False, True)]
@@ -72,15 +50,8 @@ def test_each_layer_has_a_place_of_its_own(layers: int, layout: str) -> None:
     assert {part for part, _ in places} == set(range(one.parts))
     assert all(offset % HEAD == 0 and 0 <= offset <= one.stride - HEAD for _, offset in places)
     assert one.parts * one.stride - one.token_bytes == 2 * HEAD * (-layers % one.width)
-
-
-def test_places() -> None:
-    sliced = buffers_of(60, 8 * HEAD, 2 * MIB, "sliced:8")
-    assert sliced.place(0, False) == Place(0, 0)
-    assert sliced.place(59, True) == Place(15, 3 * 8 * HEAD)
-    assert buffers_of(60, 8 * HEAD, 2 * MIB, "layer").place(59, False) == Place(118, 0)
-    with pytest.raises(AssertionError, match="layer 60 of 60"):
-        sliced.place(60, False)
+    with pytest.raises(AssertionError, match=f"layer {layers} of {layers}"):
+        one.place(layers, False)
 
 
 def test_addresses_of_the_paper() -> None:
@@ -115,12 +86,6 @@ def test_workers() -> None:
 def test_workers_that_cannot_be(tensor: int, pipeline: int, words: str) -> None:
     with pytest.raises(StartupError, match=words):
         workers_of(32, 8, tensor, pipeline)
-
-
-def test_layouts() -> None:
-    assert buffers_of(32, HEAD, MIB, "sliced:1") == buffers_of(32, HEAD, MIB, "layer")
-    assert buffers_of(32, HEAD, MIB, "sliced:32") == buffers_of(32, HEAD, MIB, "sliced")
-    assert buffers_of(4, HEAD, MIB, "sliced:8") == buffers_of(4, HEAD, MIB, "sliced")
 
 
 @pytest.mark.parametrize("layout", [

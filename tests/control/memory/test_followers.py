@@ -55,25 +55,6 @@ def test_followers_get_their_pages_as_the_first_passes(name: str, chunk: int) ->
 
 
 @every
-def test_a_follower_whose_turn_is_before_the_result_takes_its_pages_then(name: str) -> None:
-    """A step is planned before the one that computes what it shares was confirmed."""
-    memory = MEMORIES[name](Build(tokens=640))
-    first, second = group_of(2, 33, 6)
-    common = admitted(memory, [first, second])[1]
-    assert memory.grow(first, 39)
-    first.planned = 39
-    assert memory.grow(second, 39)
-    memory.check()
-    assert memory.followers.ahead == {}
-    first.computed = 39
-    memory.commit(first)
-    second.planned = second.computed = 39
-    memory.commit(second)
-    memory.check()
-    assert common > 0
-
-
-@every
 def test_followers_may_leave_before(name: str) -> None:
     memory = MEMORIES[name](Build(tokens=640, host=1000))
     group = group_of(3, 33, 6)

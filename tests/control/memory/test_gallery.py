@@ -82,16 +82,6 @@ def prompt(length: int = 24) -> list[int]:
     return [1 + i % 40 for i in range(length)]
 
 
-def test_a_picture_that_is_still_there_is_not_encoded_whatever_the_text_around_it() -> None:
-    for model in (spec(), spec(SELF, CROSS)):
-        served = Served(memory(model))
-        for i, start in enumerate((3, 9)):
-            served.add(str(i), [i + 1] * 24, picture(0, start))
-            served.drain()
-        sharing = served.memory.account().sharing
-        assert (sharing.encoder_runs, sharing.picture_hits) == (1, 1)
-
-
 def test_two_that_need_the_same_picture_at_once_have_it_encoded_once() -> None:
     served = Served(memory(), budget=48)
     for i in range(3):
@@ -183,27 +173,6 @@ def test_which_one_goes_first_depends_on_the_seed_alone() -> None:
     assert len(orders) > 2
 
 
-def test_text_has_no_pages_of_pictures_and_text_before_a_picture_sees_none() -> None:
-    served = Served(memory(spec(SELF, CROSS)), budget=4)
-    served.add("text", [50] * 12)
-    assert not any(served.drain())
-    served.add("late", prompt(12), picture(0, 6, 1, rows=8))
-    told = [served.step() for _ in range(2)]
-    assert [len(step) for step in told] == [0, 1]
-    served.drain()
-
-
-def test_behind_the_next_picture_the_earlier_one_is_dropped() -> None:
-    made = memory(spec(SELF, CROSS))
-    served = Served(made, budget=8)
-    served.add("a", prompt(24), picture(0, 2, 1, rows=8), picture(1, 12, 1, rows=4))
-    held = []
-    while served.engine.unfinished:
-        served.step()
-        held.append(made.pages.used[1])
-    assert held[:3] == [2, 1, 1]
-
-
 def test_prompts_of_like_tokens_and_other_pictures_share_only_what_lies_before_these() -> None:
     for model in (spec(), spec(SELF, CROSS)):
         served = Served(memory(model), budget=32)
@@ -215,6 +184,7 @@ def test_prompts_of_like_tokens_and_other_pictures_share_only_what_lies_before_t
             served.drain()
             hits.append(served.memory.account().sharing.hits - before)
         assert hits == [0, 8, 20]
+        assert served.memory.account().sharing.encoder_runs == 2
 
 
 def test_where_tokens_attend_both_ways_a_prompt_is_computed_in_one_step() -> None:
@@ -284,29 +254,6 @@ def test_uniform_pages_waste_what_the_paper_says() -> None:
     assert wasted == {"paged": 0, "uniform": 0.7959}
 
 
-def test_what_fits_is_admitted_in_an_idle_memory() -> None:
-    """Also behind cached pages of others, and again after a preemption."""
-    for sizes in ("lcm", "own"):
-        for model in (spec(SELF, CROSS), spec()):
-            for tokens in range(16, 64, 4):
-                made = memory(model, tokens=tokens, page_sizes=sizes, budget=8)
-                media = (picture(0, 2, 8 if model.takes_places else 1, rows=8), picture(1, 12, 4, rows=4))
-                served = Served(made, budget=8)
-                if not made.fits([22], 20, media):
-                    with pytest.raises(PromptTooLong):
-                        served.add("a", prompt(20), *media)
-                    continue
-                for i in range(3):
-                    served.add(str(i), [i + 1] * 20, *media[: 2 - i % 2])
-                for _ in range(9):
-                    if served.engine.unfinished:
-                        served.step()
-                    running = served.engine.scheduler.running
-                    if running:
-                        served.engine.scheduler._preempt(next(reversed(running)))
-                served.drain()
-
-
 def test_text_before_a_picture_is_found_whether_a_prompt_with_one_left_it_or_not() -> None:
     for registered in (False, True):
         for first, second in (((), (0,)), ((0,), ()), ((0,), (1,))):
@@ -365,18 +312,6 @@ def test_pictures_without_pixels_are_refused_unless_the_runner_has_them() -> Non
     served.add("b", prompt(), picture(0, 2))
     served.engine.add("c", prompt(), SamplingParams(max_tokens=2), media=(picture(0, 2),))
     served.drain()
-
-
-@pytest.mark.parametrize("sizes", ["lcm", "own"])
-def test_a_reset_forgets_pictures_too(sizes: str) -> None:
-    made = memory(page_sizes=sizes)
-    served = Served(made)
-    for _ in range(2):
-        served.add("a", prompt(), picture(0, 2))
-        served.drain()
-        assert made.prefixes.reset() > 0
-        made.check()
-    assert made.account().sharing.encoder_runs == 2
 
 
 def test_a_step_encodes_no_more_parts_than_its_tokens_stand_for() -> None:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from unittest.mock import Mock
 
 import pytest
+from geometries import one_size
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from memories import MEMORIES, Build, admit_one, reset
 
-from quire.control.memory.index import PrefixIndex, Stop
+from quire.control.memory import LATER
+from quire.control.memory.paged import PagedMemory
 from quire.control.memory.pages import SCRATCH
 from quire.control.memory.prefix import Prefixes, Reuse
 from quire.control.memory.tables import PageTables, Tables
@@ -113,41 +118,6 @@ def test_the_longest_wins_down_to_a_part_of_a_page() -> None:
     assert found == [0, 1, 1, 3, 4, 4, 4, 4, 8, 9, 9, 11, 11]
 
 
-class Counted(PrefixIndex):
-    """Counts the questions that its owner asks, and those that a lookup asks of the table of names."""
-
-    def __init__(self, page_tokens: int) -> None:
-        super().__init__(page_tokens)
-        self.asked = 0
-
-    def __contains__(self, key: bytes) -> bool:
-        self.asked += 1
-        return super().__contains__(key)
-
-
-@pytest.mark.parametrize("count", [1, 10, 1000])
-def test_a_lookup_costs_the_same_among_one_and_a_thousand(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    prefixes = prefixes_of((4, None))
-    prefixes.index = index = Counted(4)
-    for i in range(count):  # the same beginning, then a page of its own and part of another
-        register(prefixes, str(i), [*range(8), 100 + i, 1, 2, 3, 4, 5], "")
-    compared = 0
-    part = Prefixes.part
-
-    def counted(prefixes: Prefixes, tables: Tables, tokens: int) -> Tables | None:
-        nonlocal compared
-        compared += 1
-        return part(prefixes, tables, tokens)
-
-    monkeypatch.setattr(Prefixes, "part", counted)
-    index.asked = 0
-    whole, begun = [*range(8), 100 + count // 2, 1, 2, 3, 4, 5, 6], [*range(8), 99, 98, 97, 96, 95]
-    assert prefixes.pinned(Sequence(1, whole)).tokens == 14
-    assert prefixes.pinned(Sequence(2, begun)).tokens == 8
-    assert prefixes.pinned(Sequence(3, [55] * 20)).tokens == 0
-    assert (compared, index.asked) == (2, 10)  # 4 keys, 4 keys of which the last is unknown, 2
-
-
 def test_a_lookup_hashes_one_page_beyond_what_is_known() -> None:
     prefixes = prefixes_of((4, None))
     register(prefixes, "p", list(range(8)), "")
@@ -156,16 +126,150 @@ def test_a_lookup_hashes_one_page_beyond_what_is_known() -> None:
     assert len(seq.keys) == 2
 
 
-def test_stops_that_are_not_usable_lead_on() -> None:
-    index = PrefixIndex(2)
-    stops = [Stop(b"0", (), False), Stop(b"1", (), False), Stop(b"2", (), True), Stop(b"2", (5,), True)]
-    index.add("a", stops)
-    index.add("b", stops[:3])
-    assert index.find([b"0", b"1"], [1, 2, 3, 4, 5, 6], 6) is None
-    assert index.find([b"0", b"1", b"2"], [1, 2, 3, 4, 5, 6], 3) is None
-    assert index.find([b"0", b"1", b"2"], [1, 2, 3, 4, 5, 6], 4) == "a"
-    index.remove("a", stops)
-    assert index.find([b"0", b"1", b"2"], [1, 2, 3, 4, 5, 6], 6) == "b"
-    index.remove("b", stops[:3])
-    assert b"0" not in index
-    assert not index.names
+# The pages of registered prefixes are counted as prefixes come and go
+
+
+def registered(memory: PagedMemory, name: str, tokens: list[int]) -> None:
+    seq = Sequence(1, [*tokens, 1])
+    reused = admit_one(memory, seq, 64)
+    assert isinstance(reused, int)
+    assert memory.grow(seq, len(seq.tokens))
+    seq.planned = seq.computed = len(tokens)
+    memory.commit(seq)
+    assert memory.prefixes.pin(name, seq)
+    memory.free(seq)
+    memory.check()
+
+
+@pytest.mark.parametrize("name", MEMORIES)
+def test_every_memory_counts_its_pins(name: str) -> None:
+    memory = MEMORIES[name](Build(prefix_tokens=64))
+    for i in range(3):
+        registered(memory, str(i), [5] * (3 + 5 * i))
+    for i in (1, 0, 2):
+        assert memory.prefixes.unpin(str(i))
+        memory.check()
+    assert memory.prefixes.pins == Counter()
+    assert not memory.prefixes.registered
+    assert sum(memory.pages.used) == 0
+
+
+def test_the_check_sees_a_lost_pin_and_a_lost_name() -> None:
+    memory = MEMORIES["paged-4"](Build(prefix_tokens=40))
+    registered(memory, "a", list(range(10)))
+    prefixes = memory.prefixes
+    page = next(iter(prefixes.pins))
+    prefixes.pins[page] += 1
+    with pytest.raises(AssertionError, match="pins"):
+        memory.check()
+    prefixes.pins[page] -= 1
+    memory.check()
+    stop = next(iter(prefixes.index.names))
+    names = prefixes.index.names.pop(stop)
+    with pytest.raises(AssertionError, match="index"):
+        memory.check()
+    prefixes.index.names[stop] = names
+    key = next(iter(prefixes.index.tails))
+    del prefixes.index.tails[key]
+    with pytest.raises(AssertionError, match="lost its way"):
+        memory.check()
+
+
+# A prompt that is being computed is awaited
+
+
+PAGE = 4
+
+
+def memory(pages: int = 32, prefix_tokens: int = 0) -> PagedMemory:
+    geometry = one_size(((0,), None), pages=pages + 1, page_bytes=64, slots=9, width=16, tokens=PAGE)
+    return PagedMemory(geometry, chunk=64, prefix_tokens=prefix_tokens)
+
+
+def test_another_salt_a_short_prompt_and_wanted_scores_do_not_wait() -> None:
+    paged = memory()
+    assert admit_one(paged, Sequence(1, list(range(18))), 64) == 0
+    assert admit_one(paged, Sequence(2, list(range(18)), salt="other"), 64) == 0
+    assert admit_one(paged, Sequence(3, list(range(4))), 64) == 0
+    scored = Sequence(4, list(range(18)))
+    scored.reusable = 0
+    assert admit_one(paged, scored, 64) == 0
+
+
+def lookups(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """Look-ups of prefixes from here on."""
+    looked = Mock(side_effect=Prefixes.pinned)
+    monkeypatch.setattr(Prefixes, "pinned", lambda *args: looked(*args))
+    return looked
+
+
+def test_the_waiting_one_looks_again_for_what_arrived_and_not_for_what_others_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    paged = memory()
+    first, second = Sequence(1, list(range(18))), Sequence(2, [*range(16), 99, 98])
+    other = Sequence(3, [50] * 9)
+    assert admit_one(paged, other, 64) == 0
+    assert admit_one(paged, first, 4) == 0
+    looked = lookups(monkeypatch)
+    assert admit_one(paged, second, 64) is LATER
+    other.planned = other.computed = 9
+    paged.commit(other)  # pages that nobody waits for
+    paged.free(other)
+    assert admit_one(paged, second, 64) is LATER
+    assert looked.call_count == 1
+    for computed, times in ((3, 1), (4, 2), (6, 2), (8, 3)):
+        assert paged.grow(first, computed)
+        first.planned = first.computed = computed
+        paged.commit(first)
+        for _ in range(5):
+            assert admit_one(paged, second, 64) is LATER
+        assert looked.call_count == times, computed
+    paged.free(first)
+    assert admit_one(paged, second, 64) == 8
+    assert looked.call_count == 4
+    paged.check()
+
+
+@pytest.mark.parametrize("relief", ["pin", "unpin", "reset"])
+def test_a_change_of_prefixes_is_looked_at(relief: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    paged = memory(prefix_tokens=8 * PAGE)
+    done = Sequence(1, [60] * 6)
+    assert admit_one(paged, done, 64) == 0
+    done.planned = done.computed = 6
+    paged.commit(done)
+    if relief == "unpin":
+        assert paged.prefixes.pin("p", done)
+    assert admit_one(paged, Sequence(2, list(range(18))), 8) == 0
+    second = Sequence(3, [*range(16), 99, 98])
+    looked = lookups(monkeypatch)
+    assert admit_one(paged, second, 64) is LATER
+    if relief == "pin":
+        assert paged.prefixes.pin("p", done)
+    elif relief == "unpin":
+        assert paged.prefixes.unpin("p")
+    else:
+        reset(paged)
+    # What is being computed since before a reset is nobody else's.
+    assert admit_one(paged, second, 64) == (0 if relief == "reset" else LATER)
+    assert looked.call_count == 2
+    paged.check()
+
+
+def test_two_pages_have_waiters_of_their_own() -> None:
+    """One who shares the first page only is let in when that arrives, and the other one isn't."""
+    paged = memory()
+    first, near, far = (
+        Sequence(id, tokens) for id, tokens in ((1, [*range(18)]), (2, [*range(4), 9, 9]), (3, [*range(9), 9]))
+    )
+    assert admit_one(paged, first, 64) == 0
+    assert admit_one(paged, near, 64) is LATER
+    assert admit_one(paged, far, 64) is LATER
+    first.planned = first.computed = 4
+    paged.commit(first)
+    assert admit_one(paged, near, 64) == 4
+    assert admit_one(paged, far, 64) is LATER
+    first.planned = first.computed = 8
+    paged.commit(first)
+    assert admit_one(paged, far, 64) == 8
+    paged.check()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
 from quire.control.memory.large import LargePages
 from quire.control.memory.pages import WATERMARK
+from quire.control.memory.part import Common, Part
+from quire.vocabulary.specs import Geometry, Group, Layout
 
 
 def take(pages: LargePages, group: int, count: int, owner: int | None = None) -> list[int]:
@@ -28,40 +31,6 @@ def cached(pages: LargePages, group: int, table: Sequence[int], keys: bytes) -> 
 def homes(pages: LargePages, group: int, table: Sequence[int]) -> list[int]:
     """The paper's number of the large page of each: ours less the scratch."""
     return [page // pages.ratios[group] - 1 for page in table]
-
-
-def test_figure_6() -> None:
-    """Pages of 256 and 384 bytes in large ones of 768: four image tokens and two of text take large pages 0 and 2 of
-    the one kind, 1 of the other; they are returned when all in them is freed."""
-    image, text = 0, 1
-    pages = LargePages([768 // 256, 768 // 384], 4, "paper")
-    tables = [take(pages, image, 3, 1), take(pages, text, 2, 1)]
-    tables[image] += take(pages, image, 1, 1)
-    assert homes(pages, image, tables[image]) == [0, 0, 0, 2]
-    assert homes(pages, text, tables[text]) == [1, 1]
-    begins = [[page * size for page in table] for size, table in zip((256, 384), tables)]
-    assert begins == [[768, 1024, 1280, 2304], [1536, 1920]]  # in one buffer, behind the scratch
-    assert pages.counts()[:2] == (1, [2, 1])
-    pages.release(image, tables[image][3:])
-    assert pages.counts()[:2] == (2, [1, 1])
-    pages.release_all([tables[image][:3], tables[text]])
-    assert pages.counts()[:2] == (4, [0, 0])
-
-
-@pytest.mark.parametrize(("association", "returned"), [("none", 0), ("paper", 1)])
-def test_figure_8(association: str, returned: int) -> None:
-    """Requests A and B take pages in turn, four in a large page. When A ends, its pages are a large page only if each
-    request's lie together."""
-    pages = LargePages([4], 2, association)
-    a, b = [], []
-    for _ in range(4):
-        a += take(pages, 0, 1, 1)
-        b += take(pages, 0, 1, 2)
-    assert pages.counts().active == [2]
-    pages.release_all([a])
-    pages.leave(1)
-    assert pages.counts().free == returned
-    pages.check([dict.fromkeys(b, 1)])
 
 
 def test_in_bulk_whole_large_pages_are_a_requests_own_and_the_rest_lies_together() -> None:
@@ -163,6 +132,7 @@ def test_a_margin_is_a_hundredth_of_the_large_pages_and_idle_counts_all() -> Non
     assert not pages.affords([2, 2 * WATERMARK], idle=True)
     assert pages.within([3, 1], [2, 2])
     assert not pages.within([3, 2], [2, 2])
+    assert not LargePages([4, 4], 10).within([6, 0], [2, 2]), "more of one isn't made up for by less of another in part"
 
 
 def test_bytes_add_up() -> None:
@@ -178,20 +148,6 @@ def test_bytes_add_up() -> None:
     assert pages.drop_cached() == 3
     assert pages.space(sizes) == (0, 2, 24)
     assert pages.counts()[:3] == (4, [1, 0], [0, 0])
-
-
-def test_room_is_made_by_large_pages_then_small_ones() -> None:
-    pages = LargePages([2, 1], 2)
-    a, b = take(pages, 0, 2, 1), take(pages, 1, 1, 1)
-    cached(pages, 0, a[:1], b"a")
-    cached(pages, 1, b, b"b")
-    pages.make_room(0)
-    assert (pages.find(1, b"b"), pages.find(0, b"a")) == (None, a[0])
-    pages.make_room(0)
-    assert pages.find(0, b"a") is None
-    pages.make_room(0)
-    assert pages.evictions == 2
-    pages.check([{a[1]: 1}, {}])
 
 
 def test_what_must_not_happen() -> None:
@@ -219,6 +175,8 @@ def test_what_must_not_happen() -> None:
         (lambda pages: pages.cached[0].clear(), "a page is cached or isn't"),
         (lambda pages: pages.index[0].clear(), "the index differs"),
         (lambda pages: pages.keys[0].__setitem__(9, b"x"), "is empty and has a key"),
+        (lambda pages: pages.keys[0].__setitem__(2, b"a"), "two pages have the same key"),
+        (lambda pages: pages.partial[0].living.clear(), "what a request left empty is lost"),
         (lambda pages: pages.kind.__setitem__(1, 1), "held by two groups"),
         (lambda pages: pages.busy.__setitem__(1, 2), "used pages of 1 are miscounted"),
         (lambda pages: pages.holes.__setitem__(1, 0), "empty pages of 1 are miscounted"),
@@ -228,22 +186,14 @@ def test_what_must_not_happen() -> None:
     ],
 )
 def test_check_finds_what_is_broken(harm: object, message: str) -> None:
-    pages = LargePages([2, 1], 4)
+    pages = LargePages([2, 1], 4, "paper")
     [page] = take(pages, 0, 1, 1)
-    cached(pages, 0, take(pages, 0, 2, 1), b"ab")
+    cached(pages, 0, take(pages, 0, 2, 2), b"ab")
     pages.check([{page: 1}, {}])
     assert callable(harm)
     harm(pages)
     with pytest.raises(AssertionError, match=message):
         pages.check([{page: 1}, {}])
-
-
-def test_more_of_one_group_is_not_made_up_for_by_less_of_another_in_part() -> None:
-    """Whatever else lies beside them: with 3 and 2 pages it is 3 + 1 large pages, not 2 + 1."""
-    pages = LargePages([4, 4], 10)
-    assert not pages.within([6, 0], [2, 2])
-    assert pages.within([6, 0], [2, 4])
-    assert pages.within([2, 2], [2, 2])
 
 
 def test_a_content_that_is_computed_again_is_found_in_the_page_that_stays() -> None:
@@ -262,3 +212,95 @@ def test_a_content_that_is_computed_again_is_found_in_the_page_that_stays() -> N
     pages.publish(0, third[0], b"a")
     assert pages.index[0][b"a"] == new[0]
     assert pages.keys[0][third[0]] is None
+
+
+# Parts of one ledger: each is a ledger of its own groups, and what is free is everybody's
+
+
+LARGE, COUNT = 96, 8
+
+
+def parts(association: str = "bulk") -> tuple[Part, Part]:
+    """One with pages of 2 and 3 to a large page, and one with pages of 4."""
+    ratios = (2, 3, 4)
+    groups = tuple(
+        Group((i,), LARGE // ratio, LARGE // ratio // 4, 9, range(ratio, (COUNT + 1) * ratio), run_tokens=4)
+        for i, ratio in enumerate(ratios)
+    )
+    whole = Geometry(Layout.PAGED, (COUNT + 1) * LARGE, 4, groups, 2, 0, LARGE)
+    both = [replace(whole, groups=groups[:2]), replace(whole, groups=groups[2:])]
+    first, second = Common(LargePages(ratios, COUNT, association), both, [0, 20]).parts
+    return first, second
+
+
+def taken(part: Part, group: int, count: int, owner: int = 1) -> list[int]:
+    needs = [0] * len(part)
+    needs[group] = count
+    assert part.reserve(needs)
+    return part.take_all(group, count, owner)
+
+
+def test_what_one_holds_another_cannot_have() -> None:
+    first, second = parts()
+    pages = taken(first, 1, 3 * 6)
+    assert (first.used, second.used) == ([0, 18], [0])
+    assert (first.elsewhere, second.elsewhere) == (0, 6 * LARGE)
+    assert second.reserve([8])
+    assert not second.reserve([9])
+    assert second.space([24]).external == 6 * LARGE
+    assert second.space([24]).free == 2 * LARGE
+    first.release(1, pages)
+    assert second.reserve([32])
+
+
+def test_an_idle_memory_still_keeps_the_others_prefixes() -> None:
+    """20 tokens of the second's are 5 pages: 2 large ones."""
+    first, second = parts()
+    assert first.affords([2 * 6, 0], idle=True)
+    assert not first.affords([2 * 6 + 1, 0], idle=True)
+    assert second.affords([32], idle=True)
+
+
+def test_one_evicts_what_another_has_cached_and_the_older_first() -> None:
+    first, second = parts()
+    [old], [young] = taken(second, 0, 1), taken(first, 0, 1)
+    second.publish(0, old, b"old")
+    first.publish(0, young, b"young")
+    second.release(0, [old])
+    first.release(0, [young])
+    assert first.resting([(0, young)]).pages == [1, 0]
+    taken(first, 1, 3 * 7)
+    assert second.find(0, b"old") is None
+    assert first.find(0, b"young") == young
+    assert second.evictions == 1
+
+
+def test_each_drops_its_own() -> None:
+    first, second = parts()
+    for part, group in ((first, 0), (first, 1), (second, 0)):
+        [page] = taken(part, group, 1)
+        part.publish(group, page, b"key")
+        part.release(group, [page])
+    assert first.drop_cached() == 2
+    assert second.find(0, b"key") is not None
+    first.check([{}, {}])
+
+
+def test_what_is_lost_is_seen_by_both() -> None:
+    class Holds:
+        def __init__(self, *named: dict[int, int]) -> None:
+            self.named = list(named)
+
+        def references(self) -> list[dict[int, int]]:
+            return self.named
+
+    first, second = parts()
+    [page] = taken(second, 0, 1)
+    with pytest.raises(AssertionError, match="reference counts"):
+        first.check([{}, {}])
+    second.holder = Holds({page: 1})
+    first.check([{}, {}])
+    second.check([{page: 1}])
+    second.close()
+    first.check([{}, {}])
+    assert first.elsewhere == 0

@@ -1,23 +1,178 @@
-"""Any calls of the two-level ledger: audited, against brute force and the one-level ledger, and with bugs planted."""
+"""Any calls of the two-level ledger: audited, against brute force, and with bugs planted."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from itertools import product
 from random import Random
 from typing import Any
 
 import pytest
-from large_walk import OPS, SIZES, Walk, ratios_of
-from test_planted import Plant, found_by, instead_of
+from test_planted import REFERENCES, found_by, instead_of
 
-from quire.control.memory.large import LargePages
-from quire.control.memory.pages import Ledger
+from quire.control.memory.large import ASSOCIATIONS, LargePages
 from quire.control.memory.partial import Partial
 
+SIZES = ([84, 1], [6, 10, 15], [8, 12, 1, 3], [384, 256], [1, 1], [3, 1], [1, 4], [5, 7])
+"""Bytes of small pages, up to a factor: large pages are their least common multiple."""
 
-def walked(seed: int, steps: int, ratios: list[int] | None = None) -> Walk:
-    rng = Random(seed)
-    walk = Walk(rng, ratios)
-    for _ in range(steps):
+OPS = ("begin", "begin", "begin", "grow", "grow", "publish", "publish", "window", "hit", "fork", "end", "end", "room")
+
+
+class Walk:
+    """Sequences with a table a group; some belong to the same request. Some keys are those of other pages."""
+
+    def __init__(self, rng: Random, sizes: list[int]) -> None:
+        self.ratios = [math.lcm(*sizes) // size for size in sizes]
+        self.groups = range(len(self.ratios))
+        self.pages = LargePages(self.ratios, rng.randint(2, 8), rng.choice(ASSOCIATIONS))
+        self.tables: dict[int, list[list[int]]] = {}
+        self.owners: dict[int, int] = {}
+        self.born = self.keys = self.served = self.refused = 0
+
+    def act(self, op: str, rng: Random) -> None:
+        if op == "begin" or self.tables:
+            getattr(self, op)(rng)
+        self.pages.check(self.named())
+
+    def named(self) -> list[dict[int, int]]:
+        counts: list[dict[int, int]] = [{} for _ in self.groups]
+        for tables in self.tables.values():
+            for count, table in zip(counts, tables):
+                for page in filter(None, table):
+                    count[page] = count.get(page, 0) + 1
+        return counts
+
+    def pick(self, rng: Random) -> int:
+        return rng.choice(list(self.tables))
+
+    def needs(self, rng: Random) -> list[int]:
+        return [rng.randint(0, 2 * ratio + 1) if rng.random() < 0.8 else 0 for ratio in self.ratios]
+
+    def feasible(self, needs: list[int]) -> bool:
+        """Whether some way to deal out the large pages of which nothing is used serves all groups."""
+        pages, spare, home_of = self.pages, [0] * len(self.ratios), {}
+        for g, (refs, ratio) in enumerate(zip(pages.refs, self.ratios)):
+            for home in range(1, pages.count + 1):
+                used = sum(count > 0 for count in refs[home * ratio : (home + 1) * ratio])
+                if used:
+                    home_of[home] = g
+                    spare[g] += ratio - used
+        free = pages.count - len(home_of)
+        lacks = [need - there for need, there in zip(needs, spare)]
+        most = [range(min(free, max(-(-lack // ratio), 0)) + 1) for lack, ratio in zip(lacks, self.ratios)]
+        return any(
+            sum(deal) <= free and all(lack <= large * ratio for lack, large, ratio in zip(lacks, deal, self.ratios))
+            for deal in product(*most)
+        )
+
+    def take(self, rng: Random, needs: list[int], tables: list[list[int]], owner: int) -> None:
+        """In any order of groups, and in any pieces."""
+        for g in rng.sample(self.groups, len(self.groups)):
+            left = needs[g]
+            while left:
+                count = rng.randint(1, left) if rng.random() < 0.4 else left
+                got = self.pages.take_all(g, count, owner)
+                assert len(set(got)) == count == len(got), "other pages were given out than asked for"
+                assert all(self.pages.names(g, page) == 1 for page in got), "a page isn't private"
+                tables[g] += got
+                left -= count
+
+    def begin(self, rng: Random) -> None:
+        """A sequence comes in with what it finds, or nothing changes."""
+        pages, needs = self.pages, self.needs(rng)
+        found: list[list[int]] = []
+        for index in pages.index:
+            keys = sorted(index)
+            found.append([index[key] for key in rng.sample(keys, min(len(keys), rng.choice((0, 1, 4))))])
+        resting = pages.resting([(g, page) for g, table in enumerate(found) for page in table])
+        all_needs = [need + rest for need, rest in zip(needs, resting.pages)]
+        there = pages.reserve(all_needs, resting)
+        assert pages.affords(all_needs, resting) is there
+        if not there:
+            self.refused += 1
+            return
+        for g, table in enumerate(found):
+            for page in table:
+                pages.share(g, page)
+        self.born += 1
+        together = self.tables and rng.random() < 0.2
+        self.owners[self.born] = self.owners[self.pick(rng)] if together else self.born
+        self.tables[self.born] = found
+        assert self.feasible(needs), "what was found took more than was counted"
+        self.take(rng, needs, found, self.owners[self.born])
+        self.served += 1
+
+    def grow(self, rng: Random) -> None:
+        """A sequence takes more exactly if there is a way."""
+        needs, seq = self.needs(rng), self.pick(rng)
+        there = self.pages.reserve(needs)
+        assert there is self.feasible(needs), "what is reserved isn't what can be taken"
+        if there:
+            self.take(rng, needs, self.tables[seq], self.owners[seq])
+
+    def publish(self, rng: Random) -> None:
+        for g, table in enumerate(self.tables[self.pick(rng)]):
+            for page in filter(None, table):
+                if rng.random() < 0.5:
+                    self.keys += 1
+                    key = rng.randint(0, 20) if rng.random() < 0.3 else self.keys
+                    self.pages.publish(g, page, key.to_bytes(4, "big"))
+
+    def window(self, rng: Random) -> None:
+        """The first pages of a group are dropped."""
+        g = rng.choice(self.groups)
+        table = self.tables[self.pick(rng)][g]
+        gone = rng.randint(0, len(table))
+        self.pages.release(g, table[:gone])
+        table[:gone] = [0] * gone
+
+    def hit(self, rng: Random) -> None:
+        """A cached page, the same in all groups' eyes or not, is used for a moment: it is the youngest."""
+        for g, cached in enumerate(self.pages.cached):
+            if cached:
+                page = rng.choice(list(cached))
+                self.pages.share(g, page)
+                self.pages.release(g, [page])
+                assert next(reversed(cached)) == page
+
+    def fork(self, rng: Random) -> None:
+        parent = self.pick(rng)
+        self.born += 1
+        self.tables[self.born] = [list(table) for table in self.tables[parent]]
+        self.owners[self.born] = self.owners[parent]
+        for g, table in enumerate(self.tables[parent]):
+            self.pages.share_all(g, table)
+
+    def end(self, rng: Random) -> None:
+        self.leave(self.pick(rng))
+
+    def leave(self, seq: int) -> None:
+        self.pages.release_all(self.tables.pop(seq))
+        self.pages.leave(self.owners.pop(seq))
+
+    def room(self, rng: Random) -> None:
+        if rng.random() < 0.3:
+            cached = sum(map(len, self.pages.cached))
+            assert self.pages.drop_cached() == cached
+            assert not any(self.pages.index) or any(self.pages.used)
+        else:
+            self.pages.make_room(rng.choice(self.groups))
+
+    def drained(self) -> None:
+        for seq in list(self.tables):
+            self.leave(seq)
+        self.pages.check(self.named())
+        free, active, idle, *_ = self.pages.counts()
+        assert (self.pages.used, active) == ([0] * len(self.ratios),) * 2
+        assert free + sum(idle) == self.pages.count
+        assert not any(partial.living for partial in self.pages.partial), "a request that left is still known"
+
+
+def walked(rng: Random, sizes: list[int]) -> Walk:
+    walk = Walk(rng, sizes)
+    for _ in range(150):
         walk.act(rng.choice(OPS), rng)
     walk.drained()
     return walk
@@ -26,138 +181,65 @@ def walked(seed: int, steps: int, ratios: list[int] | None = None) -> Walk:
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_any_calls(sizes: list[int]) -> None:
     """They evict large pages and small ones, give large pages to other groups, and run short."""
-    walks = [walked(seed, 150, ratios_of(sizes)) for seed in range(12)]
+    walks = [walked(rng, sizes) for rng in map(Random, range(12))]
     assert sum(walk.served for walk in walks) > 50
     assert sum(walk.refused for walk in walks) > 0
     counts = [walk.pages.counts() for walk in walks]
     assert sum(count.evicted_large for count in counts) > 0
     assert sum(count.rebound for count in counts) > 0
-    assert (sum(count.evicted_small for count in counts) > 0) is (max(ratios_of(sizes)) > 1)
+    assert (sum(count.evicted_small for count in counts) > 0) is (max(walks[0].ratios) > 1)
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_with_one_small_page_a_large_one_it_evicts_what_one_level_evicts(seed: int) -> None:
-    rng, count = Random(seed), 12
-    two, one = LargePages([1, 1], count), Ledger([range(1, count + 1)] * 2)
-    held: list[tuple[int, int, int]] = []  # group, and the page in either
-    for step in range(400):
-        op, g = rng.random(), rng.randrange(2)
-        needs = [0, 0]
-        needs[g] = rng.randint(1, 4)
-        assert two.reserve(needs) is one.reserve(needs)
-        if op < 0.5 and one.affords(needs):
-            held += zip([g] * needs[g], two.take_all(g, needs[g], step), one.take_all(g, needs[g], step))
-        elif op < 0.7 and held:
-            for g, a, b in rng.sample(held, min(4, len(held))):
-                for ledger, page in ((two, a), (one, b)):
-                    ledger.publish(g, page, (step % 50).to_bytes())
-        elif op < 0.8 and one.index[g]:
-            key = rng.choice(sorted(one.index[g]))
-            pair = two.find(g, key), one.find(g, key)
-            assert pair[0] is not None
-            assert pair[1] is not None
-            two.share(g, pair[0])
-            one.share(g, pair[1])
-            held.append((g, *pair))
-        elif held:
-            g, a, b = held.pop(rng.randrange(len(held)))
-            two.release(g, [a])
-            one.release(g, [b])
-        assert [set(index) for index in two.index] == [set(index) for index in one.index]
-        assert (two.used, two.evictions) == (one.used, one.evictions)
-    assert one.evictions > 20
-
-
-@instead_of(LargePages, "publish")
 def a_second_page_takes_a_key(publish: Any, pages: LargePages, group: int, page: int, key: bytes) -> None:
     if pages.keys[group][page] is None:
         pages.keys[group][page], pages.index[group][key] = key, page
 
 
-@instead_of(LargePages, "_forget")
 def a_key_stays(forget: Any, pages: LargePages, group: int, page: int) -> None:
     key = pages.keys[group][page]
     forget(pages, group, page)
     pages.keys[group][page] = key
 
 
-@instead_of(LargePages, "reserve")
 def more_than_is_to_spare(reserve: Any, pages: LargePages, *args: Any, **kwargs: Any) -> bool:
     there: bool = reserve(pages, *args, **kwargs)
     pages.slack += there
     return there
 
 
-@instead_of(Partial, "add")
 def an_owner_that_left_is_offered_to(add: Any, partial: Partial, home: int) -> None:
     """Pages that become empty after their request left are everybody's too."""
-    found = partial.by.setdefault(partial.owner[home], type(partial.by)())
-    found[home] = None  # type: ignore[index]
+    found: Any = partial.by.setdefault(partial.owner[home], type(partial.by)())
+    found[home] = None
 
 
-PLANTED: dict[str, tuple[Plant, str]] = {  # bugs, and the message of the check that finds them
-    "a second page takes a key that is there": (a_second_page_takes_a_key, "two pages have the same key"),
-    "what a request leaves empty is lost": (
-        instead_of(LargePages, "leave")(
-            lambda leave, pages, owner: [one.living.discard(owner) for one in pages.partial]
-        ),
-        "what a request left empty is lost",
-    ),
-    "an owner that left is offered to": (an_owner_that_left_is_offered_to, "what a request left empty is lost"),
-    "a key stays on a page that goes to another group": (a_key_stays, r"page \d+ is empty and has a key"),
-    "one group gets pages when another fails": (
-        instead_of(LargePages, "_left")(
-            lambda left, pages, needs, *rest, **how: left(pages, [*needs[:-1], 0], *rest, **how)
-        ),
-        "what was found took more than was counted",
-    ),
-    "a large page more may be taken than is to spare": (
-        more_than_is_to_spare,
-        r"no large page is left for group \d+: what is taken",
-    ),
-    "what is found counts as pages, not as large pages": (
-        instead_of(LargePages, "resting")(lambda resting, pages, found: resting(pages, found)._replace(large=())),
-        "what was found took more than was counted",
-    ),
-    "a reclaimable large page is lost": (
-        instead_of(LargePages, "_release")(lambda release, *args: release(*args)[1:]),
-        r"large page \d+ is reclaimable and not in the queue",
-    ),
-    "a fork is not counted": (
-        instead_of(LargePages, "share_all")(lambda *args: None),
-        "reference counts differ from the tables that name the pages",
-    ),
-}
+LOST, COUNTED = "what a request left empty is lost", "what was found took more than was counted"
+PLANTED: dict[str, tuple[type, str, Callable[..., Any], str]] = {  # a method, a bug, and what the check says of it
+    "a second page takes a key that is there":
+        (LargePages, "publish", a_second_page_takes_a_key, "two pages have the same key"),
+    "what a request leaves empty is lost":
+        (LargePages, "leave", lambda leave, pages, owner: [one.living.discard(owner) for one in pages.partial], LOST),
+    "an owner that left is offered to": (Partial, "add", an_owner_that_left_is_offered_to, LOST),
+    "a key stays on a page that goes to another group":
+        (LargePages, "_forget", a_key_stays, r"page \d+ is empty and has a key"),
+    "one group gets pages when another fails":
+        (LargePages, "_left", lambda left, pages, needs, *rest, **how: left(pages, [*needs[:-1], 0], *rest, **how),
+         COUNTED),
+    "a large page more may be taken than is to spare":
+        (LargePages, "reserve", more_than_is_to_spare, r"no large page is left for group \d+: what is taken"),
+    "what is found counts as pages, not as large pages":
+        (LargePages, "resting", lambda resting, pages, found: resting(pages, found)._replace(large=()), COUNTED),
+    "a reclaimable large page is lost":
+        (LargePages, "_release", lambda release, *args: release(*args)[1:],
+         r"large page \d+ is reclaimable and not in the queue"),
+    "a fork is not counted": (LargePages, "share_all", lambda *args: None, REFERENCES),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_planted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant, message = PLANTED[name]
-    plant(monkeypatch)
+    owner, method, bug, message = PLANTED[name]
+    instead_of(owner, method)(bug)(monkeypatch)
     with found_by(message):
-        for seed in range(40):
-            walked(seed, 150)
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(0)
-def test_a_hundred_thousand_requests_leave_nothing_behind() -> None:
-    rng = Random(0)
-    for ratios in ([1, 84], [5, 3, 2], [3, 2, 24, 8], [3, 1]):
-        walk = Walk(rng, ratios)
-        walk.pages = LargePages(ratios, 40, "bulk")
-        while walk.served < 25_000:
-            op = rng.choice(OPS)
-            if op == "begin" or walk.tables:
-                getattr(walk, op)(rng)
-            if rng.random() < 0.001:
-                walk.pages.check(walk.named())
-        walk.drained()
-        assert walk.pages.evictions > 10_000
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(0)
-def test_any_calls_at_length() -> None:
-    for seed in range(500):
-        walked(seed, 600)
+        for rng in map(Random, range(40)):
+            walked(rng, rng.choice(SIZES))

@@ -34,15 +34,6 @@ def test_empty_pages_go_before_cached_ones_and_those_by_age() -> None:
     assert pages.find(0, b"a") is pages.find(0, b"b") is None
 
 
-def test_of_pages_released_together_the_deepest_is_evicted_first() -> None:
-    pages = ledger(3)
-    table = [pages.take(0) for _ in range(3)]
-    for i, page in enumerate(table):
-        pages.publish(0, page, bytes([i]))
-    pages.release(0, [SCRATCH, *table])
-    assert [pages.take(0) for _ in range(3)] == table[::-1]
-
-
 def test_groups_with_pages_of_one_size_share_them_and_others_do_not() -> None:
     pages = Ledger([range(1, 4), range(10, 12), range(1, 4)])
     assert [pool.groups for pool in pages.pools] == [[0, 2], [1]]
@@ -57,22 +48,6 @@ def test_groups_with_pages_of_one_size_share_them_and_others_do_not() -> None:
         pages.check([{1: 1}, {10: 1, 2: 1}, {2: 1}])
 
 
-def test_what_is_found_in_the_cache_cannot_be_given_away_too() -> None:
-    pages = ledger(4)
-    old, used = pages.take(0), pages.take(0)
-    cached(pages, old, b"old")
-    pages.publish(0, used, b"used")
-    assert pages.affords([3])
-    assert pages.resting([(0, used)]).pages == [0]  # it wasn't free before
-    assert pages.resting([(0, old), (0, used)]).pages == [1]
-    for rest, affords in ((2, True), (3, False)):
-        assert pages.affords([rest + pages.resting([(0, old)]).pages[0]]) is affords
-    pages.share(0, old)
-    assert pages.resting([(0, old)]).pages == [0]
-    assert pages.affords([2])
-    assert not pages.affords([3])
-
-
 def test_a_margin_is_a_hundredth_of_each_pool() -> None:
     small, large = WATERMARK - 1, 2 * WATERMARK
     pages = Ledger([range(1, 1 + small), range(1000, 1000 + large)])
@@ -84,17 +59,6 @@ def test_a_margin_is_a_hundredth_of_each_pool() -> None:
     assert not pages.affords([0, large - 2], margin=True)
     assert pages.affords([0, large - 2], margin=True, idle=True)
     assert not pages.affords([0, large - 1], margin=True, idle=True)
-
-
-def test_dropping_the_cache_empties_unused_pages_only() -> None:
-    pages = ledger(3)
-    used, unused = pages.take(0), pages.take(0)
-    pages.publish(0, used, b"used")
-    cached(pages, unused, b"unused")
-    assert pages.drop_cached() == 1
-    assert pages.find(0, b"unused") is None
-    assert pages.find(0, b"used") == used
-    pages.check([{used: 1}])
 
 
 @pytest.mark.parametrize(

@@ -4,17 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from quire.control.memory.policies import (
-    POLICIES,
-    ChunkedPolicy,
-    FullPolicy,
-    LayerPolicy,
-    WindowPolicy,
-    forgets,
-    most_at_once,
-    peak,
-)
-from quire.vocabulary.specs import Group
+from quire.control.memory.policies import POLICIES, BudgetPolicy, LayerPolicy, most_at_once, peak
+from quire.control.request import Sequence
+from quire.vocabulary.specs import Geometry, Group, Layout
 
 SIZES = [(1, 1), (3, 1), (4, 1), (16, 1), (16, 15), (3, 2), (5, 7)]  # so many tokens fill so many pages
 WINDOWS = [None, 1, 2, 4, 5, 7, 16, -1, -4, -5, -12]
@@ -44,15 +36,6 @@ def policy(tokens: int, pages: int, window: int | None) -> LayerPolicy:
         kind="full" if window is None else "window" if window > 0 else "chunked",
     )  # fmt: skip
     return POLICIES[group.kind](group)
-
-
-def test_each_kind_of_group_has_its_policy() -> None:
-    assert type(policy(4, 1, None)) is FullPolicy
-    assert type(policy(4, 1, 5)) is WindowPolicy
-    assert type(policy(4, 1, -5)) is ChunkedPolicy
-    assert not forgets(policy(4, 1, None))
-    assert forgets(policy(4, 1, 5))
-    assert forgets(policy(4, 1, -5))
 
 
 @pytest.mark.parametrize("window", WINDOWS)
@@ -105,3 +88,46 @@ def test_nothing_is_needed_behind_a_border(tokens: int, pages: int, chunk: int) 
     borders = [hit for hit in range(tokens, 200, tokens) if not subject.required(None, hit)]
     assert borders == [subject.group.until(page) for page in range(subject.border, 200 * pages, subject.border)
                        if subject.group.until(page) < 200]  # fmt: skip
+
+
+# Layers with a budget, over cells
+
+
+def budgeted(tokens: int, pages: int, budget: int) -> BudgetPolicy:
+    return BudgetPolicy(
+        Group((0,), 64, 4, 100, range(1, 200), run_tokens=tokens, run_pages=pages, kind="budget", budget=budget)
+    )
+
+
+def cell(position: int, prompt: int, budget: int) -> int:
+    """Which one, counted from the first, a token at this position is given."""
+    return position if position < prompt or prompt <= budget else budget + position - prompt
+
+
+def pages_of_cells(cells: range, tokens: int, pages: int) -> set[int]:
+    """A token has `pages` bytes, and so a page `tokens`."""
+    return {byte // tokens for one in cells for byte in range(one * pages, (one + 1) * pages)}
+
+
+@pytest.mark.parametrize("prompt", [1, 6, 7, 8, 20])
+@pytest.mark.parametrize(("tokens", "pages"), SIZES)
+def test_pages_that_a_step_reads_and_writes(tokens: int, pages: int, prompt: int) -> None:
+    subject, seq = budgeted(tokens, pages, 7), Sequence(1, [3] * prompt)
+    steps = [(start, end) for end in range(1, prompt + 1) for start in range(end)]
+    steps += [(start, end) for end in range(prompt + 1, 40) for start in range(prompt, end)]
+    for start, end in steps:
+        last = cell(end - 1, prompt, 7) + 1
+        assert set(subject.reads(seq, start, end)) == pages_of_cells(range(last), tokens, pages)
+        first = cell(start, prompt, 7)
+        if start < prompt == end and prompt > 7:
+            first = 0  # what is kept is moved to the front
+        assert set(subject.writes(seq, start, end)) == pages_of_cells(range(first, last), tokens, pages)
+
+
+def test_steps_end_where_a_prompt_does() -> None:
+    part = Geometry(Layout.PAGED, 1, 2, (), 2, budget=8, queries=4).part
+    assert [part(8, 0, count) for count in (1, 7, 8, 9)] == [1, 7, 8, 9], "it is kept whole"
+    assert [part(20, 0, count) for count in (1, 15, 16, 17, 19, 20, 21)] == [1, 15, 16, 16, 16, 20, 20]
+    assert [part(20, 16, count) for count in (1, 3, 4, 5)] == [0, 0, 4, 4]
+    assert [part(20, 20, count) for count in (1, 7)] == [1, 7]
+    assert Geometry(Layout.PAGED, 1, 2, (), 2).part(20, 0, 30) == 30

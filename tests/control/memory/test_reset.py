@@ -81,22 +81,6 @@ def test_nor_what_its_sequences_compute_since(steps: int, swapped: bool) -> None
     assert new.cached_tokens == 0
 
 
-def test_a_registered_prefix_stays() -> None:
-    made = MEMORIES["paged-4"](Build(tokens=800, chunk=64, prefix_tokens=64))
-    trace = Trace(made, seed=0, depth=1, budget=64, max_seqs=8)
-    trace.engine.register_prefix("p", PROMPT[:18])
-    while trace.engine.unfinished:
-        trace.engine.step()
-    old = ask(trace, "old")
-    trace.step()
-    assert old.cached_tokens == 18
-    made.prefixes.reset()
-    made.check()
-    new = ask(trace, "new", 5)
-    trace.finish()
-    assert new.cached_tokens == 18
-
-
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_a_picture_on_its_way_is_its_own_request_s(steps: int) -> None:
     """In parts: whoever comes after the reset has it encoded again."""

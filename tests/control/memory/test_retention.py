@@ -14,7 +14,6 @@ from quire.control.memory.paged import PagedMemory
 from quire.control.request import Sequence
 
 PAGE, WINDOW, SLACK = 4, 8, 8
-WINDOWED = 1
 
 
 def memory_of(
@@ -23,14 +22,11 @@ def memory_of(
     """Full layers and layers with a window, whose pages have one size and are one pool."""
     build = Build(tokens=tokens, chunk=16, max_len=600)
     geometry = unlike(Kind(16, page), Kind(16, page, window=window))(build).geometry
-    many = range(geometry.groups[0].ids.start, geometry.groups[0].ids.start + tokens // page)
-    return shared(geometry, many, chunk=16, retention=retention, **{"slack": SLACK, **more})
-
-
-def shared(geometry: Any, ids: range, **more: Any) -> PagedMemory:
+    begin = geometry.groups[0].ids.start
+    ids = range(begin, begin + tokens // page)
     groups = tuple(replace(group, ids=ids) for group in geometry.groups)
-    end = ids.stop * groups[0].page_bytes
-    return PagedMemory(replace(geometry, groups=groups, bytes=end), policies=KNOWN, **more)
+    geometry = replace(geometry, groups=groups, bytes=ids.stop * groups[0].page_bytes)
+    return PagedMemory(geometry, chunk=16, policies=KNOWN, retention=retention, **{"slack": SLACK, **more})
 
 
 def asked(memory: PagedMemory, id: int, tokens: list[int], answer: int = 0) -> int:
@@ -47,25 +43,15 @@ def asked(memory: PagedMemory, id: int, tokens: list[int], answer: int = 0) -> i
     return found
 
 
-def cached(memory: PagedMemory) -> int:
-    return len(memory.pages.index[WINDOWED])
-
-
 def text(first: int, count: int) -> list[int]:
     return list(range(first, first + count))
-
-
-def test_the_paper_keeps_all_that_left_a_window() -> None:
-    memory = memory_of("paper")
-    asked(memory, 1, text(0, 101))
-    assert cached(memory) == 25
 
 
 def test_with_slack_the_last_windows_stay() -> None:
     """Of 100 tokens those from 100 - 8 - 8 on can be needed by a prefix that ends at 92 or behind it."""
     memory = memory_of("slack")
     asked(memory, 1, text(0, 101))
-    assert cached(memory) == 4
+    assert len(memory.pages.index[1]) == 4
     assert memory.pages.used == [0, 0]
     for end, found in ((99, 96), (97, 96), (93, 92), (91, 0)):
         assert memory.prefixes.cached(Sequence(9, [*text(0, end), 777])).tokens == found
@@ -97,39 +83,6 @@ def test_windows_stay_every_so_many_tokens() -> None:
         assert memory.prefixes.cached(Sequence(9, [*text(0, end), 777])).tokens == found
 
 
-def test_what_others_use_is_not_emptied() -> None:
-    memory = memory_of("slack")
-    first, second = Sequence(1, text(0, 41)), Sequence(2, text(0, 41))
-    assert serve(memory, first) == 0
-    assert serve(memory, second) == 40
-    for _ in range(30):
-        assert compute(memory, first, 1)
-    memory.check()
-    third = Sequence(3, text(0, 41))
-    assert serve(memory, third) == 40
-    for seq in (first, second, third):
-        memory.free(seq)
-        memory.check()
-
-
-def test_a_page_that_was_given_to_another_is_left_alone() -> None:
-    """It left the window, was evicted and has other content when its time comes."""
-    memory = memory_of("slack", tokens=128)
-    seq = Sequence(1, text(0, 40))
-    assert serve(memory, seq) == 0
-    trail = list(memory.residents[1].trails[WINDOWED])
-    assert trail
-    for _, page, _ in trail:
-        memory.pages.evict(WINDOWED, page)
-    other = Sequence(2, text(500, 21))
-    assert serve(memory, other) == 0
-    for _ in range(12):
-        assert compute(memory, seq, 1)
-    memory.check()
-    memory.free(other)
-    assert memory.prefixes.cached(Sequence(3, text(500, 21))).tokens == 20
-
-
 def test_the_prefix_that_a_running_sequence_came_for_is_not_evicted_first() -> None:
     """A sequence holds its pages a 64th of the window longer than it reads them: a question and an answer shorter than
     that leave the whole window of the document in its hands."""
@@ -149,45 +102,6 @@ def test_the_prefix_that_a_running_sequence_came_for_is_not_evicted_first() -> N
     assert left == {"paper": 0, "slack": 300}
 
 
-def rounds(memory: PagedMemory, documents: int, length: int = 200) -> float:
-    """The share of tokens that is found when documents are asked about in turn, four times."""
-    found = looked = 0
-    for turn in range(4):
-        for document in range(documents):
-            tokens = [*text(1000 * document, length), 90_000 + turn]
-            found += asked(memory, 1 + turn * documents + document, tokens, answer=6)
-            looked += len(tokens)
-    return found / looked
-
-
-def test_more_documents_are_found_with_slack_than_the_papers_way() -> None:
-    """Four documents of 200 tokens in the windows and 800 in full attention fit; what the windows were moved over
-    doesn't."""
-    shares = {how: rounds(memory_of(how, tokens=1040, window=32), 4) for how in ("paper", "slack", "boundary")}
-    assert shares["paper"] < 0.1
-    assert shares["slack"] > 0.7
-    assert shares["boundary"] > 0.7
-
-
-@pytest.mark.parametrize("retention", ["slack", "boundary"])
-def test_pages_leave_a_window_behind_a_prefix_that_ends_before_the_first_place_where_all_groups_pages_end(
-    retention: str,
-) -> None:
-    """Nothing of it was looked up by key: the names of what is dropped are made then."""
-    geometry = unlike(Kind(16, 8), Kind(16, 4, window=3))(Build(tokens=96)).geometry
-    memory = PagedMemory(geometry, chunk=16, policies=KNOWN, retention=retention, slack=SLACK, prefix_tokens=16)
-    first, second = Sequence(1, text(0, 6)), Sequence(2, text(0, 6))
-    assert admit_one(memory, first, 5) == 0
-    assert compute(memory, first, 5)
-    assert memory.prefixes.pin("a", first)
-    memory.free(first)
-    assert admit_one(memory, second, 16) == 5
-    second.computed = second.planned = 5
-    for _ in range(4):
-        assert compute(memory, second, 1)
-        memory.check()
-
-
 STATES, RUN = 1, 8
 
 
@@ -203,12 +117,6 @@ def checkpoints(memory: PagedMemory, tokens: list[int]) -> list[int]:
     memory.prefixes.chain(seq, len(tokens))
     found = (memory.prefixes.names(STATES, seq.keys, i, i + 1)[0] for i in range(len(tokens) // RUN))
     return [RUN * (i + 1) for i, name in enumerate(found) if name in memory.pages.index[STATES]]
-
-
-def test_the_paper_keeps_a_state_after_every_run() -> None:
-    memory = stateful("paper")
-    asked(memory, 1, text(0, 101), answer=30)
-    assert checkpoints(memory, text(0, 101)) == list(range(8, 97, 8))
 
 
 def test_states_before_the_end_of_a_prompt_stay() -> None:

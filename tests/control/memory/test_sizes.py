@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from fractions import Fraction
 
 import pytest
 from hypothesis import given
@@ -20,15 +19,10 @@ from quire.control.memory.sizes import (
     large_limit,
     max_page,
     plan_pages,
-    wasted,
 )
 
 KIB, MIB = 2**10, 2**20
 PAGE = 16  # tokens
-
-
-def types(*sizes: float) -> list[LayerType]:
-    return [LayerType(str(i), int(size)) for i, size in enumerate(sizes)]
 
 
 def tokens(name: str, layers: int, unit: int) -> LayerType:
@@ -45,18 +39,6 @@ def jamba(ssm_bytes: int) -> list[LayerType]:
 GEMMA_27B, GEMMA_2B = [tokens("full", 23, 8192), tokens("window", 23, 8192)], [tokens("draft", 13, 4096)] * 2
 MINISTRAL = [tokens("full", 9, 4096), tokens("window", 27, 4096)]
 MLLAMA = [tokens("self", 32, 4096), tokens("cross", 8, 4096)]
-
-
-def test_figure_3() -> None:
-    assert round(100 * float(wasted(6193 + 43, [(32, 43), (8, 6193)])), 1) == 79.6
-    assert wasted(8192, [(21, 8192), (21, 4096)]) == Fraction(25, 100)
-    assert wasted(131072, [(9, 131072), (27, 32768)]) == Fraction(5625, 10000)
-
-
-def test_figure_6() -> None:
-    plan = plan_pages([LayerType("image", 2 * 128), LayerType("text", 3 * 128)])
-    assert (plan.large_bytes, plan.ratios, plan.padding) == (768, (3, 2), (0, 0))
-    assert (max_page(plan.types), gcd_page(plan.types)) == (384, 128)
 
 
 def test_jamba_as_its_shape_says_and_not_as_the_paper_does() -> None:
@@ -77,18 +59,12 @@ def test_jamba_as_its_shape_says_and_not_as_the_paper_does() -> None:
         (MLLAMA, 2 * MIB, (1, 4)),
         ([*MLLAMA, tokens("embedding", 1, 8192)], 2 * MIB, (1, 4, 16)),
         (GEMMA_27B, 2.875 * MIB, (1, 1)),
-        ([tokens("full", 21, 8192), tokens("window", 21, 8192)], 2.625 * MIB, (1, 1)),
         (MINISTRAL, 1.6875 * MIB, (3, 1)),
         ([tokens("global", 2, 4096), tokens("local", 16, 4096)], 1 * MIB, (8, 1)),  # character.ai's, 8B
-        ([tokens("global", 5, 4096), tokens("local", 40, 4096)], 2.5 * MIB, (8, 1)),  # and 70B
         ([tokens("budget", 4, 4096)] * 8, 256 * KIB, (1,) * 8),  # PyramidKV, 8B
         ([tokens("full", 32, 4096)], 2 * MIB, (1,)),
-        ([tokens("full", 80, 4096)], 5 * MIB, (1,)),
         ([tokens("full", 28, 2048), tokens("embedding", 1, 7168)], 896 * KIB, (1, 8)),  # LLaVA-OneVision 7B
-        ([tokens("full", 32, 4096), tokens("embedding", 1, 8192)], 2 * MIB, (1, 16)),  # InternVL2 8B
         ([tokens("full", 32, 12288), tokens("embedding", 1, 6144)], 6 * MIB, (1, 64)),  # Phi-3-Vision
-        ([*[tokens("full", 21, 8192)] * 2, tokens("embedding", 1, 7168)], 2.625 * MIB, (1, 1, 24)),  # PaliGemma2 10B
-        ([tokens("full", 80, 4096), tokens("draft", 16, 2048)], 5 * MIB, (1, 10)),  # Llama 70B and 1B
         ([tokens("full", 32, 4096), tokens("draft", 16, 2048)], 2 * MIB, (1, 4)),  # Llama 8B and 1B
         ([*MINISTRAL, tokens("draft", 16, 2048)], 13.5 * MIB, (24, 8, 27)),  # Ministral 8B and a draft of 1B
     ],

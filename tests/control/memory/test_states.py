@@ -11,7 +11,7 @@ from quire import budget
 from quire.budget import GIB, page_lines, plan_memory
 from quire.config import EngineConfig
 from quire.control.memory import Size, build_memory
-from quire.control.memory.layout import page_layout, tokens_in
+from quire.control.memory.layout import tokens_in
 from quire.control.request import Sequence
 from quire.errors import StartupError
 from quire.vocabulary.specs import Geometry, LayerSpec, ModelSpec, StatePart
@@ -19,7 +19,6 @@ from quire.vocabulary.specs import Geometry, LayerSpec, ModelSpec, StatePart
 KIB, MIB = 2**10, 2**20
 CONV = StatePart("conv", (8192, 3), 2)
 MAMBA = LayerSpec(0, 0, state=(CONV, StatePart("ssm", (8192, 16), 2)))
-EXACT = LayerSpec(0, 0, state=(CONV, StatePart("ssm", (8192, 16), 4)))
 ATTENTION = LayerSpec(8, 128)
 STATE = 28 * 311_296
 """Bytes of what Jamba 52B keeps of a sequence, in bf16."""
@@ -29,9 +28,9 @@ def model(*layers: LayerSpec) -> ModelSpec:
     return ModelSpec("jamba", layers, 65536, 262_144, 4096, 32, 14336, 10**6)
 
 
-def jamba(state: LayerSpec = MAMBA) -> ModelSpec:
+def jamba() -> ModelSpec:
     """The layers of Jamba 52B: every eighth is attention."""
-    return model(*(ATTENTION if i % 8 == 4 else state for i in range(32)))
+    return model(*(ATTENTION if i % 8 == 4 else MAMBA for i in range(32)))
 
 
 def settings(**given: Any) -> EngineConfig:
@@ -42,18 +41,6 @@ def geometry(spec: ModelSpec, tokens: int = 8192, **given: Any) -> Geometry:
     return build_memory(settings(**given), spec, Size(tokens, tokens, 2)).geometry
 
 
-@pytest.mark.parametrize(("state", "exact", "padded"), [(MAMBA, (133, 4), (34, 1)), (EXACT, (245, 4), (62, 1))])
-def test_large_pages_of_jamba(state: LayerSpec, exact: tuple[int, ...], padded: tuple[int, ...]) -> None:
-    """The least common multiple, where the pool is large enough for it; else states are padded a little."""
-    for pool, ratios in ((10**9, padded), (512 * 64 * MIB, exact)):
-        sheets = page_layout(settings(), jamba(state), 2, pool)
-        kept = {sheet.is_state: ratio for sheet, ratio in zip(sheets.pages, sheets.ratios)}
-        assert (kept[False], kept[True]) == ratios
-        sizes = {sheet.is_state: sheet.page_bytes for sheet in sheets.pages}
-        assert sizes[False] == 256 * KIB
-        assert 0 <= sizes[True] - 28 * state.state_bytes <= 0.03 * sizes[True]
-
-
 def test_a_page_is_the_states_of_its_layers() -> None:
     states, tokens = geometry(jamba()).groups
     assert (states.kind, len(states.layers), states.token_bytes) == ("state", 28, STATE)
@@ -61,25 +48,7 @@ def test_a_page_is_the_states_of_its_layers() -> None:
     assert [states.filled(page, tokens) for page, tokens in ((0, 0), (1, 512), (1, 513))] == [0, 0, STATE]
     assert (tokens.kind, tokens.run_tokens, tokens.table_width) == ("full", 16, 512)
     assert states.page_bytes == 8912896  # 2.26 % of padding
-
-
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-@pytest.mark.parametrize("sizes", ["lcm", "max", "own"])
-def test_each_arrangement_holds_what_it_says(sizes: str, page_size: int) -> None:
-    """As many tokens as asked for, a state after every 512 of them, and one for each sequence."""
-    spec, config = jamba(), settings(page_sizes=sizes, page_size=page_size)
-    made = geometry(spec, 4096, page_sizes=sizes, page_size=page_size)
-    memory = build_memory(config, spec, Size(4096, 4096, 2))
-    assert bool(made.large_bytes) == (sizes == "lcm")
-    assert memory.fits([4096])
-    assert memory.fits([480] * 8)
-    assert all(group.page_bytes >= group.full_bytes for group in made.groups)
-    assert memory.account().usage.free == memory.account().usage.total
-
-
-def test_layers_with_tables_of_their_own() -> None:
-    groups = geometry(jamba(), table_scope="layer").groups
-    assert [group.kind for group in groups] == ["full" if i % 8 == 4 else "state" for i in range(32)]
+    assert geometry(jamba(), state_tokens=96).groups[0].table_width == 86
 
 
 def test_uniform_memory_has_states_apart() -> None:
@@ -144,10 +113,6 @@ def test_settings_that_are_none_for_states_are_refused(given: dict[str, Any], wo
         geometry(jamba(), **given)
 
 
-def test_a_checkpoint_is_where_a_page_of_tokens_ends() -> None:
-    assert geometry(jamba(), state_tokens=96).groups[0].table_width == 86
-
-
 @pytest.mark.parametrize("shape", [(5, 3), (8, 0), ()])
 def test_states_that_no_access_takes_are_refused(shape: tuple[int, ...]) -> None:
     part = CONV._replace(shape=shape)
@@ -174,15 +139,3 @@ def test_the_plan_says_what_a_sequence_takes(monkeypatch: pytest.MonkeyPatch) ->
     told = apart.lines() + page_lines(replace(config, memory="uniform"), spec, 2, apart)
     assert any(line.endswith("8.3 MiB a sequence, however long it is") for line in told)
     assert any("28 layers, state, 8,716,288 bytes for a sequence's state" in line for line in told)
-
-
-def test_usage_by_layer_type() -> None:
-    """A page that is a state is used as soon as one token is in it."""
-    memory = build_memory(settings(), jamba(), Size(8192, 8192, 2))
-    seq = Sequence(1, list(range(700)))
-    assert memory.admit([seq], 2048)
-    assert memory.grow(seq, 700)
-    types = {one.layer_type: one for one in memory.account().types}
-    padding = 8_912_896 - STATE
-    assert (types["state"].used, types["state"].internal) == (2 * STATE, 2 * padding)
-    assert types["full"].used == 700 * 4 * 4096

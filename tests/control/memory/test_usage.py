@@ -36,14 +36,6 @@ def test_used_internal_cached_and_free() -> None:
     assert memory.account().usage == (5 * token, 0, 0, 3 * token, 0, 32 * token)
 
 
-def test_a_shared_page_counts_once() -> None:
-    memory = MEMORIES["paged-4"](Build(tokens=40))
-    parent = resident(memory, 1, 6)
-    before = memory.account().usage
-    assert memory.fork(parent, parent.fork(2, 1, 0))
-    assert memory.account().usage == before
-
-
 def test_geometry() -> None:
     """One table for all layers, or one each; groups by kind of layer; pages of one size."""
     config = EngineConfig(page_size=4, max_num_seqs=8)

@@ -77,46 +77,6 @@ class Machine:
         self.memory.free(seq)
         return slot
 
-    def drawn(self) -> list[str]:
-        """As the figure has it, a slot a line: R1 and R2 have a page, "+" one that nobody owns now, "." nothing."""
-        owner = {self.memory.slot(seq): seq for seq in self.owners}
-        lines = []
-        for slot in (1, 2):
-            own = len(self.memory.place(owner[slot]).tables[0]) if slot in owner else 0
-            marks = [f"R{owner[slot].id}" if i < own else "+" for i in range(len(self.places(slot)))]
-            lines.append(" ".join([*marks, *["."] * (4 - len(marks))]))
-        return lines
-
-    owners: tuple[Sequence, ...] = ()
-
-
-def test_figure_7() -> None:
-    """A K cache (or V cache) for two requests: nothing mapped; a page; two and one; R1 ended, and its pages stay; R3
-    gets R1's tensor, which has pages already."""
-    walk = Machine(seqs=2)
-    seen = [walk.drawn()]
-    first, waited = walk.admit(3)
-    walk.owners = (first,)
-    seen.append(walk.drawn())
-    assert (waited, walk.step(first, 3)) == (1, 1)
-    second, waited = walk.admit(4)
-    walk.owners = (first, second)
-    seen.append(walk.drawn())
-    slot = walk.leave(first)
-    walk.owners = (second,)
-    seen.append(walk.drawn())
-    third, more = walk.admit(7)
-    walk.owners = (second, third)
-    seen.append(walk.drawn())
-    assert seen == [
-        [". . . .", ". . . ."],
-        ["R1 . . .", ". . . ."],
-        ["R1 R1 . .", "R2 . . ."],
-        ["+ + . .", "R2 . . ."],
-        ["R3 R3 . .", "R2 . . ."],
-    ]
-    assert (waited, more, walk.memory.slot(third)) == (1, 0, slot)
-
 
 @pytest.mark.parametrize("old", [1, 4, 5, 20, 40])
 @pytest.mark.parametrize("new", [1, 4, 5, 20, 40])
@@ -214,36 +174,6 @@ def test_no_sequence_is_given_more_than_it_will_have() -> None:
     assert isinstance(walk.memory.admit([seq], 64), list)
     assert [walk.step(seq, 6), walk.step(seq), walk.step(seq)] == [2, 0, 0]
     assert walk.ahead == 0
-
-
-def test_pages_that_are_promised_are_reserved() -> None:
-    """In one state each, whatever becomes of who they were for."""
-    walk = Machine(pages=20, ahead=True, seqs=3)
-    size = walk.memory.groups[0].page_bytes
-    seq, _ = walk.admit(8)
-    usage = walk.memory.account().usage
-    assert usage.reserved == (1 + 2) * size  # its next page, and two for the next sequence
-    assert usage.free == (20 - 2 - 3) * size
-    walk.memory.free(seq)
-    walk.replay()
-    usage = walk.memory.account().usage
-    assert usage.reserved == 2 * size
-    assert usage.total == 20 * size
-    assert usage.used == 0
-
-
-def test_two_that_were_promised_a_page_have_one_each() -> None:
-    """A page that lies at the places of both is promised once."""
-    walk = Machine(pages=12, seqs=2, ahead=True)
-    one, two = walk.admit(12)[0], walk.admit(12)[0]
-    walk.memory.free(one)
-    walk.memory.free(two)
-    one, two = walk.admit(4)[0], walk.admit(4)[0]
-    for seq in (one, two):
-        assert walk.memory.grow(seq, 5)
-    walk.replay()
-    tables = [walk.memory.place(seq).tables[0] for seq in (one, two)]
-    assert len({*tables[0], *tables[1]}) == 4
 
 
 def test_a_free_slot_that_still_maps_the_prefix_is_preferred() -> None:

@@ -11,7 +11,6 @@ from grids import DEVICE, random
 from torch import Tensor
 
 from quire.data.kernels.batch import LayerCache
-from quire.data.layers.norm import RMSNorm
 from quire.data.layers.rotary import Rotary, queries_keys_values
 from quire.data.runner.inputs import build_batch
 from quire.data.runner.store import Store
@@ -51,6 +50,30 @@ def dense(
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
 
 
+def placed(
+    layout: str, pages: int, size: int, kv_heads: int, dim: int, dtype: torch.dtype, device: torch.device = DEVICE
+) -> tuple[Tensor, Tensor]:
+    """Keys and values [pages, kv_heads, size, dim] of the second layer of three, poisoned but for page 0. Pages have
+    heads of tokens (the store's), or tokens of heads, or a gap behind each; or keys and values have buffers of their
+    own."""
+
+    def buffer(*of: int) -> Tensor:
+        whole = torch.full((pages, *of), -1 if dtype == torch.int8 else torch.nan, dtype=dtype, device=device)
+        whole[0] = 0
+        return whole
+
+    if layout == "two buffers":
+        keys, values = (buffer(LAYERS, kv_heads, size, dim)[:, LAYER] for _ in range(2))
+    elif layout in ("tokens first", "token runs"):
+        keys, values = buffer(size, LAYERS, 2, kv_heads, dim)[:, :, LAYER].permute(2, 0, 3, 1, 4)
+    elif layout == "gaps":
+        whole = buffer(LAYERS * 2 * kv_heads * size * dim + 24)[:, :-24]
+        keys, values = whole.view(pages, LAYERS, 2, kv_heads, size, dim)[:, LAYER].unbind(1)
+    else:
+        keys, values = buffer(LAYERS, 2, kv_heads, size, dim)[:, LAYER].unbind(1)
+    return keys, values
+
+
 def stored(sizes: Sizes, layer: LayerSpec, heads: int, page: int, dtype: torch.dtype = torch.float32) -> Store:
     """A store of three layers with a table for each sequence, in random order; all other pages are poisoned."""
     spec = ModelSpec("test", (layer,) * LAYERS, 10, 4096, 16, heads, 16, 0)
@@ -70,8 +93,8 @@ def stored(sizes: Sizes, layer: LayerSpec, heads: int, page: int, dtype: torch.d
 
 
 def two_steps(
-    backend: Any, store: Any, cache: LayerCache, sizes: Sizes, rotary: Rotary | None = None,
-    norms: tuple[RMSNorm, RMSNorm] | None = None, fused: bool = False, asked: bool = False,
+    backend: Any, store: Any, cache: LayerCache, sizes: Sizes, rotary: Rotary | None = None, fused: bool = False,
+    asked: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """What a backend finds in a second step, for the tokens of now, behind a first one for the tokens before; and dense
     attention. `asked`: for each sequence's last token alone."""
@@ -82,7 +105,7 @@ def two_steps(
     turned = []
     for x in raw:
         angles = None if rotary is None else rotary.at(torch.arange(len(x), device=DEVICE), dtype)
-        turned.append(queries_keys_values(x, heads, angles, norms))
+        turned.append(queries_keys_values(x, heads, angles, None))
     last = torch.zeros(len(sizes) + 1, dtype=torch.int64, device=DEVICE)
     earlier = [(i, 0, before) for i, (before, _) in enumerate(sizes) if before]
     present = [(i, before, now) for i, (before, now) in enumerate(sizes)]
@@ -91,7 +114,7 @@ def two_steps(
         plan = backend.plan(batch, cache, batch.narrowed() if asked else None)
         if fused:
             qkv = torch.cat([raw[i][a : a + n] for i, a, n in rows])
-            got = backend.rotate_and_attend(qkv, rotary, norms, cache, plan)
+            got = backend.rotate_and_attend(qkv, rotary, None, cache, plan)
         else:
             q, k, v = (torch.cat([turned[i][j][a : a + n] for i, a, n in rows]) for j in range(3))
             got = backend.attend(q, k, v, cache, plan)

@@ -5,6 +5,10 @@ of the others, and prints, for each of them, the kernel's name, its bytes of sha
 thread of it tells others that a group of warps is done before that is sure, and how many of its sums leave the choice
 of what is rounded to the compiler, as JSON.
 
+`compile_for.py CAPABILITY SHARED_MEMORY MULTIPROCESSORS EVERY together` compiles some kernels in threads, as several
+processes do at once. It waits for a line that says which of how many processes it is, and prints how many kernels it
+compiled and how many it found on disk.
+
 Triton is given a driver that knows a target and no device, and every launch only compiles. A process of its own: the
 tests beside this one use the interpreter.
 """
@@ -15,11 +19,13 @@ import json
 import re
 import sys
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -48,8 +54,9 @@ from quire.data.kernels.triton import (
     split_borders,
     split_sampling,
 )  # fmt: skip
+from quire.data.kernels.triton.loading import once_for_all
 
-CAPABILITY, SHARED, COUNT, EVERY = (int(word) for word in sys.argv[1:])
+CAPABILITY, SHARED, COUNT, EVERY = (int(word) for word in sys.argv[1:5])
 PDL = CAPABILITY >= 90
 DTYPE = torch.bfloat16
 HEADS = {  # query heads, key/value heads, their size, window (below 0: a chunk)
@@ -265,8 +272,29 @@ def sums() -> None:
                 owned.add_up(peers, delta, slice(1, 3), 0, 2)
 
 
+def together() -> None:
+    once_for_all()
+    seen, sizes = Counter[bool](), (256, 512, 1024, 2048, 4096)
+    triton.knobs.compilation.listener = lambda **told: seen.update([told["cache_hit"]])
+
+    def task(size: int) -> None:
+        norm.rms_norm(zeros(4, size), zeros(size), 1e-5, delta=zeros(4, size))
+        activation.gate(zeros(4, 2 * size), "silu")
+
+    print("ready", flush=True)
+    rank, ranks = (int(word) for word in sys.stdin.readline().split())
+    begin = len(sizes) * rank // ranks
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(task, sizes[begin:] + sizes[:begin]))
+    print(seen[False], seen[True])
+
+
 if __name__ == "__main__":
     driver.set_active(Driver())
+    if sys.argv[5:]:
+        watch()
+        together()
+        sys.exit()
     attention.multiprocessors = lambda device: COUNT  # type: ignore[assignment]
     for module in (attention, linear, experts):
         module.shared_memory = lambda device: SHARED  # type: ignore[attr-defined]

@@ -3,13 +3,11 @@ interpreter, which computes in fp32, neither shows.)"""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -62,7 +60,7 @@ def test_kernels_compile(
 def test_ranks_compile_each_kernel_once(tmp_path: Path) -> None:
     """Together, and none waits for another one's work before it has done its own."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    program = [sys.executable, str(Path(__file__).with_name("compile_together.py")), "90", "232448", "132", "1"]
+    program = [sys.executable, str(Path(__file__).with_name("compile_for.py")), "90", "232448", "132", "1", "together"]
     ranks = [
         subprocess.Popen(program, env=env | {"TRITON_CACHE_DIR": str(tmp_path)}, text=True, stdin=subprocess.PIPE,
                          stdout=subprocess.PIPE)
@@ -80,32 +78,3 @@ def test_ranks_compile_each_kernel_once(tmp_path: Path) -> None:
     compiled, read = ([int(one[i]) for one in said] for i in (0, 1))
     assert sum(compiled) == sum(read) == 10, "kernels, each compiled by one and read by the other"
     assert min(compiled) > 0
-
-
-@pytest.fixture
-def compile_for(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(sys, "argv", ["compile_for.py", "90", "232448", "132", "1"])
-    spec = importlib.util.spec_from_file_location("compile_for", Path(__file__).with_name("compile_for.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_what_counts_as_hasty(compile_for: Any) -> None:
-    wait, group, arrive = (
-        "wgmma.wait_group.sync.aligned 0;",
-        "bar.sync 0, 128;",
-        "mbarrier.arrive.shared::cta.b64 _, [%r1];",
-    )
-    assert compile_for.hasty("\n".join((arrive, wait, group, arrive, arrive))) == 0
-    assert compile_for.hasty("\n".join((wait, group, wait, arrive, group, arrive, wait, arrive))) == 2
-
-
-def test_what_counts_as_vague(compile_for: Any) -> None:
-    products = "%1 = fmul float %a, %b\n%2 = fmul nsz float %c, %d\n"
-    assert compile_for.vague(products + "%3 = fadd float %1, %2") == 1
-    assert compile_for.vague(products + "%3 = fsub contract float %2, %1, !dbg !4") == 1
-    assert compile_for.vague(products + "%3 = fadd float %1, %c\n%4 = fadd float %3, %2") == 0
-    assert compile_for.vague(products + "%3 = call float @llvm.fma.f32(float %a, float %b, float %2)") == 0

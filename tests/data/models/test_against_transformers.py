@@ -17,26 +17,15 @@ from quire.data.weights.checkpoint import read_config
 from quire.data.weights.loader import load
 
 LLAMA = {
-    "hidden_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-    "vocab_size": 97,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
-}
+    "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 48, "vocab_size": 97, "max_position_embeddings": 64, "tie_word_embeddings": False,
+}  # fmt: skip
 QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
 TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 OPT = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "ffn_dim": 64,
-    "vocab_size": 97,
-    "max_position_embeddings": 64,
-    "word_embed_proj_dim": 32,
-}
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 64, "vocab_size": 97,
+    "max_position_embeddings": 64, "word_embed_proj_dim": 32,
+}  # fmt: skip
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 97, "n_positions": 64}
 GEMMA = {**LLAMA, "head_dim": 16, "tie_word_embeddings": True, "sliding_window": 5, "query_pre_attn_scalar": 11}
 GEMMA2 = {**GEMMA, "attn_logit_softcapping": 0.7, "final_logit_softcapping": 1.5}  # so tight that they matter

@@ -18,25 +18,12 @@ from quire.errors import StartupError
 
 # Counted from the published checkpoints (tied weights once).
 PUBLISHED = {
-    "opt-125m": 125_239_296,
-    "gpt2": 124_439_808,
-    "gpt2-xl": 1_557_611_200,
-    "llama-7b": 6_738_415_616,
-    "llama-13b": 13_015_864_320,
-    "llama3-8b": 8_030_261_248,
-    "llama3-70b": 70_553_706_496,
-    "yi-6b": 6_061_035_520,
-    "yi-6b-200k": 6_061_035_520,
-    "yi-34b": 34_388_917_248,
-    "mistral-7b": 7_241_732_096,
-    "llama3.2-1b": 1_235_814_400,
-    "gemma-2-2b": 2_614_341_888,
-    "gemma-2-9b": 9_241_705_984,
-    "gemma-2-27b": 27_227_128_320,
-    "gemma-3-4b": 3_880_263_168,
-    "qwen2-7b": 7_615_616_512,
-    "qwen3-8b": 8_190_735_360,
-}
+    "opt-125m": 125_239_296, "gpt2": 124_439_808, "gpt2-xl": 1_557_611_200, "llama-7b": 6_738_415_616,
+    "llama-13b": 13_015_864_320, "llama3-8b": 8_030_261_248, "llama3-70b": 70_553_706_496, "yi-6b": 6_061_035_520,
+    "yi-6b-200k": 6_061_035_520, "yi-34b": 34_388_917_248, "mistral-7b": 7_241_732_096, "llama3.2-1b": 1_235_814_400,
+    "gemma-2-2b": 2_614_341_888, "gemma-2-9b": 9_241_705_984, "gemma-2-27b": 27_227_128_320,
+    "gemma-3-4b": 3_880_263_168, "qwen2-7b": 7_615_616_512, "qwen3-8b": 8_190_735_360,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name not in SEEING])
@@ -139,23 +126,17 @@ OPTIONS["qwen2-7b"] = [
 OPTIONS["mistral-7b"] = [
     ({"layer_types": "sliding_attention"}, "a list of 32 names, got 'sliding_attention'"),
     ({"layer_types": ["linear_attention"] * 32}, "the layer type 'linear_attention'"),
-    ({"layer_types": [["full_attention"]] * 32}, r"the layer type \['full_attention'\]"),
     ({"layer_types": ["sliding_attention"] * 32, "sliding_window": None}, "no sliding window"),
-    ({"sliding_window": 0}, "sliding_window in config.json must be an integer from 1 to .*, got 0"),
 ]
 FLAT = {"rope_type": "default", "rope_theta": 1e4}
 OPTIONS["gemma-2-2b"] = [
     ({"layer_types": ["attention"] * 26}, "the layer type 'attention'.*full_attention, sliding_attention"),
     ({"sliding_window": None}, "no sliding window"),
-    *(({name: None}, f"has no {name}") for name in ("hidden_size", "vocab_size", "num_hidden_layers",
-      "num_attention_heads", "intermediate_size", "max_position_embeddings")),
     ({"attn_logit_softcapping": 0}, "attn_logit_softcapping in config.json must be a number above 0.*, got 0"),
     ({"final_logit_softcapping": "30"}, "final_logit_softcapping in config.json .*, got '30'"),
     ({"query_pre_attn_scalar": -1}, "query_pre_attn_scalar in config.json .*, got -1"),
     ({"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
-    ({"num_key_value_heads": 3}, "num_attention_heads 8 is not a multiple of num_key_value_heads 3"),
     ({"rope_parameters": {"full_attention": FLAT, "sliding_attention": FLAT}}, "rope_parameters must be one flat"),
-    ({"hidden_activation": "xielu"}, "activation 'xielu'"),
 ]  # fmt: skip
 OPTIONS["gemma-3-4b"] = [
     ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
@@ -164,7 +145,6 @@ OPTIONS["gemma-3-4b"] = [
     ({"rope_parameters": {"full_attention": 7}}, "full_attention in rope_parameters .* must be an object, got 7"),
     ({"rope_scaling": [8.0]}, r"rope_scaling in config.json must be an object, got \[8.0\]"),
     ({"rope_local_base_freq": 0}, "rope_local_base_freq in config.json must be a number above 0.*, got 0"),
-    ({"rope_scaling": {"rope_type": "proportional"}}, "the rope_type 'proportional'"),
     ({"rope_parameters": {"sliding_attention": {"rope_type": "linear"}}}, "rope of sliding_attention .* has no factor"),
 ]
 OPTIONS["jamba-52b"] = [
@@ -183,7 +163,6 @@ OPTIONS["jamba-52b"] = [
     ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
     ({"sliding_window": 8}, "sliding_window=8"),
     ({"mamba_inner_layernorms": False}, "mamba_inner_layernorms=False"),
-    ({"quantization_config": {"quant_method": "x"}}, "quantization_config"),
 ]
 OPTIONS["mamba-2.8b"] = [
     ({"state_size": 0}, "state_size in config.json must be an integer from 1 to 256, got 0"),
@@ -266,16 +245,12 @@ KINDS = {
     [
         ({"kv_sharing": [None, None, 3, None]}, "layer 2 shares with layer 3. It must be an earlier layer"),
         ({"kv_sharing": [None, None, 2, None]}, "layer 2 shares with layer 2"),
-        ({"kv_sharing": [None, None, -1, None]}, "layer 2 shares with layer -1"),
         ({"kv_sharing": [None, None, True, None]}, "layer 2 shares with layer True"),
         ({"kv_sharing": [None, None, "x" * 900, None]}, "layer 2 shares with layer '?xxx"),
         ({"kv_sharing": [None, None, 0, None]}, "layer 2 shares with layer 0, and they see a window of 8 tokens"),
         ({"kv_sharing": [None, None, None, 1]}, "they see chunks of 4 tokens and a window of 8 tokens"),
         ({"kv_sharing": [None, None, None]}, "kv_sharing in config.json must be a list of 4 layers or nulls"),
-        ({"kv_sharing": "all"}, "kv_sharing in config.json must be a list of 4 layers or nulls, got 'all'"),
         ({"layer_types": ["sliding_attention"] * 4, "kv_sharing": [None, 0, 1, None]}, "layer 1, which shares with 0"),
-        ({"layer_types": ["full_attention"] * 3}, "layer_types in config.json must be a list of 4 names"),
-        ({"layer_types": ["full_attention"] * 3 + ["linear"]}, "the layer type 'linear' is not supported"),
         ({"sliding_window": 0}, "sliding_window in config.json must be an integer from 1 to"),
         ({"sliding_window": None}, "config.json has no sliding_window"),
         ({"attention_chunk_size": 0}, "attention_chunk_size in config.json must be an integer from 1 to"),

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from quire.budget import plan_memory
 from quire.config import EngineConfig
+from quire.control.memory import Size
+from quire.control.memory.layout import geometry_of
 from quire.data.models import ARCHITECTURES, read_spec
 from quire.data.models.configs import CONFIGS, named_config
+from quire.data.models.pyramid import falling
+from quire.data.models.quantization import FP8, MADE, fp8_of
 from quire.data.models.seeing_settings import PREPARATION, SeeingSettings
 from quire.data.models.vision.shapes import SIGLIP
 from quire.errors import StartupError
-from quire.vocabulary.specs import ModelSpec
+from quire.vocabulary.specs import ModelSpec, Selection
 
 ODD: list[Any] = [
     [], {}, [[]], {"a": {}}, None, True, False, -1, 0, 1, 2**31 - 1, 10**18, 10**4000, -(10**400), 1e308, 1e-320, -1.5,
@@ -149,3 +155,186 @@ def test_any_value_of_the_ropes_of_two_types(old: bool) -> None:
         config["rope_parameters"] = {"full_attention": rope, "sliding_attention": {**rope, "rope_type": "llama3"}}
         config["layer_types"] = ["full_attention", "sliding_attention"] * 17
     every_value(config)
+
+
+# What a quantization_config says, as checkpoints are published; and what isn't supported, refused by its name.
+
+
+BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+WEIGHTS = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False,
+           "group_size": None, "block_structure": None, "observer": "minmax"}  # fmt: skip
+GROUP = {"targets": ["Linear"], "weights": WEIGHTS, "input_activations": {"num_bits": 8, "strategy": "token"}}
+COMPRESSED = {"quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head"],
+              "kv_cache_scheme": None, "sparsity_config": {}, "config_groups": {"group_0": GROUP}}  # fmt: skip
+
+
+def with_weights(**more: Any) -> dict[str, Any]:
+    return {**COMPRESSED, "config_groups": {"group_0": {**GROUP, "weights": {**WEIGHTS, **more}}}}
+
+
+@pytest.mark.parametrize(
+    ("said", "scheme"),
+    [
+        (BLOCKS, FP8(True, True, ("lm_head",))),
+        ({"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["x"]},
+         FP8(True, False, ("x", "lm_head"))),
+        (COMPRESSED, FP8(True, False, ("lm_head",))),
+        (with_weights(strategy="block", block_structure=[128, 128]), FP8(True, True, ("lm_head",))),
+        ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["model.layers.0"]},
+         FP8(True, False, ("model.layers.0", "lm_head"))),
+        (None, None),
+    ],
+)  # fmt: skip
+def test_published_configs(said: dict[str, Any] | None, scheme: FP8 | None) -> None:
+    config = {**named_config("llama3-8b"), "quantization_config": said}
+    assert fp8_of(config, None) == scheme
+    assert fp8_of(config, "fp8") == (scheme or MADE)
+    assert read_spec(config) == read_spec(named_config("llama3-8b"))
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"quant_method": "hqq"}, "quant_method 'hqq', which is not supported"),
+        ({"quant_method": "gptq"}, "has no bits. It must be an integer"),
+        ({"quant_method": "x" * 500}, "quant_method 'xxx"),
+        ({"bits": 4}, "quant_method None"),
+        ("fp8", "quantization_config in config.json must be an object, got 'fp8'"),
+        ({**BLOCKS, "weight_block_size": [64, 64]}, r"weight_block_size .* is \[64, 64\]"),
+        ({**BLOCKS, "fmt": "e5m2"}, "fmt='e5m2'"),
+        ({**BLOCKS, "activation_scheme": "none"}, "activation_scheme .* is 'none'"),
+        ({**BLOCKS, "modules_to_not_convert": "lm_head"}, "must be a list of names, got 'lm_head'"),
+        ({**BLOCKS, "modules_to_not_convert": ["a"] * 5000}, "has 5000 names"),
+        ({**COMPRESSED, "format": "pack-quantized"}, "format .* is 'pack-quantized'"),
+        ({**COMPRESSED, "config_groups": {}}, "config_groups .* has 0 entries"),
+        ({**COMPRESSED, "config_groups": {"a": {**GROUP, "targets": ["re:.*mlp"]}}}, "targets="),
+        ({**COMPRESSED, "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
+        (with_weights(num_bits=4), "are not symmetric numbers of 8 bits"),
+        (with_weights(type="int"), "type .* is 'int'"),
+        (with_weights(strategy="group"), "strategy .* is 'group'"),
+        (with_weights(strategy="block"), "a block_structure that doesn't fit"),
+        (with_weights(block_structure=[128, 128]), "a block_structure that doesn't fit"),
+        ({**COMPRESSED, "ignore": ["re:("]}, r"the pattern 're:\('"),
+        ({**COMPRESSED, "ignore": ["re:(a+)+$"]}, "none of a group"),
+        ({**COMPRESSED, "ignore": ["re:" + ".*" * 9]}, "4 repetitions"),
+        ({**COMPRESSED, "ignore": [f"re:.*{i}" for i in range(65)]}, "65 patterns"),
+    ],
+)
+def test_what_is_not_supported_is_refused(said: Any, words: str) -> None:
+    config = {**named_config("llama3-8b"), "quantization_config": said}
+    with pytest.raises(StartupError, match=words) as failure:
+        read_spec(config)
+    assert failure.value.remedy or "must be" in str(failure.value) or "doesn't fit" in str(failure.value)
+    assert len(str(failure.value)) < 400
+
+
+def test_gpt2_keeps_its_weights_transposed() -> None:
+    with pytest.raises(StartupError, match="checkpoints of GPT-2 are not supported: their weights are transposed"):
+        read_spec({**named_config("gpt2"), "quantization_config": BLOCKS})
+    assert read_spec({**named_config("gpt2"), "quantization_config": {}}) == read_spec(named_config("gpt2"))
+
+
+@pytest.mark.parametrize(
+    ("entry", "kept", "other"),
+    [
+        ("lm_head", "lm_head", "model.lm_head_2"),
+        ("model.layers.1", "layers.1.mlp.up_proj", "layers.11.mlp.up_proj"),
+        ("model.layers.1.*", "layers.1.mlp.up_proj", "layers.2.mlp.up_proj"),
+        ("mlp.gate", "layers.0.mlp.gate", "layers.0.mlp.gate_proj"),
+        (r"re:.*self_attn\.[qk]_proj$", "layers.3.self_attn.k_proj", "layers.3.self_attn.v_proj"),
+        (r"re:model\.layers\.\d+\.mlp.*", "layers.12.mlp.down_proj", "layers.12.self_attn.q_proj"),
+    ],
+)
+def test_names_of_modules(entry: str, kept: str, other: str) -> None:
+    scheme = FP8(True, kept=(entry,))
+    assert [scheme.covers(module, ("model.",)) for module in (kept, other)] == [False, True]
+
+
+@pytest.mark.parametrize("said", [BLOCKS, COMPRESSED, with_weights(strategy="block", block_structure=[128, 128])])
+def test_any_value_of_any_key_of_a_quantization(said: dict[str, Any]) -> None:
+    whole = {"quantization_config": said}  # itself replaced too
+    refused = refusals(whole, lambda odd: read_spec({**named_config("llama3-8b"), **odd}))
+    assert len(refused) > 100
+    assert max(map(len, refused)) < 400
+
+
+# What a config.json says of PyramidKV: budgets as the paper has them, and every value that can't be, by name.
+
+
+def read(pyramid: Any, name: str = "llama3.1-8b", **more: Any) -> Any:
+    return read_spec({**named_config(name), "pyramid_kv": pyramid, **more})
+
+
+@pytest.mark.parametrize(("name", "layers"), [("pyramidkv-8b", 32), ("pyramidkv-70b", 80)])
+def test_the_named_shapes(name: str, layers: int) -> None:
+    """Eight groups of equal layers, whose pages are of one size: no large page is larger than a small one."""
+    spec = read_spec(named_config(name))
+    budgets = [layer.budget for layer in spec.layers]
+    assert len(budgets) == layers
+    assert sum(budgets) == 2048 * layers, "on average"
+    assert budgets == sorted(budgets, reverse=True)
+    assert list(Counter(budgets).values()) == [layers // 8] * 8
+    assert spec.selection == Selection(queries=32, pool=5)
+    config = EngineConfig(max_num_seqs=4, max_num_batched_tokens=512)
+    geometry = geometry_of(config, spec, Size(2**17, spec.max_len, 2))
+    assert {group.page_bytes for group in geometry.groups} == {4096 * layers // 8 * 16}
+    assert (len(geometry.groups), geometry.large_bytes) == (8, 0)
+    assert {group.kind for group in geometry.groups} == {"budget"}
+    assert (geometry.budget, geometry.queries) == (min(budgets), 32)
+
+
+def test_budgets_fall_as_the_authors_have_them() -> None:
+    """A group a layer: from nearly twice the average to a twentieth of it, in equal steps, behind the last queries."""
+    budgets = falling(32 + 3200, 32, 20, 20)
+    assert budgets[-1] == 32 + 3200 // 20
+    assert budgets[0] == 32 + 2 * 3200 - 3200 // 20
+    steps = [a - b for a, b in pairwise(budgets)]
+    assert max(steps) - min(steps) <= 16, "a multiple of 16 is the nearest one"
+    assert all((budget - 32) % 16 == 0 for budget in budgets)
+    assert falling(100, 32, 1, 1) == (96,)
+
+
+def test_budgets_of_ones_own() -> None:
+    spec = read({"budgets": [64, None] * 16, "queries": 8})
+    assert [layer.budget for layer in spec.layers] == [64, None] * 16
+    assert spec.least_budget == 64
+    assert read(None).least_budget == 0
+
+
+@pytest.mark.parametrize(
+    ("pyramid", "said"),
+    [
+        ([], "has []"),
+        ({"averge": 9}, "has 'averge'"),
+        ({}, "either average or budgets"),
+        ({"average": 64, "budgets": [64] * 32}, "either average or budgets"),
+        ({"average": 0}, "average in pyramid_kv of config.json must be an integer from 1 to 131072, got 0"),
+        ({"average": 31}, "average in pyramid_kv of config.json is 31"),
+        ({"average": 131073}, "got 131073"),
+        ({"average": 64, "groups": 5}, "groups in pyramid_kv of config.json is 5"),
+        ({"average": 64, "queries": 0}, "queries"),
+        ({"average": 64, "pool": 4}, "pool in pyramid_kv of config.json is 4"),
+        ({"budgets": [64] * 31}, "list of 32 numbers"),
+        ({"budgets": [0] * 32}, "budgets in pyramid_kv of config.json has 0"),
+        ({"budgets": [64] * 31 + [131073]}, "has 131073"),
+        ({"budgets": [None] * 32}, "has no number"),
+    ],
+)
+def test_what_cannot_be_is_named(pyramid: Any, said: str) -> None:
+    with pytest.raises(StartupError) as refused:
+        read(pyramid)
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize("way", [{"average": 64, "groups": 1}, {"budgets": [64, None] * 16}])
+def test_any_value_of_any_key_of_pyramid_kv(way: dict[str, Any]) -> None:
+    said = refusals({**way, "queries": 4, "pool": 3}, read)
+    assert len(said) > 50
+    assert max(map(len, said)) < 400
+
+
+def test_windows_or_shared_layers_beside_budgets() -> None:
+    with pytest.raises(StartupError, match="pyramid_kv, and layers that share or don't see all"):
+        read({"average": 2048}, "mistral-7b")
+    with pytest.raises(StartupError, match="pyramid_kv, and layers that share or don't see all"):
+        read({"average": 2048}, kv_sharing=[None, 0] + [None] * 30)

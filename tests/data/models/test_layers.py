@@ -7,24 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from quire.data.layers.embedding import Embedding
 from quire.data.layers.linear import Linear, pack
-from quire.data.layers.norm import LayerNorm, RMSNorm
-from quire.data.layers.rotary import Rotary, inverse_frequencies, rotate
-from quire.data.layers.softcap import Softcap
-from quire.data.models.configs import named_config
-from quire.data.models.settings import LlamaSettings
+from quire.data.layers.mamba import Mamba, Widths
+from quire.data.layers.norm import RMSNorm
+from quire.errors import StartupError
 
 CPU = torch.device("cpu")
-
-
-FAST_BFLOAT16 = pytest.mark.skipif(
-    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN has no products in bfloat16 for this CPU"
-)
 
 
 def linear(rows: int | tuple[int, ...], columns: int, bias: bool, dtype: torch.dtype) -> Linear:
@@ -38,28 +28,6 @@ def linear(rows: int | tuple[int, ...], columns: int, bias: bool, dtype: torch.d
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine for which no kernels are built."""
     monkeypatch.setattr("quire.data.kernels.cpu.linear.library", lambda: None)
-
-
-@pytest.mark.usefixtures("plain")
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [pytest.param(torch.bfloat16, 2e-2, marks=FAST_BFLOAT16), (torch.float32, 1e-5)]
-)
-def test_packed_equals_plain(bias: bool, dtype: torch.dtype, tolerance: float) -> None:
-    for rows, columns in (((96, 32, 32), 64), (7, 33), (513, 100)):
-        layer = linear(rows, columns, bias, dtype)
-        assert layer.weight is not None
-        weight, offset = layer.weight.clone(), layer.bias
-        layer.prepare()
-        assert layer.packed is not None, "this torch build should have the packed operators"
-        assert layer.weight is None, "the plain weight should be gone"
-        for count in (0, 1, 4, 31, 200):
-            x = torch.randn(count, 2 * columns).to(dtype)
-            for view in (x[:, :columns], x[:, columns:], x[:, :columns].contiguous()):
-                expected = F.linear(view.float(), weight.float(), None if offset is None else offset.float())
-                got = layer(view)
-                assert got.dtype == dtype
-                torch.testing.assert_close(got.float(), expected, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.usefixtures("plain")
@@ -113,24 +81,6 @@ def test_other_dtypes_stay_plain() -> None:
     assert layer.weight is not None
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_norms_equal_transformers_and_torch(dtype: torch.dtype) -> None:
-    x = torch.randn(5, 48).to(dtype) * 3
-    theirs = transformers.models.llama.modeling_llama.LlamaRMSNorm(48, 1e-3).to(dtype)
-    rms, layer = RMSNorm(48, 1e-3, dtype, CPU), LayerNorm(48, 1e-5, dtype, CPU)
-    rms.weight.normal_()
-    layer.weight.normal_()
-    layer.bias.normal_()
-    theirs.weight.data.copy_(rms.weight)
-    tolerance = 1e-6 if dtype == torch.float32 else 2e-2
-    torch.testing.assert_close(rms(x), theirs(x).detach(), atol=tolerance, rtol=tolerance)
-    plain = (x.double() - x.double().mean(-1, keepdim=True)) / (
-        x.double().var(-1, keepdim=True, correction=0) + 1e-5
-    ) ** 0.5
-    expected = plain * layer.weight.double() + layer.bias.double()
-    torch.testing.assert_close(layer(x).double(), expected, atol=tolerance * 2, rtol=tolerance)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_norms_of_gemma_equal_transformers(dtype: torch.dtype) -> None:
     """Weights near -1 and near 0, where one plus them in bf16 would lose most of them; and the norm before a sum."""
@@ -152,50 +102,9 @@ def test_norms_of_gemma_equal_transformers(dtype: torch.dtype) -> None:
     torch.testing.assert_close(x, total, atol=1e-6, rtol=step)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_embeddings_and_bounds_of_gemma_equal_transformers(dtype: torch.dtype) -> None:
-    module = transformers.models.gemma2.modeling_gemma2
-    theirs = module.Gemma2TextScaledWordEmbedding(7, 40, 0, embed_scale=40**0.5).to(dtype)
-    ours = Embedding(7, 40, dtype, CPU, scale=40**0.5)
-    ours.weight.copy_(theirs.weight)
-    assert torch.equal(ours(torch.arange(7)), theirs(torch.arange(7)).detach())
-    assert torch.equal(ours.weight, theirs.weight), "a tied head's weight stays as it was"
-    logits = (torch.randn(3, 50) * 40).to(dtype)
-    exact = 30 * torch.tanh(logits.double() / 30)
-    got = Softcap(30.0, logits.dtype, CPU)(logits)
-    assert got.dtype == dtype
-    torch.testing.assert_close(got.double(), exact, atol=1e-5, rtol=torch.finfo(dtype).eps / 2)
+WIDTHS = Widths(hidden=24, d_inner=48, dt_rank=6, d_state=5, d_conv=4)
 
 
-SCALINGS: list[dict[str, Any]] = [
-    {"rope_type": "linear", "factor": 3.0},
-    {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 4096, "mscale": 0.8, "mscale_all_dim": 1},
-    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096, "truncate": False},
-    {**named_config("llama3.1-8b")["rope_scaling"]},
-]
-
-
-@pytest.mark.parametrize("scaling", SCALINGS, ids=lambda scaling: scaling["rope_type"])
-def test_frequencies_of_a_real_shape_equal_transformers(scaling: dict[str, Any]) -> None:
-    options = {**named_config("llama3-8b"), "rope_theta": 500000.0}
-    settings = LlamaSettings.read({**options, "rope_scaling": scaling})
-    options = {key: value for key, value in options.items() if key not in ("architectures", "model_type", "rope_theta")}
-    config = transformers.LlamaConfig(**options, rope_parameters={**scaling, "rope_theta": 500000.0})
-    expected, attention_factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, CPU)
-    torch.testing.assert_close(inverse_frequencies(settings.rope, 128), expected, atol=0, rtol=2e-6)
-    assert settings.rope.attention_factor == pytest.approx(attention_factor)
-
-
-def test_rotation_equals_transformers_in_bf16() -> None:
-    config = transformers.LlamaConfig(hidden_size=64, num_attention_heads=4, max_position_embeddings=512)
-    module = transformers.models.llama.modeling_llama
-    positions = torch.tensor([0, 1, 7, 300, 511])
-    q, k = torch.randn(5, 4, 16).bfloat16(), torch.randn(5, 2, 16).bfloat16()
-    cos, sin = module.LlamaRotaryEmbedding(config)(q, positions[None])
-    expected = module.apply_rotary_pos_emb(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos, sin)
-    rotary = Rotary(LlamaSettings.read({**config.to_dict(), "architectures": ["LlamaForCausalLM"]}).rope, 16, 512)
-    rotary.prepare(CPU)
-    angles = rotary.at(positions, torch.bfloat16)
-    for got, want in zip((rotate(q, *angles), rotate(k, *angles)), expected, strict=True):
-        assert got.dtype == torch.bfloat16
-        torch.testing.assert_close(got, want[0].transpose(0, 1), atol=2e-2, rtol=2e-2)
+def test_mixer_refuses_other_activations() -> None:
+    with pytest.raises(StartupError, match="'gelu' of a Mamba layer"):
+        Mamba(WIDTHS, "gelu", False, True, None, torch.float32, CPU)

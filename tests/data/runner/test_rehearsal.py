@@ -1,4 +1,4 @@
-"""The rehearsal leaves no trace: what is served afterwards is what would have been served without it."""
+"""The rehearsal: which steps it has, and what is said where one fails. On a GPU all other tests run behind it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from quire.data.runner.model_runner import ModelRunner
 from quire.data.runner.pictures import Pictures
 from quire.data.runner.rehearsal import _plans
 from quire.errors import StartupError
-from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.plan import StepPlan
 
 
@@ -49,32 +48,6 @@ def test_every_number_of_tokens_and_rows_with_kernels_of_its_own() -> None:
     scored = {len(row.score) for plan in plans for row in plan.rows}
     singles = {len(plan.rows) for plan in plans if all(len(row.tokens) == 1 for row in plan.rows)}
     assert {1, 2, 9, 17, 33, 65} <= alone & singles & scored
-
-
-def test_what_follows_is_the_same() -> None:
-    """Steps of padding go through the runner; afterwards a request gets the tokens that it gets without them."""
-    params = [SamplingParams(temperature=0, max_tokens=12), SamplingParams(temperature=1, seed=3, max_tokens=12)]
-    tokens = []
-    for rehearsed in (False, True):
-        made = build(EngineConfig(device="cpu", kv_tokens=2048, max_num_batched_tokens=64))
-        runner = made.engine.runner
-        if rehearsed:
-            for plan in steps(64, made.plan.max_len):
-                assert not any(sample.error for sample in runner.collect(runner.submit(plan)).samples)
-            assert 0 not in runner.sampler._statistics, "no penalties are kept"
-            pages = runner.store.views[0].clone()
-            assert not pages[1:].any(), "only the scratch page was written"
-            assert pages[0].isfinite().all()
-        for i, own in enumerate(params):
-            made.engine.add(str(i), [11, 12, 13, 14 + i], own)
-        served: dict[str, list[int]] = {"0": [], "1": []}
-        while made.engine.unfinished:
-            for output in made.engine.step():
-                served[output.request] += output.tokens
-        tokens.append(served)
-        made.engine.close()
-    assert tokens[0] == tokens[1]
-    assert all(len(own) >= 5 for own in tokens[0].values())
 
 
 def test_a_cpu_needs_none() -> None:

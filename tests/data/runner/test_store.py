@@ -4,7 +4,9 @@ size or several; layers tile pages."""
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -14,11 +16,16 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from quire.data.runner import host_pool
-from quire.data.runner.hazards import launches
+from quire.data.runner import hazards, host_pool
+from quire.data.runner import store as module
+from quire.data.runner.hazards import launches, overlap
+from quire.data.runner.seen import SeenTokens
+from quire.data.runner.staging import Staging
 from quire.data.runner.store import Store
-from quire.vocabulary.plan import Copy, Entry, In, Journal, Out, Poison, Table
-from quire.vocabulary.specs import Geometry, Group, LayerSpec, Layout, ModelSpec
+from quire.data.runner.views import check_geometry, state_caches
+from quire.errors import StartupError
+from quire.vocabulary.plan import Copy, Entry, In, Journal, Out, Poison, Row, Table
+from quire.vocabulary.specs import Geometry, Group, LayerSpec, Layout, ModelSpec, StatePart
 
 PAGES, HOST, SLOTS, WIDTH = 7, 3, 3, 5
 SPEC = ModelSpec(
@@ -204,18 +211,14 @@ def test_a_swap_that_lost_something_is_noticed_in_debug_mode(monkeypatch: pytest
         store.replay((Out(0, 5, 1),))
 
 
-def test_a_new_store_is_finite_and_names_scratch() -> None:
-    """Padding resolves to page 0, which nothing ever writes on purpose."""
-    store = Store(GEOMETRY, SPEC, torch.float32, torch.device("cpu"))
-    assert not any(table.any() for table in store.tables)
-    assert store.buffer.isfinite().all()
-    assert [view.shape for view in store.views] == [(PAGES, 16)] * 2
-    assert host_of(store).shape == (HOST, 16)
-
-
 def test_the_layers_of_a_group_tile_each_page() -> None:
     """Keys and values of a group's layers are every number of a page, once, in the order of the layers."""
+    new = Store(GEOMETRY, SPEC, torch.float32, CPU)
+    assert new.buffer.isfinite().all()
+    assert not any(table.any() for table in new.tables), "padding resolves to page 0, which nothing writes on purpose"
     store = a_store()
+    assert [view.shape for view in store.views] == [(PAGES, 16)] * 2
+    assert host_of(store).shape == (HOST, 16)
     assert [cache.group for cache in store.caches.values()] == [0, 1, 0]
     assert [cache.window for cache in store.caches.values()] == [None, 4, None]
     for group in GEOMETRY.groups:
@@ -224,6 +227,99 @@ def test_the_layers_of_a_group_tile_each_page() -> None:
             assert torch.equal(torch.cat(views), store.views[0][page])
     store.caches[2].values[3] = 0.5
     assert (store.views[0][3] == 0.5).sum() == 4
+
+
+# Groups whose pages differ in size: launches are as few as hazards allow, and what can't be laid out is refused.
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_a_launch_that_forgets_the_group_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "launches", lambda entries, sizes: hazards._alike(entries, sizes[0]))
+    with pytest.raises(AssertionError):
+        check(a_store(CPU, *UNLIKE[name]), LOST)
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_a_hazard_between_unlike_pages_that_is_overlooked_is_noticed(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The large page 2 is read, then its first bytes are written as a small page, then it is read again."""
+    large, small = (group.page_bytes for group in UNLIKE[name][0].groups)
+    journal = (Copy(0, 2, 1), Copy(1, 6 * large // small, 2 * large // small), Copy(0, 2, 4))
+    check(a_store(CPU, *UNLIKE[name]), journal)
+    monkeypatch.setattr(hazards, "_touched", lambda page, size, other: range(page, page + 1))
+    with pytest.raises(AssertionError):
+        check(a_store(CPU, *UNLIKE[name]), journal)
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_the_later_write_stays(name: str) -> None:
+    """Where a small page is written, then the large one around it, by a launch that began before."""
+    large, small = (group.page_bytes for group in UNLIKE[name][0].groups)
+    made = a_store(CPU, *UNLIKE[name])
+    check(made, (Copy(0, 4, 5), Copy(1, 6 * large // small, 3 * large // small), Copy(0, 4, 3)))
+    # The large page 2 is read, then its first bytes are written as a small page, then it is read again.
+    check(made, (Copy(0, 2, 1), Copy(1, 6 * large // small, 2 * large // small), Copy(0, 2, 4)))
+    check(made, (In(0, 1, 5), Poison(1, 3 * large // small), In(0, 2, 3)))
+
+
+def test_work_of_unlike_groups_is_put_together() -> None:
+    """Alternating groups and kinds, no two of which touch the same bytes: one launch for each kind and size."""
+    first = [Copy(0, 10 + i, 20 + i) for i in range(4)]
+    second = [Copy(1, 100 + i, 110 + i) for i in range(4)]
+    mixed = [entry for pair in zip(first, second) for entry in pair]
+    assert [(x.kind, x.size, len(x.moves)) for x in launches(mixed, (96, 64))] == [(Copy, 96, 4), (Copy, 64, 4)]
+    outs = [Out(g, 200 + i, 1 + i) for i, g in ((0, 0), (3, 1), (3, 0), (9, 1))]
+    both = [entry for pair in zip(outs, first) for entry in pair]
+    assert [(x.kind, x.size, len(x.moves)) for x in launches(both, (96, 64))] == [
+        (Out, 96, 2), (Copy, 96, 4), (Out, 64, 2),
+    ]  # fmt: skip
+    chain = [Copy(0, 10, 20), Copy(1, 100, 110), Copy(0, 20, 21), Copy(1, 101, 111)]
+    assert [(x.size, x.moves) for x in launches(chain, (96, 64))] == [
+        (96, {20: 10}), (64, {110: 100}), (96, {21: 20}), (64, {111: 101}),
+    ]  # fmt: skip
+
+
+def test_overlap_is_that_of_the_bytes() -> None:
+    for page, other_page, size, other in product(range(10), range(10), range(1, 8), range(1, 8)):
+        ours, theirs = (set(range(p * s, (p + 1) * s)) for p, s in ((page, size), (other_page, other)))
+        assert overlap({page}, size, {other_page}, other) == bool(ours & theirs)
+
+
+@pytest.mark.parametrize(
+    ("change", "numbers"),
+    [
+        ({"page_bytes": 98}, "a page of 98 bytes.* numbers of 4 bytes"),
+        ({"run_tokens": 64, "run_pages": 15}, "64 tokens fill 15 pages"),
+        ({"page_bytes": 64}, "a page of 64 bytes doesn't hold 4 tokens of 24 bytes"),
+    ],
+)
+def test_what_cannot_be_viewed_is_refused_at_start(change: dict[str, int], numbers: str) -> None:
+    geometry, spec = UNLIKE["3:2"]
+    geometry = replace(geometry, groups=(replace(geometry.groups[0], **change), geometry.groups[1]))
+    with pytest.raises(StartupError, match=numbers):
+        Store(geometry, spec, torch.float32, CPU)
+
+
+def test_pages_that_do_not_hold_states_are_refused() -> None:
+    """They are too small, or a part would not be aligned; and states of other numbers than planned are a mistake."""
+    state = StatePart("conv", (24, 3), 4), StatePart("ssm", (24, 8), 4)
+    spec = ModelSpec("jamba", (LayerSpec(0, 0, state=state),), 64, 256, 32, 4, 48, 10**4)
+    states = spec.layers[0].state_bytes
+    for size in (states - 16, states + 8, states):
+        group = Group((0,), size, size // 8, WIDTH, range(1, 4), range(1, 4), 8, kind="state")
+        geometry = Geometry(Layout.PAGED, 4 * size, SLOTS, (group,), 4)
+        if size != states:
+            with pytest.raises(StartupError, match=f"a page of {size:,} bytes doesn't hold states of {states:,} bytes"):
+                check_geometry(geometry, spec)
+    with pytest.raises(AssertionError, match="ssm is of numbers of 4 bytes, and the runner's have 2"):
+        state_caches(torch.zeros(states), geometry, spec, torch.bfloat16)
+
+
+def test_more_pages_than_have_numbers_are_refused() -> None:
+    geometry, spec = UNLIKE["84:1"]
+    with pytest.raises(StartupError, match=r"pages of 8; at most 2,147,483,647"):
+        check_geometry(replace(geometry, bytes=2**35), spec)
 
 
 # On a GPU: rows, copies and poison on one stream, swaps on another, in any relation of their speeds.
@@ -321,3 +417,111 @@ def test_a_thousand_deltas_cost_the_host_little() -> None:
         seconds.append(time.perf_counter() - began)
     assert (torch.stack(store.tables).cpu().numpy() == np.stack(store.host_tables)).all()
     assert min(seconds) < 0.5e-3
+
+
+# Staging brings arrays to the device as they were, however often its memory is used again.
+
+
+GPU = torch.device("cuda")
+ARRAYS = [np.arange(7), np.ones((3, 5), dtype=np.float32), np.zeros(0, dtype=np.int64), np.array([[True], [False]])]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [128, 4096])
+def test_arrays_arrive_behind_a_slow_device(size: int) -> None:
+    """The ring goes round several times while the device is held up, and larger arrays go around it."""
+    staging = Staging(GPU, segments=3, size=size)
+    torch.cuda._sleep(20_000_000)
+    sent = [(np.full(n, n), staging.upload(np.full(n, n))) for n in range(1, 60)]
+    several = [(arrays, staging.upload_all(arrays)) for arrays in [ARRAYS] * 20]
+    out = torch.zeros(9, dtype=torch.int64, device=GPU)
+    assert staging.upload(np.arange(9), out) is out
+    assert out.tolist() == list(range(9))
+    for arrays, tensors in [*several, *(([array], [tensor]) for array, tensor in sent)]:
+        for array, tensor in zip(arrays, tensors):
+            assert tensor.shape == array.shape
+            assert (tensor.cpu().numpy() == array).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
+def test_uploading_waits_for_nothing() -> None:
+    staging = Staging(GPU)
+    staging.upload(np.arange(9))
+    torch.cuda._sleep(100_000_000)
+    held = torch.cuda.Event()
+    held.record()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(20):
+            staging.upload_all([np.arange(4096), np.arange(4096)])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert not held.query()
+
+
+# In debug mode a row that goes on from another state than its own is noticed, whatever brought it there.
+
+
+RUN = 4
+STATES = Group((0,), 16, 16, 4, range(1, 20), range(1, 4), RUN, kind="state")
+TOKENS = Group((1,), 16, 1, 4, range(1, 20), range(1, 4), 16)
+
+
+class Played:
+    """Steps of sequences in slots 1 and 2, whose tables are written here."""
+
+    def __init__(self) -> None:
+        self.seen = SeenTokens(Geometry(Layout.PAGED, 16 * 20, 3, (TOKENS, STATES), 4))
+        self.tables = [np.zeros((3, 4), dtype=np.int64) for _ in range(2)]
+
+    def step(self, *entries: Entry, rows: tuple[tuple[int, int, int], ...] = ()) -> None:
+        """`rows`: slot, start, and how many tokens."""
+        for entry in entries:
+            if isinstance(entry, Table):
+                self.tables[entry.group][entry.slot, entry.at : entry.at + len(entry.pages)] = entry.pages
+        self.seen.replay(entries)
+        self.seen.advance([Row(slot, (7,) * count, start, 1) for slot, start, count in rows], self.tables)
+
+
+def begun() -> Played:
+    """Slot 1 has computed ten tokens, in pages 5, 6 and 7."""
+    played = Played()
+    played.step(Poison(1, 5), Table(1, 1, 0, (5, 6, 7)), rows=((1, 0, 3),))
+    played.step(rows=((1, 3, 6),))
+    played.step(rows=((1, 9, 1),))
+    return played
+
+
+def test_a_sequence_goes_on_from_its_latest_state_or_a_checkpoint() -> None:
+    played = begun()
+    played.step(Table(2, 1, 0, (5, 8)), rows=((1, 10, 1), (2, 4, 4)))
+    played.step(Copy(1, 7, 9), Table(2, 1, 0, (5, 6, 9)), rows=((1, 11, 1), (2, 11, 5)))
+    away = (Out(1, 7, 2), Poison(1, 7), In(1, 2, 10), Table(1, 1, 2, (10,)))
+    tokens = (Copy(0, 10, 12), Poison(0, 10), Out(0, 6, 1), In(0, 1, 10))  # whose pages are not looked at
+    played.step(*away, *tokens, rows=((0, 3, 1), (0, 0, 1), (1, 12, 1)))  # padding reads scratch
+
+
+WRONG: dict[str, Callable[[Played], None]] = {
+    "twice": lambda played: played.step(rows=((1, 9, 1),)),
+    "left out": lambda played: played.step(rows=((1, 11, 1),)),
+    "no checkpoint there": lambda played: played.step(Table(2, 1, 0, (5, 6, 7)), rows=((2, 9, 1),)),
+    "a fork that shares": lambda played: (
+        played.step(Table(2, 1, 0, (5, 6, 7)), rows=((1, 10, 1),)), played.step(rows=((2, 10, 1),))
+    )[0],
+    "poisoned": lambda played: played.step(Poison(1, 7), rows=((1, 10, 1),)),
+    "another's": lambda played: played.step(Table(1, 1, 2, (11,)), rows=((1, 10, 1),)),
+    "copied too early": lambda played: (
+        played.step(Copy(1, 7, 12), rows=((1, 10, 1),)), played.step(Table(1, 1, 2, (12,)), rows=((1, 11, 1),))
+    )[0],
+    "copied from nothing": lambda played: played.step(Copy(1, 13, 7), rows=((1, 10, 1),)),
+    "swapped in from another's place": lambda played: played.step(Out(1, 6, 1), In(1, 1, 7), rows=((1, 10, 1),)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_other_states_are_refused(name: str) -> None:
+    with pytest.raises(
+        AssertionError, match=r"slot \d goes on behind \d+ tokens from page \d+ of group 1, whose state"
+    ):
+        WRONG[name](begun())

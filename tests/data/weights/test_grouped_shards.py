@@ -9,11 +9,9 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from test_grouped import AWQ, GPTQ, LLAMA, loaded, logprobs, packed, publish, repack, without_kernels
-from test_quantised_shards import ROUND, assert_slices, converted, with_bits
-from test_slices import CONFIGS
+from test_grouped import AWQ, GPTQ, LLAMA, loaded, packed, publish, repack
+from test_slices import CONFIGS, ROUND, assert_slices, converted, with_bits
 from test_slices import publish as publish_plain
-from test_tensor_parallel import both
 
 from quire.data.layers.linear import Linear
 from quire.data.layers.moe import SparseMLP
@@ -51,14 +49,6 @@ def test_shards_are_slices(said: dict[str, Any], ranks: int, tmp_path: Path) -> 
     spare = 97 * 128 * 4 + 5 * 128 * 4 + 2 * 2 * 3 * 128 * 4  # embedding or head, norms, orders of columns
     for shard in shards:
         assert shard.read_bytes <= (whole.read_bytes - spare) / 2 * 1.02 + spare
-
-
-@pytest.mark.parametrize("said", [AWQ, GPTQ], ids=str)
-def test_shards_without_kernels(said: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    without_kernels(monkeypatch)
-    publish(tmp_path, said)
-    shards = assert_slices(lambda part, _: loaded(tmp_path, torch.bfloat16, part), 2)
-    assert not with_bits(shards[0])
 
 
 @pytest.mark.parametrize("said", [{**AWQ, "group_size": 32}, EIGHT], ids=str)
@@ -145,19 +135,3 @@ def test_a_ranks_weights_to_the_byte(asked: str, tmp_path: Path) -> None:
         plain = resolve(config)(config, torch.bfloat16, torch.device("meta"), part)
         saved = few.saved_bytes(config, scheme, torch.bfloat16, file, part)
         assert held(model) == sum(weight.nbytes for weight in plain.parameters()) - saved
-
-
-@pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize(
-    ("said", "layout"),
-    [({**AWQ, "group_size": 32}, {"tp": 4}), (EIGHT, {"tp": 2, "pp": 2}), (ORDERED, {"tp": 4})],
-    ids=str,
-)
-def test_ranks_say_what_transformers_says(said: dict[str, Any], layout: dict[str, int], tmp_path: Path) -> None:
-    """And what one rank says."""
-    theirs = publish(tmp_path, said)
-    tokens = torch.randint(0, 97, (40,), generator=torch.Generator().manual_seed(1))
-    expected = theirs(tokens[None]).logits[0, :-1].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
-    found = logprobs(tmp_path, tokens.tolist(), threads=4, kv_tokens=1024, **layout)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    both(tmp_path, rounds=1, **layout)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from mllama_models import Saved
+from pictured_models import MODELS
 from safetensors.torch import load_file, save_file
 
 from quire.data.kernels.cpu.loading import library
@@ -97,34 +100,17 @@ def test_sharded_equals_single(family: str, tmp_path: Path) -> None:
     assert same(loaded(tmp_path / "one"), loaded(tmp_path / "many"))
 
 
-@pytest.mark.parametrize(("family", "prefix"), [("llama", "model."), ("gpt2", "transformer."), ("opt", "model.")])
-def test_prefixes_may_be_absent(family: str, prefix: str, tmp_path: Path) -> None:
+EXTRAS = {
+    "llama": ["model.layers.0.self_attn.rotary_emb.inv_freq"], "opt": ["lm_head.weight"],
+    "gpt2": ["transformer.h.1.attn.bias", "transformer.h.1.attn.masked_bias", "lm_head.weight"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", EXTRAS)
+def test_known_extras_are_ignored(family: str, tmp_path: Path) -> None:
     save(tmp_path, family)
     before = loaded(tmp_path)
-
-    def strip(tensors: Tensors) -> None:
-        assert any(name.startswith(prefix) for name in tensors)
-        for name in list(tensors):
-            tensors[name.removeprefix(prefix)] = tensors.pop(name)
-
-    rewrite(tmp_path, strip)
-    assert same(before, loaded(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("family", "extra"),
-    [
-        ("llama", "model.layers.0.self_attn.rotary_emb.inv_freq"),
-        ("gpt2", "transformer.h.1.attn.bias"),
-        ("gpt2", "transformer.h.1.attn.masked_bias"),
-        ("gpt2", "lm_head.weight"),
-        ("opt", "lm_head.weight"),
-    ],
-)
-def test_known_extras_are_ignored(family: str, extra: str, tmp_path: Path) -> None:
-    save(tmp_path, family)
-    before = loaded(tmp_path)
-    rewrite(tmp_path, lambda tensors: tensors.update({extra: torch.zeros(3)}))
+    rewrite(tmp_path, lambda tensors: tensors.update({extra: torch.zeros(3) for extra in EXTRAS[family]}))
     assert same(before, loaded(tmp_path))
 
 
@@ -212,17 +198,11 @@ def test_progress_counts_tensors(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("name", ["llama-125m", "gpt2"])
-def test_dummy_weights(name: str) -> None:
-    config = {**named_config(name), "vocab_size": 8000}
-    config |= {"num_hidden_layers": 2} if name == "llama-125m" else {"n_layer": 2}
-
-    def made(seed: int) -> Any:
-        model = resolve(config)(config, torch.bfloat16, CPU)
+def test_dummy_weights() -> None:
+    config = {**named_config("gpt2"), "vocab_size": 8000, "n_layer": 2}
+    first, again, other = (resolve(config)(config, torch.bfloat16, CPU) for _ in range(3))
+    for model, seed in ((first, 1), (again, 1), (other, 2)):
         fill_dummy(model, seed)
-        return model
-
-    first, again, other = made(1), made(1), made(2)
     for (key, a), b, c in zip(first.named_parameters(), again.parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b)
         if "norm" in key:
@@ -243,7 +223,12 @@ def test_large_weights_that_need_no_change_lie_in_the_file(tmp_path: Path) -> No
     [mapped] = model.mapped
     inside = {name for name, x in model.named_parameters() if mapped.begin <= x.data_ptr() < mapped.end}
     assert inside == {"embed.weight", "head.weight", *(f"layers.{i}.attention.out.weight" for i in range(2))}
-    assert not any(mapped.begin <= x.data_ptr() < mapped.end for x in converted.parameters())
+    [other] = converted.mapped
+    assert not any(other.begin <= x.data_ptr() < other.end for x in converted.parameters())
+    # The file stays there if all weights were converted: other memory would lose what is in it.
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    [there] = [line for line in lines if line.startswith(f"{other.begin:x}-{other.end:x} ")]
+    assert there.endswith("model.safetensors")
     assert torch.equal(converted.embed.weight, theirs.model.embed_tokens.weight.float())
     before = resident(mapped.begin)
     assert torch.equal(model.embed.weight, theirs.model.embed_tokens.weight)
@@ -251,44 +236,8 @@ def test_large_weights_that_need_no_change_lie_in_the_file(tmp_path: Path) -> No
     mapped.release()
     assert resident(mapped.begin) == 0
     assert torch.equal(model.head.weight, theirs.lm_head.weight), "it is read again"
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="files are mapped there")
-def test_a_file_stays_where_pages_are_given_back(tmp_path: Path) -> None:
-    """Also if all weights were converted: other memory would be there, and lose what is in it."""
-    save_large(tmp_path, hidden_size=768)
-    model = built(tmp_path)
-    load(model, tmp_path)
-    [mapped] = model.mapped
-    gc.collect()
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    [there] = [line for line in lines if line.startswith(f"{mapped.begin:x}-{mapped.end:x} ")]
-    assert there.endswith("model.safetensors")
-    model.prepare(64)
-    assert not hasattr(model, "mapped"), "nobody gives back what nobody may hold"
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="files are mapped there")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_weights_that_are_changed_wait_in_the_file(dtype: torch.dtype, tmp_path: Path) -> None:
-    """Parts of a stacked one, and what is converted, until their layer is prepared; nothing of the file is in memory
-    afterwards."""
-    theirs = save_large(tmp_path, hidden_size=1024)
-    model = built(tmp_path, dtype)
-    load(model, tmp_path)
-    product, [mapped] = model.layers[0].attention.qkv, model.mapped
-    q, k, v = product.weight.data.split(product.parts)
-    assert {part.args[1].data_ptr() for part in product.later} == {rows.data_ptr() for rows in (q, k, v)}
-    assert resident(mapped.begin) == 0
-    product.fill()
-    assert not product.later
-    attention = theirs.model.layers[0].self_attn
-    assert torch.equal(q, attention.q_proj.weight.to(dtype))
-    out = model.layers[0].attention.out
-    assert len(out.later) == (dtype == torch.float32)
-    out.fill()
-    assert resident(mapped.begin) == 0
-    assert torch.equal(out.weight, attention.o_proj.weight.to(dtype))
+    converted.prepare(64)
+    assert not hasattr(converted, "mapped"), "nobody gives back what nobody may hold"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="mappings are said there")
@@ -345,3 +294,48 @@ def test_a_start_takes_little_more_memory_than_its_weights(tmp_path: Path) -> No
         taken, weights = json.loads(subprocess.run(program, capture_output=True, text=True, timeout=100).stdout)
         assert weights > itemsize * 75e6
         assert taken < weights + 60e6, f"{taken / 1e6:.0f} MB at most, for {weights / 1e6:.0f} MB in {dtype}"
+
+
+# Checkpoints of models that see, without what stands between tower and text: refused by name, with what to do.
+
+
+FAMILIES: dict[str, Callable[[Path], Any]] = {**MODELS, "mllama": Saved}
+PROJECTOR = re.compile(r".*(multi_modal_projector|mlp1|img_projection|glb_GN|sub_GN|image_newline)")
+EYES = re.compile(rf"{PROJECTOR.pattern}|.*vision_(model|tower|embed)")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return cache(lambda family: FAMILIES[family](tmp_path_factory.mktemp("saved")).folder)
+
+
+def without(folder: Path, copy: Path, lost: Callable[[str], object]) -> list[str]:
+    """A copy of the folder less some tensors, and what it failed with: cause and remedy. Names of what was left out."""
+    copy.mkdir()
+    shutil.copy(folder / "config.json", copy)
+    tensors = load_file(folder / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if not lost(name)}
+    assert len(kept) < len(tensors), "nothing is lost"
+    save_file(kept, copy / "model.safetensors", metadata={"format": "pt"})
+    config = {**read_config(copy), "preprocessor_config": {}}
+    model = resolve(config)(config, torch.float32, torch.device("cpu"))
+    with pytest.raises(StartupError) as caught:
+        load(model, copy)
+    return [str(caught.value), *sorted(tensors.keys() - kept.keys())]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_tower_without_its_projector(saved: Any, tmp_path: Path, family: str) -> None:
+    said, *lost = without(saved(family), tmp_path / "blind", PROJECTOR.match)
+    assert "has a vision tower without its projector: it lacks " in said
+    assert any(name.endswith(re.search(r"lacks ([\w.]+)", said)[1]) for name in lost), said  # type: ignore[index]
+    assert "config.json says that there is one: put its tensors, under these names" in said
+    assert len(said) < 700
+
+
+@pytest.mark.parametrize(("family", "end"), [("llava", "linear_2.bias"), ("phi3", "glb_GN")])
+def test_one_tensor_of_a_projector(saved: Any, tmp_path: Path, family: str, end: str) -> None:
+    said, lost = without(saved(family), tmp_path / "torn", lambda name: name.endswith(end))
+    assert f"torn lacks {lost.removeprefix('model.').removeprefix('vision_embed_tokens.')}." in said
+    said, *_ = without(saved(family), tmp_path / "blind", EYES.match)
+    assert "has no vision tower and no projector: it lacks " in said

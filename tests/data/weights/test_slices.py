@@ -4,21 +4,35 @@ model, bit for bit."""
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import gguf_files
 import pytest
+import test_fp8
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from test_fp8 import BLOCKS, compressed
+from thread_ranks import Meeting, ThreadExchange
 from torch import Tensor
 
+from quire.data.layers.linear import Linear
 from quire.data.models import read_spec, resolve
 from quire.data.models.configs import named_config
-from quire.data.weights import dummy, loader
+from quire.data.models.quantization import BITS, FP8, MADE, Few, fp8_of
+from quire.data.weights import dummy, few, fp8, loader
 from quire.data.weights.checkpoint import read_config
 from quire.data.weights.dummy import fill_dummy
+from quire.data.weights.fp8 import places
+from quire.data.weights.gguf import GGUF, read_gguf
+from quire.data.weights.gguf_loader import load_gguf
+from quire.data.weights.gguf_model import config_of
 from quire.data.weights.loader import load
+from quire.data.weights.slices import cuts_of
 from quire.errors import StartupError
 from quire.vocabulary.layout import WHOLE, Part
 
@@ -79,18 +93,16 @@ class Counting:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.of, name)
 
-    def __getitem__(self, where: Any) -> Tensor:
-        return self.count(self.of[where])
-
-    def get_tensor(self, key: str) -> Tensor:
-        return self.count(self.of.get_tensor(key))
-
     def get_slice(self, key: str) -> Counting:
         return Counting(self.of.get_slice(key))
 
-    def count(self, tensor: Tensor) -> Tensor:
-        Counting.read += tensor.nbytes
-        return tensor
+    def __getitem__(self, where: Any) -> Tensor:
+        found = self.of[where]
+        Counting.read += found.nbytes
+        return found
+
+    def get_tensor(self, key: str) -> Tensor:
+        return self.get_slice(key)[:]
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -126,3 +138,183 @@ def test_the_undivided_shape_is_checked(tmp_path: Path) -> None:
     save_file({**load_file(path), name: torch.zeros(64, 88)}, path)  # what one of two ranks has
     with pytest.raises(StartupError, match=r"c_fc.weight' in .* has shape \[64, 88\], but .* makes it \[64, 176\]"):
         load(made(read_config(tmp_path), Part(0, 2)), tmp_path)
+
+
+# Quantised weights: slices of the undivided ones, bit for bit, whoever made them. Scales of rows whose columns ranks
+# share out are those of whole rows.
+
+
+Build = Callable[[Part, Any], Any]
+BIG = {
+    "hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128, "intermediate_size": 1024,
+}  # fmt: skip
+
+
+def weights_of(model: Any) -> dict[str, Tensor]:
+    """All parameters by their names, with the scales of those in FP8; those in few bits as what they stand for."""
+    found = dict[str, Tensor]()
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            found[f"{path}.{name}"] = parameter.detach()
+            scales = getattr(module, places(module)[name]) if name in places(module) else None
+            if scales is not None:
+                found[f"{path}.{name} scales"] = scales
+        if isinstance(module, Linear) and module.bits is not None:
+            parts = [make().floats() for make in module.bits if make is not None]
+            found[f"{path}.weight"] = torch.cat(parts)
+    return found
+
+
+def cut(whole: Tensor, module: Any, name: str) -> Tensor:
+    """What a rank's module has of a parameter, or of its scales [groups, rows], as the cuts say; padding aside."""
+    cuts, scales = cuts_of(module, name.removesuffix(" scales")), name.endswith("scales")
+    if cuts is None:
+        return whole
+    rows, at = list[Tensor](), 0
+    for one in cuts.rows:
+        own = slice(at + one.own.start, at + one.own.stop)
+        rows.append(whole[:, own] if scales else whole[own])
+        at += one.whole
+    found = torch.cat(rows, dim=int(scales))
+    if cuts.columns is None or (scales and len(whole) == 1):
+        return found
+    of = cuts.columns.own
+    groups = math.ceil(cuts.columns.whole / len(whole))
+    return found[of.start // groups : of.stop // groups] if scales else found[:, of.start : of.stop]
+
+
+def assert_slices(build: Build, ranks: int) -> list[Any]:
+    """Each rank's weights, built at the same time, are those of the whole in its places."""
+
+    def rank(exchange: ThreadExchange) -> Any:
+        return build(exchange.part, lambda largest: exchange.gather(largest).amax(0))
+
+    whole, shards = weights_of(build(WHOLE, None)), Meeting(ranks).run(rank)
+    for shard in shards:
+        modules, own = dict(shard.named_modules()), weights_of(shard)
+        assert own.keys() == whole.keys()
+        for name, weight in own.items():
+            path, _, kind = name.rpartition(".")
+            expected = cut(whole[name], modules[path], kind)
+            given = weight[: len(expected)]
+            assert torch.equal(given.float(), expected.float()), name
+            assert not weight[len(expected) :].float().any(), f"{name}: padding"
+    return shards
+
+
+def blank(model: Any) -> Any:
+    for parameter in model.parameters():
+        if not parameter.is_meta:
+            parameter.data.view(torch.uint8).fill_(0xFF)
+    return model
+
+
+def built_by(make: Callable[[Part], Any], fill: Callable[..., object]) -> Build:
+    """A rank's model by `make`, filled by `fill`. Its parameters begin as NaN, so that one that isn't filled shows."""
+
+    def build(part: Part, most: Any) -> Any:
+        model = blank(make(part))
+        fill(model, most=most)
+        return model
+
+    return build
+
+
+@pytest.mark.parametrize("in_fp8", [False, True], ids=["dequantised", "in FP8"])
+@pytest.mark.parametrize("name", ["llama", "llama, copied heads", "gemma2", "jamba", "mamba"])
+def test_weights_that_become_fp8(name: str, in_fp8: bool, tmp_path: Path) -> None:
+    """A rank's columns are a multiple of 16, which the kernels take; else they would be in the model's dtype."""
+    config = {**CONFIGS[name], "intermediate_size": 192}
+    publish(config, tmp_path)
+    make, fill = fp8.in_fp8 if in_fp8 else fp8.made, partial(load, folder=tmp_path, scheme=MADE)
+    build = built_by(lambda part: make(config, torch.float32, CPU, MADE, part), fill)
+    shards = assert_slices(build, 4 if "copied" in name else 2)
+    alone = blank(fp8.made(config, torch.float32, CPU, MADE, Part(0, 2)))
+    load(alone, tmp_path, scheme=MADE)
+    if name == "llama" and not in_fp8:  # without the others' columns other scales would come out
+        assert not torch.equal(alone.layers[0].mlp.down.weight, shards[0].layers[0].mlp.down.weight)
+
+
+@pytest.mark.parametrize("in_fp8", [False, True], ids=["dequantised", "in FP8"])
+@pytest.mark.parametrize(
+    ("said", "kind"),
+    [(BLOCKS, "block"), (compressed("channel", "lm_head"), "channel"), (compressed("tensor", "lm_head"), "tensor")],
+    ids=["block", "channel", "tensor"],
+)
+def test_checkpoints_in_fp8(said: dict[str, Any], kind: str, in_fp8: bool, tmp_path: Path) -> None:
+    test_fp8.save(tmp_path, **BIG)
+    test_fp8.publish(tmp_path, said, kind)
+    config = read_config(tmp_path)
+    scheme = fp8_of(config, None)
+    assert isinstance(scheme, FP8)
+    make, fill = fp8.in_fp8 if in_fp8 else fp8.made, partial(load, folder=tmp_path, scheme=scheme)
+    build = built_by(lambda part: make(config, torch.float32, CPU, scheme, part), fill)
+    shards, whole = assert_slices(build, 2), build(WHOLE, None)
+    spare = 2 * 97 * 512 * 4 + 5 * 512 * 4 + 64 * 1024  # embedding, head, norms, scales
+    for shard in shards:
+        assert shard.read_bytes <= (whole.read_bytes - spare) / 2 * 1.02 + spare
+
+
+def test_a_cut_through_blocks_is_refused(tmp_path: Path) -> None:
+    test_fp8.save(tmp_path, **{**BIG, "intermediate_size": 640})
+    test_fp8.publish(tmp_path, BLOCKS, "block")
+    config = read_config(tmp_path)
+    scheme = fp8_of(config, None)
+    model = fp8.made(config, torch.float32, CPU, scheme, Part(1, 2))
+    told = r"columns 320 to 639 of the weight of .*down_proj.weight_scale_inv.*, where 128 share a scale"
+    with pytest.raises(StartupError, match=told):
+        load(model, tmp_path, scheme=scheme)
+
+
+def with_bits(model: Any) -> bool:
+    return any(isinstance(module, Linear) and module.bits is not None for module in model.modules())
+
+
+ROUND = {**CONFIGS["llama, padded"], "hidden_size": 512, "intermediate_size": 512, "num_attention_heads": 4,
+         "num_key_value_heads": 2}  # fmt: skip
+
+
+@pytest.mark.parametrize(("asked", "vocab", "ranks"), [("int8", 331, 2), ("int4", 331, 2), ("int8", 150, 4)])
+@pytest.mark.parametrize("source", ["loaded", "dummy"])
+def test_weights_of_few_bits(
+    asked: str, source: str, vocab: int, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 150 rows of the vocabulary the fourth of four ranks has none: its head is padding, in few bits too."""
+    monkeypatch.setattr(dummy, "NOISE", 10_007)
+    config, scheme = {**ROUND, "vocab_size": vocab}, BITS[asked]
+    publish(config, tmp_path)
+    read = partial(load, folder=tmp_path, scheme=scheme)
+    fill = read if source == "loaded" else lambda model, most: fill_dummy(model, 5, scheme)
+    assert_slices(built_by(lambda part: few.made(config, torch.bfloat16, CPU, scheme, part=part), fill), ranks)
+    assert bool(Part(ranks - 1, ranks).vocabulary(vocab)) == (vocab > 150)
+
+
+@pytest.mark.parametrize("name", ["llama", "jamba"])
+def test_dummy_weights_in_fp8(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dummy, "NOISE", 10_007)
+    config = {**CONFIGS[name], "intermediate_size": 192}
+    make = partial(fp8.in_fp8, config, torch.float32, CPU, MADE)
+    assert_slices(built_by(make, lambda model, most: fill_dummy(model, 5, MADE)), 2)
+
+
+def converted(folder: Path, kind: str, vocab: int = 352, **more: Any) -> GGUF:
+    """A GGUF file with tensors of that kind."""
+    test_fp8.save(folder, **{**BIG, "vocab_size": vocab, **more})
+    return read_gguf(gguf_files.convert(folder, "llama", folder / "model.gguf", kind, vocab_size=vocab))
+
+
+def test_blocks_that_become_fp8_are_cut_anywhere(tmp_path: Path) -> None:
+    """A rank has 528 columns of 1,056, whose blocks have 32."""
+    file = converted(tmp_path, "q8_0", intermediate_size=1056)
+    make = partial(fp8.in_fp8, config_of(file), torch.float32, CPU, MADE)
+    assert_slices(built_by(make, partial(load_gguf, file=file, scheme=MADE)), 2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "vocab", "ranks"), [("f32", 352, 2), ("bf16", 352, 2), ("q8_0", 352, 2), ("q8_0", 150, 4)]
+)
+def test_files_of_blocks(kind: str, vocab: int, ranks: int, tmp_path: Path) -> None:
+    file, scheme = converted(tmp_path, kind, vocab), Few(0, "gguf")
+    make = partial(few.made, config_of(file), torch.float32, CPU, scheme, file)
+    shards = assert_slices(built_by(make, partial(load_gguf, file=file, scheme=scheme)), ranks)
+    assert with_bits(shards[0]) == (kind == "q8_0") or not few.supports(256, torch.float32, CPU)

@@ -11,13 +11,6 @@ QUIRE_EXPORT void sum(const Arg *a, int64_t chunk, void *) {
     as<int64_t>(a[1])[chunk] = total % 1000003 + chunk;
 }
 
-/* Args: out; an integer, a number, nothing. */
-QUIRE_EXPORT void echo(const Arg *a, int64_t, void *) {
-    as<double>(a[0])[0] = double(a[1].integer);
-    as<double>(a[0])[1] = a[2].number;
-    as<double>(a[0])[2] = a[3].pointer ? 1 : 0;
-}
-
 /* Args: out, bytes. The scratch of each chunk's thread is its own, and aligned. */
 QUIRE_EXPORT void fill(const Arg *a, int64_t chunk, void *scratch) {
     auto *bytes = static_cast<volatile unsigned char *>(scratch);

@@ -36,14 +36,21 @@ def served_by(variant: str, threads: int, monkeypatch: pytest.MonkeyPatch) -> It
         library.cache_clear()
 
 
+def guarded(regions: int, numbers: int, dtype: torch.dtype, first: bool = False) -> tuple[Tensor, int]:
+    """Regions of so many numbers, each ending before a page that nobody may touch, or beginning behind one (`first`):
+    all memory from the first region on, which the tensor keeps, and numbers from one region to the next."""
+    size, libc = mmap.PAGESIZE, ctypes.CDLL(None, use_errno=True)
+    pages = -(-numbers * dtype.itemsize // size)
+    stride = (pages + 1) * size
+    block = mmap.mmap(-1, size + regions * stride)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(block))
+    for i in range(regions + 1):
+        assert libc.mprotect(ctypes.c_void_p(address + i * stride), ctypes.c_size_t(size), 0) == 0, "it is protected"
+    begin = size if first else size + pages * size - numbers * dtype.itemsize
+    return torch.frombuffer(block, dtype=dtype)[begin // dtype.itemsize :], stride // dtype.itemsize
+
+
 def fenced(tensor: Tensor) -> Tensor:
     """The same numbers right before a page that may not be touched."""
-    size = tensor.numel() * tensor.itemsize
-    whole = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
-    block = mmap.mmap(-1, whole + mmap.PAGESIZE)
-    begin = ctypes.addressof(ctypes.c_char.from_buffer(block))
-    libc = ctypes.CDLL(None, use_errno=True)
-    assert libc.mprotect(ctypes.c_void_p(begin + whole), ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
-    found = torch.frombuffer(block, dtype=torch.uint8, count=size, offset=whole - size)  # which keeps the block
-    found.copy_(tensor.contiguous().view(-1).view(torch.uint8))
-    return found.view(tensor.dtype).view(tensor.shape)
+    every, _ = guarded(1, tensor.numel(), tensor.dtype)
+    return every[: tensor.numel()].view(tensor.shape).copy_(tensor)

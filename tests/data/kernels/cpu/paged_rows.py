@@ -6,6 +6,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
+import attention_steps
 import numpy as np
 import torch
 from torch import Tensor
@@ -45,21 +46,6 @@ class Rows(NamedTuple):
     expected: Tensor
 
 
-def memory(shape: Shape, pages: int, page: int) -> tuple[Tensor, Tensor]:
-    """Keys and values [pages, kv_heads, page, dim], or cells of them in 8 bits, all NaN but for page 0: heads outside
-    of tokens, or inside."""
-    kv, dim = shape.kv_heads, shape.dim + 4 * shape.rounded
-    sizes = (pages, 2, page, 2, kv, dim) if shape.layout == "tokens first" else (pages, 2, 2, kv, page, dim)
-    numbers = torch.full(sizes, torch.nan, dtype=shape.dtype)
-    if shape.rounded:
-        numbers = torch.full(sizes, -1, dtype=torch.int8)
-    numbers[0] = 0
-    if shape.layout == "tokens first":
-        keys, values = numbers[:, 1].permute(2, 0, 3, 1, 4)
-        return keys, values
-    return numbers[:, 1, 0], numbers[:, 1, 1]
-
-
 def cells(cache: LayerCache) -> tuple[Tensor, Tensor]:
     """Keys and values in 8 bits with their scales: [pages, kv_heads, page_tokens, dim + 4]."""
     keys, values = (
@@ -93,7 +79,10 @@ def filled(shape: Shape, sizes: list[tuple[int, int]], seed: int = 0) -> Rows:
     lengths = [a + b for a, b in sizes]
     page = max(lengths) + 3 if shape.layout == "contiguous" else shape.page
     counts = [-(-length // page) for length in lengths]
-    keys, values = memory(shape, sum(counts) + 1, page)
+    cell, kept = (shape.dim + 4, torch.int8) if shape.rounded else (shape.dim, shape.dtype)
+    keys, values = attention_steps.placed(
+        shape.layout, sum(counts) + 1, page, shape.kv_heads, cell, kept, torch.device("cpu")
+    )
     cache = LayerCache(
         keys[..., : shape.dim], values[..., : shape.dim], shape.heads, shape.dim**-0.5, window=shape.window,
         chunk=shape.chunk, softcap=shape.softcap, contiguous=shape.layout == "contiguous",
@@ -109,8 +98,8 @@ def filled(shape: Shape, sizes: list[tuple[int, int]], seed: int = 0) -> Rows:
         table[slot, :count] = torch.tensor([free.pop() for _ in range(count)])
         for at in range(sizes[slot - 1][0]):
             for i, part in enumerate((keys, values)):
-                kept = histories[slot - 1][i, at]
-                part[table[slot, at // page], :, at % page] = cells_of(kept) if shape.rounded else kept
+                token = histories[slot - 1][i, at]
+                part[table[slot, at // page], :, at % page] = cells_of(token) if shape.rounded else token
     now = np.array([b for _, b in sizes])
     starts, slots = np.array([a for a, _ in sizes]), np.arange(1, len(sizes) + 1)
     offsets = np.cumsum(now) - now
@@ -128,18 +117,5 @@ def filled(shape: Shape, sizes: list[tuple[int, int]], seed: int = 0) -> Rows:
 
 def dense(q: Tensor, history: Tensor, start: int, shape: Shape) -> Tensor:
     """q [n, heads, dim] at positions start .., of history [2, start + n, kv_heads, dim], in fp64."""
-    shared = shape.heads // shape.kv_heads
-    k, v = (x.double().repeat_interleave(shared, 1) for x in history)
-    at = torch.arange(len(k))
-    query_at = at[start:, None]
-    hidden = at[None] > query_at
-    if shape.window is not None:
-        hidden |= at[None] <= query_at - shape.window
-    if shape.chunk is not None:
-        hidden |= at[None] // shape.chunk != query_at // shape.chunk
-    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * shape.dim**-0.5
-    if shape.softcap is not None:
-        scores = torch.tanh(scores / shape.softcap) * shape.softcap
-    if not shape.whole:
-        scores = scores.masked_fill(hidden, -torch.inf)
-    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
+    bounds = {"window": shape.window, "chunk": shape.chunk, "softcap": shape.softcap}
+    return attention_steps.dense(q, *history, start, **bounds, whole=shape.whole)

@@ -126,17 +126,6 @@ def test_without_a_compiler_nothing_is_built(kernels: Kernels, cxx: str, monkeyp
     assert "CPU kernels: no C++ compiler\nCPU kernels: none; quire computes with stock torch" in printed
 
 
-def test_a_compiler_with_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = compiler()
-    if found is None:
-        pytest.skip("there is no C++ compiler")
-    monkeypatch.setenv("CXX", f"env '{found[0]}' -O1")
-    command = compiler()
-    assert command is not None
-    assert Path(command[0]).name == "env"
-    assert command[1:] == (found[0], "-O1")
-
-
 FEW = ("amx", "avx2", "neon")
 """Sets whose sources are compiled each time; the others in the soak."""
 
@@ -171,21 +160,3 @@ def test_what_the_compiler_may_use_is_needed(variant: Variant) -> None:
     known = {"avx", "avx2", "fma", "f16c", "bmi", "bmi2", "lzcnt", "movbe"}
     may = {called.get(name, name) for name in said if name in known or name.startswith(("avx512", "amx_"))}
     assert may <= variant.needs
-
-
-INSTRUCTIONS = {
-    "avx512f": "zmm", "avx512_bf16": r"vdpbf16ps|vcvtneps2bf16|vcvtne2ps2bf16", "avx512_vnni": r"vpdpbusd.*zmm",
-    "avx_vnni": r"vpdpbusd.*ymm", "amx_tile": "tileload", "amx_bf16": "tdpbf16ps",
-}  # fmt: skip
-"""Of each feature one that the kernels use, or more, as objdump writes them."""
-
-
-@pytest.mark.skipif("avx2" not in NAMES, reason="other machines have other names for what they have")
-@pytest.mark.parametrize("variant", variants(), ids=NAMES)
-def test_a_library_has_the_instructions_of_its_machines_and_no_others(variant: Variant) -> None:
-    path = HERE / "built" / f"{variant.name}.so"
-    if not path.exists() or shutil.which("objdump") is None:
-        pytest.skip("it isn't built, or there is no objdump")
-    text = subprocess.run(["objdump", "-d", "--no-show-raw-insn", str(path)], capture_output=True, text=True).stdout
-    used = {feature for feature, written in INSTRUCTIONS.items() if re.search(written, text)}
-    assert used == variant.needs & INSTRUCTIONS.keys()

@@ -88,19 +88,6 @@ def test_a_row_goes_with_those_that_have_most_in_common_with_it() -> None:
     assert found(rows, NativeBackend(kernels=kernels(VARIANTS[0], 1))) == {(0, 1, 2, 3, 5): 480}
 
 
-def test_pairs_that_have_more_in_common_go_with_the_others() -> None:
-    """Two of a prompt behind what all begin with; and one that has too little in common takes nothing from the rest."""
-    backend = NativeBackend(kernels=kernels(VARIANTS[0], 1))
-    pairs = together(Shape(), [(list(range(6)), 112)], [300] * 6)
-    for row in (0, 2, 4):
-        pairs.batch.tables[0][row + 2, :25] = pairs.batch.tables[0][row + 1, :25]
-    assert found(pairs, backend) == {(0, 1, 2, 3, 4, 5): 112}
-    little = together(Shape(), [([0, 1, 2, 3], 144), ([4], 0)], [9] * 5)
-    little.batch.tables[0][5, :5] = little.batch.tables[0][1, :5]
-    little.batch.starts[4] = 90
-    assert found(little, backend) == {(0, 1, 2, 3): 144}
-
-
 def test_many_rows_are_cut_into_tiles() -> None:
     rows = together(Shape(), [(list(range(70)), 112)], [3] * 70)
     backend = NativeBackend(kernels=kernels(VARIANTS[0], 2))

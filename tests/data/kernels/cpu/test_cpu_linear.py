@@ -8,15 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from native_kernels import NONE, VARIANTS
-from torch import Tensor, nn
+from torch import Tensor
 
 from quire.data.kernels.cpu import linear as products
 from quire.data.kernels.cpu.library import Library
 from quire.data.kernels.cpu.linear import Packed, linear, rows_of
-from quire.data.layers.embedding import Embedding
-from quire.data.layers.linear import Linear
-from quire.data.layers.mlp import ACTIVATIONS, MLP, GatedMLP
-from quire.data.layers.prepare import prepare_layers
+from quire.data.layers.mlp import ACTIVATIONS
 
 BOTH = (torch.bfloat16, torch.float32)
 CPU = torch.device("cpu")
@@ -126,32 +123,6 @@ def test_rows_of_a_packed_weight(use: Callable[[int], Library], dtype: torch.dty
         assert torch.equal(rows_of(packed, ids[:0]), weight[:0])
         scale = torch.tensor(8.5).item()
         assert torch.equal(rows_of(packed, ids, scale), weight[ids] * scale)
-
-
-@pytest.mark.parametrize("dtype", BOTH)
-def test_layers_are_packed_once(use: Callable[[int], Library], dtype: torch.dtype) -> None:
-    """Every layer does as before it was packed, and keeps one copy of its weight: a tied embedding none."""
-    use(2)
-    embed = Embedding(70, 48, dtype, CPU, scale=3.0)
-    model = nn.ModuleList([
-        embed, GatedMLP(48, 90, "silu", True, dtype, CPU), MLP(48, 33, "gelu_new", True, dtype, CPU),
-        Linear(48, (30, 18), True, dtype, CPU), Linear(48, 70, False, dtype, CPU, embed.weight),
-    ])  # fmt: skip
-    for parameter in model.parameters():
-        parameter.data.copy_(numbers(*parameter.shape, dtype=dtype, seed=len(parameter)) * 0.3)
-
-    def through(x: Tensor) -> Tensor:
-        for layer in model[1:]:
-            x = layer(x)
-        return x
-
-    ids = torch.arange(70)
-    want, vectors = through(embed(ids)), embed(ids)
-    prepare_layers(model)
-    assert [name for name, _ in model.named_parameters() if name.endswith("weight")] == []
-    assert torch.equal(embed(ids), vectors)
-    tolerance = 5e-2 if dtype == torch.bfloat16 else 1e-5
-    torch.testing.assert_close(through(embed(ids)), want, rtol=tolerance, atol=tolerance * float(want.abs().max()))
 
 
 def test_more_dimensions_and_none(use: Callable[[int], Library]) -> None:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from native_kernels import NONE, VARIANTS, fenced
 from torch import Tensor
 
-from quire.data.kernels.cpu.library import Library, Tape
+from quire.data.kernels.cpu.library import Library
 from quire.data.kernels.cpu.quantised import Form, Numbers, Packed, Several, linear, rows_of
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -149,20 +149,6 @@ def test_several_forms_are_one_product(use: Callable[[int], Library]) -> None:
     several, x = Several([Packed(weight, FP32) for weight in weights]), rows(3, 512, FP32)
     close(several(x), x, torch.cat([plain(weight) for weight in weights]))
     assert torch.equal(several(x[None]), several(x)[None])
-
-
-def test_a_tape_replays_it(use: Callable[[int], Library]) -> None:
-    own = use(2)
-    packed = Packed(weight_of(FORMS[4], 96, 512), BF16)
-    for count in (1, 8, 64):
-        x = rows(count, 512, BF16)
-        own.tape = tape = Tape()
-        out = linear(x, packed)
-        own.tape = None
-        for seed in range(2):
-            x.copy_(rows(count + seed, 512, BF16)[:count])
-            own.run(tape)
-            assert torch.equal(out, linear(x, packed))
 
 
 def test_nothing_beyond_the_tensors_is_touched(use: Callable[[int], Library]) -> None:

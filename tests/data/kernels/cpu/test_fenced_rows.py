@@ -13,15 +13,17 @@ from quire.data.kernels.cpu.linear import Packed, linear, rows_of
 from quire.data.kernels.cpu.norm import layer_norm, rms_norm
 from quire.data.kernels.cpu.sampling import sample
 
-pytestmark = pytest.mark.skipif(not VARIANTS, reason=NONE)
+pytestmark = [
+    pytest.mark.skipif(not VARIANTS, reason=NONE),
+    pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16]),
+    pytest.mark.usefixtures("variant"),
+]
 
 
 def some(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return fenced(torch.randn(shape).to(dtype))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.usefixtures("variant")
 def test_products(dtype: torch.dtype) -> None:
     for size, columns in ((33, 64), (32, 100), (7, 1)):
         for gated in (False, True):
@@ -35,8 +37,6 @@ def test_products(dtype: torch.dtype) -> None:
         assert rows_of(packed, fenced(torch.tensor([size - 1]))).isfinite().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.usefixtures("variant")
 def test_rows(dtype: torch.dtype) -> None:
     for size in (1, 8, 31, 64, 100):
         x, weight, bias = some(3, size, dtype=dtype), some(size, dtype=dtype), some(size, dtype=dtype)
@@ -49,8 +49,6 @@ def test_rows(dtype: torch.dtype) -> None:
         assert embedding(fenced(torch.tensor([4, 0])), some(5, size, dtype=dtype), scale=2.0).isfinite().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.usefixtures("variant")
 def test_samples(dtype: torch.dtype) -> None:
     for vocab in (1, 17, 1024, 1500):
         last, tokens, faults = (fenced(torch.zeros(2, dtype=torch.int64)) for _ in range(3))

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
-from threading import Barrier, Thread
+from threading import Thread
 
 import pytest
 import torch
@@ -98,20 +98,6 @@ def test_100_000_programs(library: Library) -> None:
     assert counts.tolist() == [3 * times, 2 * times, times, times, times]
 
 
-def test_arguments_arrive(library: Library) -> None:
-    out = torch.zeros(3, dtype=torch.float64)
-    library.call("echo", 1, out, -(2**62), 0.1, out)
-    assert out.tolist() == [-(2.0**62), 0.1, 1]
-    library.call("echo", 1, out, 3, -1.5, None)
-    assert out.tolist() == [3, -1.5, 0]
-
-
-def test_scratch_is_a_threads_own(library: Library) -> None:
-    own = torch.zeros(32, dtype=torch.int64)
-    library.call("fill", 32, own, SCRATCH)
-    assert own.all()
-
-
 def test_tapes_keep_tensors(opened: Opened) -> None:
     library, counts = opened(2), torch.zeros(8, dtype=torch.int64)
     kept = weakref.ref(counts)
@@ -164,29 +150,6 @@ def test_what_is_read_next_is_brought_to_the_cache_and_changes_nothing(opened: O
         library.run(tape)
     assert counts.tolist() == [200 * times for times in (6, 4, 3, *(2,) * 13, *(1,) * 48)]
     assert all(weight.eq(1).all() for weight in weights)
-
-
-def test_two_threads_record_at_a_time(opened: Opened) -> None:
-    """Two models of a process may: each tape has its own operations, all of them, and none of them runs."""
-    library, both, counts = opened(1), Barrier(2), torch.zeros(1, dtype=torch.int64)
-    tapes = {1: Tape(), 2: Tape()}
-
-    def record(calls: int) -> None:
-        library.tape = tapes[calls]
-        for _ in range(calls):
-            both.wait(60)
-            library.call("count", 1, counts)
-        library.tape = None
-        if calls == 1:
-            both.wait(60)
-
-    others = [Thread(target=record, args=(calls,)) for calls in tapes]
-    for other in others:
-        other.start()
-    for other in others:
-        other.join()
-    assert {calls: len(tape.operations) for calls, tape in tapes.items()} == {1: 1, 2: 2}
-    assert not counts.any()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere threads aren't brought anywhere")

@@ -169,11 +169,3 @@ def test_the_sampler_draws_as_without_kernels(monkeypatch: pytest.MonkeyPatch) -
         theirs = finished("off")
         library.cache_clear()
     assert ours == theirs
-
-
-def test_threads_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = []
-    for threads in (1, 2, 3, 8):
-        with served_by(VARIANTS[0], threads, monkeypatch):
-            found.append(sampled(some_logits(8, 5000, 2), SHAPES))
-    assert all(other == found[0] for other in found[1:])

@@ -23,7 +23,7 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder
 
 from quire.data.kernels import peer_sizes
-from quire.data.kernels.triton import carried, norm, reduce
+from quire.data.kernels.triton import norm, reduce
 from quire.parallel import carrier, peer_memory
 
 EPS = 1e-5
@@ -168,37 +168,6 @@ def late(rank: Rank, sent: ctypes.c_int64) -> None:
     InterpreterBuilder.create_barrier = lambda builder: told()
 
 
-def by_carriers(rank: Rank) -> None:
-    """Rows of two ranks that come piece by piece, some late, with flags; regions are used in turn."""
-    if rank.peers.ranks > 2:  # their Owners: test_owners.py, and tests/parallel/test_carried_ranks.py
-        return
-    size, piece = 48, 2
-    for call, kind in enumerate(("rms", "layer", "behind", "sum", "rms"), 1):
-        rows = 2 * piece + call % 3
-        every, (x, weight, bias, behind) = rank.every(rows, size), following(kind, rows, size)
-        mine, there = every[rank.peers.rank], rank.peers.addresses[1 - rank.peers.rank]
-        for at in range(0, rows, piece):
-            time.sleep(0.02 * ((call + rank.peers.rank) % 2))
-            some = mine[at : at + piece].contiguous()
-            target = there + carried.rows_at(rank.peers, call % 2) + at * size * 4
-            ctypes.memmove(target, some.data_ptr(), some.nbytes)
-            ctypes.c_int64.from_address(there + carried.flag_at(call % 2, at // piece)).value = call
-        want_x, total = x.clone(), summed(every)
-        if kind == "sum":
-            carried.add_norm(rank.peers, call, piece, None, mine, None, None, 0.0, None, None)
-            assert torch.equal(mine, total), "the sum differs"
-            continue
-        got = torch.empty_like(x)
-        carried.add_norm(rank.peers, call, piece, x, mine, weight, bias, EPS, behind, got)
-        want = normed(total, want_x, weight, bias, behind)
-        assert torch.equal(x, want_x), f"{kind}, call {call}: x differs"
-        assert torch.equal(got, want), f"{kind}, call {call}: norms differ"
-    assert rank.error.item() == 0, "somebody was waited for in vain"
-    missed = rank.peers._replace(polls=20)
-    carried.add_norm(missed, 6, 1, None, torch.ones(1, size), None, None, 0.0, None, None)
-    assert rank.error.item() == 2 - rank.peers.rank, f"the other is missed, and the word is {rank.error.item()}"
-
-
 class Immediate:
     """A stream, and an event."""
 
@@ -264,6 +233,6 @@ def forked(ranks: int, work: Callable[[Rank], None]) -> int:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     reduce.PROGRAMS = 8  # the interpreter runs one after another
-    works = [partial(early, planted=sys.argv[2])] if sys.argv[2:] else [cases, tardy, early, by_carriers, silent]
+    works = [partial(early, planted=sys.argv[2])] if sys.argv[2:] else [cases, tardy, early, silent]
     failed = [getattr(work, "__name__", "planted") for work in works if forked(int(sys.argv[1]), work)]
     sys.exit(", ".join(failed) or 0)

@@ -48,19 +48,6 @@ def test_copies_equal_indexing(count: int, size: int, dtype: torch.dtype) -> Non
     assert same(pages, wanted)
 
 
-@pytest.mark.parametrize("size", [4, 8, 60, 1000, 20004])
-def test_nothing_beyond_the_pages_is_written(size: int) -> None:
-    """The pages are the middle of a larger buffer, aligned to 4 bytes only, and the last page is a destination."""
-    around = bits(1, 7 * size + 8, seed=size)[0]
-    before = around.clone()
-    pages = around[1 : 1 + 7 * size // 4].view(7, -1)
-    copy.copy_pages(pages, ints(2, 3), ints(0, 6))
-    assert same(around[:1], before[:1])
-    assert same(around[-1:], before[-1:])
-    middle = before[1:-1].view(7, -1)
-    assert same(pages, middle[[2, 1, 2, 3, 4, 5, 3]])
-
-
 @pytest.mark.parametrize("programs", [None, 1, 3])
 def test_rows_go_between_two_buffers(programs: int | None) -> None:
     """Few programs take the tiles in turn."""
@@ -77,11 +64,3 @@ def test_no_pairs_no_launch() -> None:
     before = pages.clone()
     copy.copy_pages(pages, ints(), ints())
     assert same(pages, before)
-
-
-def test_rows_of_other_sizes_or_types_are_refused() -> None:
-    for other in (bits(2, 32), bits(2, 128, torch.float64)[:, :16].contiguous()):
-        with pytest.raises(AssertionError, match="type or size"):
-            copy.copy_rows(bits(2, 64), other, ints(0), ints(0))
-    with pytest.raises(AssertionError, match="follow"):
-        copy.copy_pages(bits(4, 64)[:, :8], ints(0), ints(0))

@@ -32,19 +32,12 @@ def launched(path: str) -> str:
     return module.launch
 
 
-def launches() -> list[str]:
-    with ThreadPoolExecutor(8) as pool:
-        return list(pool.map(launched, WANTED))
-
-
 def test_every_thread_gets_what_it_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "_load_module_from_path", shared)
-    assert launches() != WANTED, "without care they get one another's"
-    in_any_thread()
-    assert launches() == WANTED
-    once = build._load_module_from_path
-    in_any_thread()
-    assert build._load_module_from_path is once
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(launched, WANTED)) != WANTED, "without care they get one another's"
+        in_any_thread()
+        assert list(pool.map(launched, WANTED)) == WANTED
 
 
 def test_a_rehearsal_takes_care(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,6 +50,9 @@ def test_a_rehearsal_takes_care(monkeypatch: pytest.MonkeyPatch) -> None:
     runner: Any = SimpleNamespace(device=torch.device("cpu"), exchange=None)
     rehearsal._compile(runner)
     assert sorted(found) == sorted(WANTED)
+    once = build._load_module_from_path
+    in_any_thread()
+    assert build._load_module_from_path is once
 
 
 def test_versions_without_modules(monkeypatch: pytest.MonkeyPatch) -> None:

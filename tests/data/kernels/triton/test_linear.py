@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from grids import CUDA, DEVICE, HALVES, INFINITE, PDL
+from grids import CUDA, DEVICE, HALVES, INFINITE, PDL, random
 from torch import Tensor
 
 from quire.data.kernels.limits import SCORED_AT_ONCE
@@ -29,11 +29,6 @@ LAUNCHES = pytest.mark.parametrize(("dtype", "pdl"), [(dtype, pdl) for dtype in 
 SHAPES = [(1, 16), (48, 64), (100, 272), (33, 528), (130, 256)]
 REAL = [(6144, 4096), (20000, 1040), (28672, 4096), (4096, 14336)] if CUDA else []
 ROWS = [1, 2, 3, 7, 8, 16, 17, MAX_ROWS]
-
-
-def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator).to(dtype).to(DEVICE)
 
 
 def assert_rounded(got: Tensor, want: Tensor) -> None:
@@ -138,18 +133,6 @@ def test_rows_with_gaps(dtype: torch.dtype) -> None:
         weight.check((wide * weight.small)[:, :272], random(50, dtype=dtype, seed=2))
 
 
-@INFINITE
-@TYPES
-@pytest.mark.parametrize("rows", [2, 16, MAX_ROWS])
-def test_a_row_does_not_see_the_others(rows: int, dtype: torch.dtype) -> None:
-    for weight in every_kind(100, 528, dtype):
-        x = random(rows, 528, dtype=dtype)
-        before = linear(x, weight.numbers, None, weight.scale)[0].clone()
-        for value in (torch.inf, torch.nan):
-            x[1:] = value
-            assert torch.equal(linear(x, weight.numbers, None, weight.scale)[0], before)
-
-
 def test_what_is_supported() -> None:
     for dtype in (torch.bfloat16, torch.float16, E4M3):
         weight = torch.empty(8, 32, dtype=dtype)
@@ -235,16 +218,6 @@ def test_few_rows_of_larger_weights_have_the_tiles_of_more(size: int, depth: int
     assert {kernels.few_rows(few, size, depth).rows for few in (2, 5, 8)} == {rows}
     assert kernels.few_rows(1, size, depth).rows == 0
     assert kernels.few_rows(9, size, depth).rows == 16
-
-
-def test_scales_that_do_not_fit_are_a_mistake() -> None:
-    numbers, scale, _ = weights(48, 272, groups=True)
-    x = random(2, 272, dtype=HALVES[0])
-    for wrong in (None, scale[:2].contiguous(), scale[:, 1:].contiguous()):
-        with pytest.raises(AssertionError):
-            linear(x, numbers, None, wrong)
-    with pytest.raises(AssertionError):
-        linear(x, numbers.to(x.dtype), None, scale)
 
 
 def test_tiles_of_groups_hold_whole_ones() -> None:

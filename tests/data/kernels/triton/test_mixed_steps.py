@@ -250,11 +250,6 @@ def test_all_that_a_server_needs_can_be_captured_at_its_start(monkeypatch: pytes
     pages = runner.store.views[0]
     assert pages[1:].isnan().all(), "only the scratch page is written"
     assert pages[0].isfinite().all()
-    births = tuple(Birth(s, s, -1, SamplingParams(temperature=0).sampling(), 0, 5) for s in (1, 2))
-    rows = (Row(1, (5, 6, 7, 8, 9), 0, 1), Row(2, (11, 12, 13), 0, 1))
-    plan = StepPlan(births, tuple(pages_of(1, 2)), rows)
-    assert all(sample.tokens for sample in runner.collect(runner.submit(plan)).samples)
-    assert (again.recorded, again.replays) == (17, 3)
 
 
 def test_scored_and_long_steps_stay_eager(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,16 +34,9 @@ def check(norm: str, x: Tensor, delta: Tensor | None = None, out: Tensor | None 
 @pytest.mark.parametrize("size", [16, 48, 768, 4096, 5120, 16384])
 @NORMS
 def test_equal_to_torch(norm: str, size: int, add: bool, dtype: torch.dtype, pdl: bool) -> None:
-    for rows in (1, 5):
+    """Of many rows several share a program, and the last program isn't full."""
+    for rows in (1, 5, 515) if size < 768 else (1, 5):
         check(norm, random(rows, size, dtype=dtype), random(rows, size, dtype=dtype, seed=1) if add else None, pdl=pdl)
-
-
-@TYPES
-@pytest.mark.parametrize("size", [16, 100, 512])
-@NORMS
-def test_many_rows_share_programs(norm: str, size: int, dtype: torch.dtype) -> None:
-    """Enough rows for several a program, and the last program isn't full."""
-    check(norm, random(515, size, dtype=dtype), random(515, size, dtype=dtype, seed=1))
 
 
 @TYPES
@@ -68,16 +61,6 @@ def test_layer_norm_of_values_far_from_zero(dtype: torch.dtype) -> None:
     want = F.layer_norm(x.double(), (256,), weight.double(), bias.double(), EPS)
     half_ulp = 0.5 * torch.finfo(dtype).eps
     torch.testing.assert_close(layer_norm(x, weight, bias, EPS).double(), want, rtol=1.01 * half_ulp, atol=2e-5)
-
-
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # NumPy's, in the interpreter
-def test_rows_do_not_mix() -> None:
-    """A row's result has the same bits whatever is beside it, NaN included; and there may be none."""
-    x, weight = random(4, 512), random(512, seed=1)
-    alone = rms_norm(x[1:2].clone(), weight, EPS)
-    x[0], x[2] = torch.nan, torch.inf
-    assert torch.equal(rms_norm(x, weight, EPS)[1:2], alone)
-    assert rms_norm(x[:0], weight, EPS).shape == (0, 512)
 
 
 @LAUNCHES

@@ -304,23 +304,6 @@ def test_a_rehearsal_launches_what_a_call_does_within_its_scratch(
     assert torch.equal(delta, torch.ones_like(delta)), "a rehearsal changes nothing"
 
 
-def test_own_sums_are_awaited_wherever_a_rank_has_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 8 rows in pieces of 3 and 2, of which ranks 0 and 1 own a row each, and rank 2 of the first two."""
-    monkeypatch.setattr(memory_checker.Bounds, "check", lambda *args: None)
-    for me in range(3):
-        has = range(2 if me == 2 else 3)
-        for missing in (None, 0, 1, 2):
-            memory = torch.zeros(peer_sizes.BYTES + carried.HEAD, dtype=torch.uint8)
-            error = torch.zeros(1, dtype=torch.int64)
-            words, said = memory.view(torch.int64), (owned.flag_at(owned.PARTS, 0, 0), owned.flag_at(owned.SUMS, 0, 0))
-            words[said[0] // 8 : said[1] // 8] = 5
-            for number in set(has) - {missing}:
-                words[owned.flag_at(owned.SUMS, number, me) // 8] = 5
-            table = torch.tensor([memory.data_ptr()] * 3)
-            owned._await_own[(1,)](table, error, me, POLLS, *said, 5, 3, 8, 3, reduce.MOST, num_warps=1)
-            assert error.item() == (me + 1 if missing in has else 0)
-
-
 class Host:
     """Where ranks meet that all are alike."""
 

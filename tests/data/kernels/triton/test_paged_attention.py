@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from attention_steps import BATCHES, LAYER, LAYERS, Sizes, dense, stored, two_steps
+from attention_steps import BATCHES, LAYER, Sizes, dense, placed, stored, two_steps
 from grids import DEVICE, LAUNCHES, TYPES, random
 from torch import Tensor
 
@@ -18,13 +17,10 @@ from quire.data.kernels.triton import attention
 from quire.data.kernels.triton.attention import SplitScratch, choose_splits, decode, decode_scratch
 from quire.data.kernels.triton.backend import TritonBackend
 from quire.data.kernels.triton.prompt import make_tiles, prompt, tile_queries
-from quire.data.layers.norm import RMSNorm
-from quire.data.layers.rope import Rope
-from quire.data.layers.rotary import Rotary
 from quire.vocabulary.specs import LayerSpec
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
-LENGTHS = (1, 5, 0, 16, 33, 150)  # 0: padding
+LENGTHS = (1, 5, 0, 16, 33, 150, 100, 101, 300)  # 0: padding
 
 
 class Shape(NamedTuple):
@@ -53,34 +49,16 @@ def ints(values: object) -> Tensor:
     return torch.tensor(values, dtype=torch.int64, device=DEVICE)
 
 
-# How tokens lie: pages of heads of tokens (the store's), also of tokens of heads, with a gap behind each page, or with
-# values in a buffer of their own; and one run of tokens a sequence, each of all layers and heads, or of a head alone.
+# How tokens lie, see `placed`: in pages; and in a run of them a sequence, each of all layers and heads, or of a head.
 PAGED = ("pages", "tokens first", "gaps", "two buffers")
 CONTIGUOUS = ("token runs", "head runs")
-OTHERS = pytest.mark.parametrize("layout", [*PAGED[1:], *CONTIGUOUS])
 
 
-def placed(shape: Shape, pages: int, size: int, dtype: torch.dtype) -> LayerCache:
+def cache_of(shape: Shape, pages: int, size: int, dtype: torch.dtype) -> LayerCache:
     """The second layer of three in `pages` pages of `size` tokens, full of NaN but for page 0."""
-    kv, dim = shape.kv_heads, shape.dim
-
-    def buffer(*of: int) -> Tensor:
-        whole = torch.full((pages, *of), torch.nan, dtype=dtype, device=DEVICE)
-        whole[0] = 0
-        return whole
-
-    if shape.layout == "two buffers":
-        keys, values = (buffer(LAYERS, kv, size, dim)[:, LAYER] for _ in range(2))
-    elif shape.layout in ("tokens first", "token runs"):
-        keys, values = buffer(size, LAYERS, 2, kv, dim)[:, :, LAYER].permute(2, 0, 3, 1, 4)
-    elif shape.layout == "gaps":
-        whole = buffer(LAYERS * 2 * kv * size * dim + 24)[:, : LAYERS * 2 * kv * size * dim]
-        keys, values = whole.view(pages, LAYERS, 2, kv, size, dim)[:, LAYER].unbind(1)
-    else:
-        keys, values = buffer(LAYERS, 2, kv, size, dim)[:, LAYER].unbind(1)
     return LayerCache(
-        keys, values, shape.heads, dim**-0.5, window=shape.window, softcap=shape.softcap,
-        contiguous=shape.layout in CONTIGUOUS, chunk=shape.chunk,
+        *placed(shape.layout, pages, size, shape.kv_heads, shape.dim, dtype), shape.heads, shape.dim**-0.5,
+        window=shape.window, softcap=shape.softcap, contiguous=shape.layout in CONTIGUOUS, chunk=shape.chunk,
     )  # fmt: skip
 
 
@@ -92,7 +70,7 @@ def filled(shape: Shape, lengths: tuple[int, ...], dtype: torch.dtype = torch.fl
         size, width = max(lengths) + 3, 1
     order = torch.randperm(len(lengths) * width).view(-1, width)
     tables = torch.cat((torch.zeros(1, width, dtype=torch.int64), order + 1)).to(DEVICE)
-    cache = placed(shape, tables.numel() + 1, size, dtype)
+    cache = cache_of(shape, tables.numel() + 1, size, dtype)
     keys, values = cache.keys, cache.values
     histories = []
     for i, n in enumerate(lengths):
@@ -125,27 +103,36 @@ def check_decode(shape: Shape, dtype: torch.dtype, lengths: tuple[int, ...] = LE
             assert_close(got[i : i + 1], shape.dense(q[i : i + 1], memory.histories[i], n - 1))
 
 
-@pytest.mark.share(4)
-@TYPES
-@pytest.mark.parametrize("window", [None, 5, 24, 100])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (7, 1), (56, 8), (5, 1)])
-def test_decode_equals_dense_attention(heads, kv_heads, window, dtype) -> None:
-    check_decode(Shape(heads, kv_heads, window=window), dtype)
+SHAPES = pytest.mark.parametrize(
+    "shape",
+    [
+        *(Shape(*of, window=w) for of in ((4, 4), (4, 2), (7, 1), (56, 8), (5, 1)) for w in (None, 5, 24, 100)),
+        *(Shape(page=page) for page in (1, 2, 3, 4, 8, 32, 64, 128, 256)),
+        *(Shape(dim=dim) for dim in (8, 64, 80, 96, 128, 256)),
+        *(Shape(chunk=chunk, layout=layout) for chunk in (1, 5, 32, 33, 100) for layout in ("pages", "token runs")),
+        *(Shape(7, 1, 8, 4, chunk=chunk, softcap=0.7) for chunk in (5, 33, 128)),
+        *(Shape(6, 2, 16, page, w, layout=layout) for page, w in ((4, None), (64, 24)) for layout in PAGED[1:]),
+        *(Shape(6, 2, 16, 1, window, layout=layout) for window in (None, 24) for layout in CONTIGUOUS),
+        Shape(softcap=0.7),
+    ],
+    ids=str,
+)  # fmt: skip
 
 
 @TYPES
-@pytest.mark.parametrize("chunk", [1, 5, 32, 33, 100])
-@pytest.mark.parametrize("splits", [1, 5])
-def test_decode_within_chunks_equals_dense_attention(splits, chunk, dtype) -> None:
-    check_decode(Shape(chunk=chunk), dtype, (1, 5, 0, 16, 33, 150, 32, 100, 101), splits=splits)
-    check_decode(Shape(7, 1, 8, 4, chunk=chunk, softcap=0.7), dtype, (64, 66, 99), splits=splits)
+@SHAPES
+def test_decode_equals_dense_attention(shape, dtype) -> None:
+    """The memory checker allows no address between the numbers of a layout with strides of its own."""
+    check_decode(shape, dtype)
 
 
 @LAUNCHES
 @pytest.mark.parametrize("splits", [1, 2, 5, 32])
 def test_any_number_of_splits(splits, dtype, pdl) -> None:
-    for window in (None, 70):
-        check_decode(Shape(window=window), dtype, (300, 0, 64, 1, 129), splits=splits, pdl=pdl)
+    """Scratch is used again, whatever is in it."""
+    scratch = SplitScratch(*(x.fill_(torch.nan) for x in decode_scratch(5, 4, 2, 16, splits, DEVICE)))
+    for shape in (Shape(), Shape(window=70), Shape(chunk=33)):
+        check_decode(shape, dtype, (300, 0, 64, 1, 129), splits=splits, pdl=pdl, scratch=scratch)
 
 
 @TYPES
@@ -163,71 +150,6 @@ def test_padding_without_a_place_writes_nothing(splits, dtype) -> None:
     assert (out[[1, 3]] == 7).all()
 
 
-@TYPES
-@pytest.mark.parametrize("page", [1, 2, 3, 4, 8, 16, 32, 64, 128, 256])
-def test_every_page_size(page, dtype) -> None:
-    check_decode(Shape(page=page), dtype, (300, 17))
-    check_prompt(Shape(page=page), dtype, ((12, 9), (0, 70), (100, 40)))
-
-
-@TYPES
-@pytest.mark.parametrize("dim", [8, 16, 64, 80, 96, 128, 256])
-def test_every_head_size(dim, dtype) -> None:
-    check_decode(Shape(dim=dim), dtype, (70, 3))
-    check_prompt(Shape(dim=dim), dtype, ((12, 9), (0, 70)))
-
-
-@TYPES
-def test_scores_are_soft_capped(dtype) -> None:
-    check_decode(Shape(softcap=0.7), dtype)
-    check_prompt(Shape(softcap=0.7), dtype)
-
-
-@OTHERS
-@TYPES
-@pytest.mark.parametrize("window", [None, 24])
-def test_any_layout(window, dtype, layout) -> None:
-    """With strides of its own, and contiguous; the memory checker allows no address between its numbers."""
-    for page in (4, 64) if layout in PAGED else (1,):
-        shape = Shape(6, 2, 16, page, window, layout=layout)
-        check_decode(shape, dtype)
-        check_prompt(shape, dtype)
-
-
-@pytest.mark.parametrize("layout", CONTIGUOUS)
-@pytest.mark.parametrize("splits", [1, 4])
-def test_a_run_of_tokens_is_one_large_page(layout, splits) -> None:
-    """The paged kernel, which looks into the table for each tile, computes the same to the bit."""
-    lengths = (300, 0, 33)
-    memory = filled(Shape(window=150, layout=layout), lengths)
-    q = random(3, 4, 16)
-    arguments = (memory.tables, slots_of(lengths), ints(lengths))
-    want = decode(q, replace(memory.cache, contiguous=False), *arguments, splits=splits)
-    assert torch.equal(decode(q, memory.cache, *arguments, splits=splits), want)
-
-
-def test_scratch_is_used_again_whatever_is_in_it() -> None:
-    lengths = (300, 40, 0, 130)
-    memory = filled(Shape(), lengths)
-    scratch = SplitScratch(*(x.fill_(torch.nan) for x in decode_scratch(4, 4, 2, 16, 4, DEVICE)))
-    arguments = (random(4, 4, 16), memory.cache, memory.tables, slots_of(lengths), ints(lengths))
-    want = decode(*arguments, splits=1)
-    for splits in (4, 2, 4):
-        got = decode(*arguments, splits=splits, scratch=scratch)
-        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
-
-
-@TYPES
-def test_one_split_does_not_depend_on_the_other_rows(dtype) -> None:
-    lengths = (300, 40, 33, 150)
-    memory = filled(Shape(), lengths, dtype)
-    q = random(4, 4, 16, dtype=dtype)
-    together = decode(q, memory.cache, memory.tables, slots_of(lengths), ints(lengths), splits=1)
-    for i, n in enumerate(lengths):
-        alone = decode(q[i : i + 1], memory.cache, memory.tables, ints([i + 1]), ints([n]), splits=1)
-        assert torch.equal(alone[0], together[i])
-
-
 def test_splits_fill_a_gpu_and_shrink_as_the_batch_grows() -> None:
     splits = [choose_splits(batch, 8, 132) for batch in (1, 2, 4, 8, 32, 128, 256, 1024)]
     assert splits[0] == 32
@@ -239,7 +161,7 @@ def test_splits_fill_a_gpu_and_shrink_as_the_batch_grows() -> None:
 
 
 Chunks = tuple[tuple[int, int], ...]
-CHUNKS: Chunks = ((12, 9), (0, 20), (40, 6), (0, 2), (130, 70))  # (tokens before, tokens of this step)
+CHUNKS: Chunks = ((12, 9), (0, 20), (40, 6), (0, 2), (130, 70), (127, 3))  # (tokens before, tokens of this step)
 
 
 def tiles_of(chunks: Chunks, queries: int) -> Tensor:
@@ -274,19 +196,9 @@ def check_prompt(
 
 
 @TYPES
-@pytest.mark.parametrize("window", [None, 5, 24, 100])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (7, 1), (56, 8), (5, 1)])
-def test_prompts_equal_dense_attention(heads, kv_heads, window, dtype) -> None:
-    check_prompt(Shape(heads, kv_heads, window=window), dtype)
-
-
-@pytest.mark.share(3)
-@TYPES
-@pytest.mark.parametrize("chunk", [1, 5, 32, 33, 100, 128])
-@pytest.mark.parametrize("layout", ["pages", "token runs"])
-def test_prompts_within_chunks_equal_dense_attention(layout, chunk, dtype) -> None:
-    check_prompt(Shape(chunk=chunk, layout=layout), dtype)
-    check_prompt(Shape(5, 1, 8, 4, chunk=chunk, softcap=0.7, layout=layout), dtype, ((63, 66), (127, 3), (0, 200)))
+@SHAPES
+def test_prompts_equal_dense_attention(shape, dtype) -> None:
+    check_prompt(shape, dtype)
 
 
 @TYPES
@@ -333,11 +245,11 @@ BATCH = pytest.mark.parametrize("batch", [*BATCHES.values(), LONG], ids=[*BATCHE
 
 
 def run_backend(
-    backend: TritonBackend, sizes: Sizes, shape: Shape, dtype: torch.dtype = torch.float32, *more: Any, **fused: bool
+    backend: TritonBackend, sizes: Sizes, shape: Shape, dtype: torch.dtype = torch.float32, fused: bool = False
 ) -> None:
     layer = LayerSpec(shape.kv_heads, shape.dim, shape.window, softcap=shape.softcap, chunk=shape.chunk)
     store = stored(sizes, layer, shape.heads, shape.page, dtype)
-    assert_close(*two_steps(backend, store, store.caches[LAYER], sizes, *more, **fused))
+    assert_close(*two_steps(backend, store, store.caches[LAYER], sizes, fused=fused))
 
 
 @TYPES
@@ -351,15 +263,55 @@ def test_the_backend_equals_dense_attention(batch, deterministic, dtype) -> None
             run_backend(TritonBackend(deterministic=deterministic), batch, shape, dtype, fused=fused)
 
 
-@pytest.mark.share(4)
-@BATCH
-@pytest.mark.parametrize("normalised", [False, True])
-def test_the_backend_rotates_and_writes_in_one_pass(normalised, batch) -> None:
-    rotary = Rotary(Rope(kind="default", theta=10000.0, original_len=256), 16, 256)
-    rotary.prepare(DEVICE)
-    norms = None
-    if normalised:
-        norms = tuple(RMSNorm(16, 1e-6, torch.float32, DEVICE) for _ in range(2))
-        for i, norm in enumerate(norms):
-            norm.weight.data = random(16, seed=i)
-    run_backend(TritonBackend(), batch, Shape(), torch.float32, rotary, norms, fused=True)
+ROWS = (17, 68, 1, 33, 150)
+"""Of media: each has a table in `filled`; here they are one slot's, one behind another."""
+
+
+def in_one_table(memory: Memory, shape: Shape) -> tuple[Tensor, list[int]]:
+    """All media's pages in the table of slot 1 of 2, as one column; and where each begins, counted from the first entry
+    of slot 0's."""
+    pages = [-(-rows // shape.page) for rows in ROWS]
+    width = sum(pages) + 2
+    table = torch.zeros((2, width), dtype=torch.int64, device=DEVICE)
+    firsts = np.cumsum([0, *pages[:-1]]).tolist()
+    for i, (first, count) in enumerate(zip(firsts, pages)):
+        table[1, first : first + count] = memory.tables[i + 1, :count]
+    return table.view(-1, 1), [width + first for first in firsts]
+
+
+@LAUNCHES
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("page", [1, 4, 16])
+def test_rows_that_decode(page: int, splits: int, dtype: torch.dtype, pdl: bool) -> None:
+    shape = Shape(page=page)
+    memory = filled(shape, ROWS, dtype)
+    entries, firsts = in_one_table(memory, shape)
+    which = [4, 0, 2, 2, 3, 1]  # two of them see the same one
+    q = random(len(which) + 2, shape.heads, shape.dim, dtype=dtype, seed=9)
+    named = ints([firsts[i] for i in which] + [0, 0])
+    lengths = ints([ROWS[i] for i in which] + [0, 0])
+    got = decode(q, memory.cache, entries, named, lengths, splits=splits, pdl=pdl)
+    for row, i in enumerate(which):
+        assert_close(got[row : row + 1], shape.dense(q[row : row + 1], memory.histories[i], 0, whole=True))
+    assert not got[len(which) :].any(), "who sees nothing gets zeros"
+
+
+OWN = (9, 1, 20, 130)
+"""Rows of prompts whose tokens attend both ways, and as many queries."""
+
+
+@TYPES
+@pytest.mark.parametrize("small", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "counts", "rows"),
+    [
+        *((shape, (40, 3, 70, 1, 5), ROWS) for shape in (Shape(page=1), Shape(4, 4, page=4), Shape(7, 1))),
+        *((shape, OWN, OWN) for shape in (Shape(), Shape(7, 1, window=5), Shape(chunk=8, page=4))),
+        (Shape(softcap=0.7, dim=32), OWN, OWN),
+    ],
+)
+def test_chunks_of_prompts(
+    shape: Shape, counts: tuple[int, ...], rows: tuple[int, ...], small: bool, dtype: torch.dtype
+) -> None:
+    """Of more tokens than a medium has rows, of fewer, and of as many; whatever bounds the layer."""
+    check_prompt(shape, dtype, tuple((0, count) for count in counts), rows, small)

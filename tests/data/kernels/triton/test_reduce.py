@@ -9,14 +9,16 @@ from pathlib import Path
 
 import pytest
 
-PROGRAM = Path(__file__).with_name("reduce_ranks.py")
-
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join(filter(None, sys.path))
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(
-        [sys.executable, str(PROGRAM), *arguments], env=env, capture_output=True, text=True, timeout=240
+        [sys.executable, str(Path(__file__).with_name("reduce_ranks.py")), *arguments],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
-from grids import CUDA, DEVICE, LAUNCHES, PDL, TYPES, assert_rounded, random
-from test_paged_attention import CONTIGUOUS, OTHERS, Shape, placed
+from grids import CUDA, DEVICE, LAUNCHES, assert_rounded, random
+from test_paged_attention import CONTIGUOUS, PAGED, Shape, cache_of
 from torch import Tensor
 
 from quire.data.kernels.batch import LayerCache
@@ -43,7 +43,7 @@ def poisoned(case: Case, dtype: torch.dtype) -> tuple[LayerCache, Tensor]:
     tables = torch.cat((torch.zeros(1, width, dtype=torch.int64), order.view(SLOTS - 1, width))).to(DEVICE)
     size = LENGTH + 2 if case.layout in CONTIGUOUS else case.page_tokens
     shape = Shape(case.heads, case.kv_heads, case.dim, size, layout=case.layout)
-    return placed(shape, (SLOTS - 1) * width + 1, size, dtype), tables
+    return cache_of(shape, (SLOTS - 1) * width + 1, size, dtype), tables
 
 
 def whole(part: Tensor) -> Tensor:
@@ -102,16 +102,30 @@ def check(
         assert torch.equal(whole(view).nan_to_num(7.0), old.nan_to_num(7.0)), "nothing else is written"
 
 
-@OTHERS
-@TYPES
-@pytest.mark.parametrize("page_tokens", [1, 16])
-def test_any_layout(page_tokens: int, dtype: torch.dtype, layout: str) -> None:
-    check(Case(6, 2, 32, page_tokens, layout), dtype)
+BOTH = (False, True)
+
+
+@LAUNCHES
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [
+        *((Case(6, 2, 32, page, layout), {}) for page in (1, 16) for layout in (*PAGED[1:], *CONTIGUOUS)),
+        *((Case(*heads, 32, page), {}) for heads in ((4, 4), (8, 2), (56, 8)) for page in (1, 4, 16, 256)),
+        *((Case(5, 1, dim, 16), {"normed": normed}) for dim in (16, 80, 96, 128, 256) for normed in BOTH),
+        *((Case(6, 3, 64, 16), {"rotated": r, "normed": n, "in_place": True}) for r in BOTH for n in BOTH),
+        *((Case(20, 20, 128, 16), {"rotated": r, "gap": 2}) for r in BOTH),  # more heads than a program takes
+    ],
+    ids=str,
+)  # fmt: skip
+def test_rotation_and_writes(case: Case, options: dict[str, Any], dtype: torch.dtype, pdl: bool) -> None:
+    """Whatever the pages, the sizes and the strides; without rotation, queries are copied."""
+    check(case, dtype, pdl=pdl, **options)
 
 
 @pytest.mark.parametrize("rotated", [False, True])
 def test_a_layer_that_writes_nothing(rotated: bool) -> None:
-    """Its queries are turned; what another layer wrote to the same views stays."""
+    """Its queries are turned; what another layer wrote to the same views stays. A layer whose queries stay as they are,
+    in place, writes all the same."""
     case = Case(6, 2, 32, 16)
     cache, tables = poisoned(case, torch.float32)
     slots, positions = places(case)
@@ -122,85 +136,9 @@ def test_a_layer_that_writes_nothing(rotated: bool) -> None:
     assert torch.equal(whole(cache.keys).nan_to_num(7.0), before)
     rope_write(qkv, qkv[:, :6], cache, tables, slots, positions, rotary=rotary)
     assert torch.equal(q, qkv[:, :6])
-
-
-@TYPES
-@pytest.mark.parametrize("page_tokens", [1, 4, 16, 256])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2), (56, 8)])
-def test_pages_and_groups(heads: int, kv_heads: int, page_tokens: int, dtype: torch.dtype) -> None:
-    check(Case(heads, kv_heads, 32, page_tokens), dtype)
-
-
-@LAUNCHES
-@pytest.mark.parametrize("dim", [16, 80, 96, 128, 256])
-@pytest.mark.parametrize("normed", [False, True])
-def test_head_sizes(normed: bool, dim: int, dtype: torch.dtype, pdl: bool) -> None:
-    check(Case(5, 1, dim, 16), dtype, normed=normed, pdl=pdl)
-
-
-@LAUNCHES
-@pytest.mark.parametrize("rotated", [False, True])
-@pytest.mark.parametrize("normed", [False, True])
-def test_queries_in_place(normed: bool, rotated: bool, dtype: torch.dtype, pdl: bool) -> None:
-    check(Case(6, 3, 64, 16), dtype, rotated=rotated, normed=normed, in_place=True, pdl=pdl)
-
-
-@TYPES
-@pytest.mark.parametrize("rotated", [False, True])
-def test_many_heads_and_strides(rotated: bool, dtype: torch.dtype) -> None:
-    """More heads than a program takes, rows of qkv and q_out with gaps; without rotation, queries are copied."""
-    check(Case(20, 20, 128, 16), dtype, rotated=rotated, gap=2)
-
-
-@pytest.mark.parametrize("normed", [False, True])
-@TYPES
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(8, 2, 128), *([(12, 12, 64), (32, 8, 128)] if CUDA else [])])
-def test_a_token_has_the_same_bits_in_every_batch(
-    heads: int, kv_heads: int, dim: int, dtype: torch.dtype, normed: bool
-) -> None:
-    """On a GPU each of these is compiled anew, with other heads a program."""
-    case = Case(heads, kv_heads, dim, 16)
-    rotary, norms = rotary_of(dim), norms_of(dim, dtype) if normed else None
-    slots, positions = torch.ones(64, dtype=torch.int64, device=DEVICE), torch.arange(300, 364, device=DEVICE)
-    tokens = random(64, heads + 2 * kv_heads, dim, dtype=dtype)
-
-    def turned(count: int, in_place: bool, pdl: bool) -> tuple[Tensor, Tensor]:
-        """Queries and keys of the first `count` tokens."""
-        cache, tables = poisoned(case, dtype)
-        qkv = tokens[:count].clone()
-        q = qkv[:, :heads] if in_place else torch.empty_like(qkv[:, :heads])
-        at = slots[:count], positions[:count]
-        rope_write(qkv, q, cache, tables, *at, rotary=rotary, norms=norms, pdl=pdl)
-        return q, cache.keys[tables[at[0], at[1] // 16], :, at[1] % 16]
-
-    want = turned(64, True, False)
-    for count in (1, 63, 64):
-        for in_place in (False, True):
-            for pdl in PDL:
-                for got, all_of in zip(turned(count, in_place, pdl), want):
-                    assert torch.equal(got, all_of[:count])
-
-
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # NumPy's, in the interpreter
-@TYPES
-def test_bad_values_stay_theirs(dtype: torch.dtype) -> None:
-    """A NaN value is copied as it is and touches nothing else; an infinite value stays infinite beside rotated keys."""
-    case = Case(2, 2, 16, 4)
-    cache, tables = poisoned(case, dtype)
-    slots, positions = torch.tensor([1, 2], device=DEVICE), torch.tensor([3, 4], device=DEVICE)
-    qkv = random(2, 6, 16, dtype=dtype)
-    qkv[0, 4] = torch.nan
-    qkv[1, 5] = torch.inf
-    q_out = torch.empty_like(qkv[:, :2])
-    rope_write(qkv, q_out, cache, tables, slots, positions, rotary=rotary_of(16))
-    keys, values = cache.keys, cache.values
-    pages = tables[slots, positions // 4]
-    assert q_out.isfinite().all()
-    assert keys[pages, :, positions % 4].isfinite().all()
-    written = values[pages, :, positions % 4]
-    assert written[0, 0].isnan().all()
-    assert (written[1, 1] == torch.inf).all()
-    assert torch.equal(written[[0, 1], [1, 0]], qkv[[0, 1], [5, 4]])
+    pages, offsets = tables[slots, positions // 16], positions % 16
+    assert cache.keys[pages, :, offsets].eq(0).all()
+    assert cache.values[pages, :, offsets].eq(0).all()
 
 
 @pytest.mark.skipif(not CUDA, reason="a buffer of more than 2^31 numbers needs a GPU's memory")

@@ -12,7 +12,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from grids import CUDA, DEVICE, LAUNCHES, PDL, TYPES
+from grids import CUDA, DEVICE, LAUNCHES, TYPES
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -23,7 +23,7 @@ from quire.data.runner.draws import SCALE, draw, truncate
 from quire.data.runner.fused import FusedSampling
 from quire.data.runner.sampler import Sampler
 from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.plan import Birth, Row, Sampled
+from quire.vocabulary.plan import Birth, Row
 
 SOME = settings(
     max_examples=200 if CUDA else 25, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
@@ -192,68 +192,14 @@ def test_greedy_takes_the_lowest_of_equals_and_names_faults(rows: int, dtype: to
     check(4300, 0)
 
 
-# The sampler
-
-KINDS: tuple[dict[str, Any], ...] = (
-    {},
-    {"temperature": 0.0},
-    {"temperature": 0.7, "logprobs": 3},
-    {"top_k": 20},
-    {"top_p": 0.9, "min_p": 0.01},
-    {"repetition_penalty": 1.4, "temperature": 0.0, "logprobs": 0},
-    {"frequency_penalty": 0.5, "top_p": 0.8},
-    {"min_tokens": 3, "stop_token_ids": [40]},
-    {"allowed_token_ids": [1, 5, 77, 300], "temperature": 1.5},
-    {"allowed_token_ids": [1], "bad_word_ids": ((1,),)},
-    {"n": 3, "temperature": 1.2},
-    {"n": 2, "temperature": 0.0},
-    {"n": 2, "top_k": 5, "top_p": 0.5, "min_p": 0.1, "logprobs": 1, "repetition_penalty": 1.1},
-    {"beam_width": 2, "logit_bias": {5: 4.0, 17: -100.0}, "allowed_token_ids": [1, 2, 5, 17]},
-    {"beam_width": 3},
-    {"logprob_token_ids": [17, 3, 5], "n": 2},
-    {"logprob_token_ids": [9], "logit_bias": {9: 4.0}, "temperature": 0.0},
-)
-
-
-def run(sampler: Sampler, logits: Tensor, kinds: list[int], last: Tensor) -> list[Sampled]:
-    """Two steps of rows of the given kinds; the slot of a kind is its number + 1."""
-    for kind in kinds:
-        params = SamplingParams(**KINDS[kind])
-        history = tuple(range(20 + kind))
-        top = 30 if params.beam_width is not None else params.top
-        sampler.birth(Birth(kind + 1, kind, -1, params.sampling(), kind * 99, 10 + kind, history, top))
-    samples = []
-    for step in range(2):
-        rows = [(kind + 1, 11 + kind + step * 4, KINDS[kind].get("n", 1)) for kind in kinds]
-        samples += sampler.finish(sampler.sample(logits[step][kinds].to(sampler.device), rows, last))
-        assert last[[kind + 1 for kind in kinds]].tolist() == [sampled.tokens[0] for sampled in samples[-len(kinds) :]]
-    return samples
-
-
-def test_the_sampler_with_kernels_equals_the_sampler_without() -> None:
-    logits = some_logits(2 * len(KINDS), 500, 12).view(2, len(KINDS), 500)
-    logits[0, 3, 7] = torch.nan
-    logits[1, 6, 7] = torch.inf
-    batches: list[list[int]] = [list(range(len(KINDS))), [1, 11], [9], [14, 1, 4]]
-    for kinds in batches:
-        plain, fused = (Sampler(20, 500, device, (2, 7)) for device in (torch.device("cpu"), DEVICE))
-        fused._fused = FusedSampling(500, DEVICE)  # as on a GPU
-        want = run(plain, logits, kinds, torch.zeros(20, dtype=torch.int64))
-        got = run(fused, logits, kinds, torch.zeros(20, dtype=torch.int64, device=DEVICE))
-        assert [(one.tokens, one.error) for one in got] == [(one.tokens, one.error) for one in want]
-        for one, other in zip(got, want):
-            for top, expected in zip(one.tops, other.tops, strict=True):
-                assert (top.token, top.rank, top.ids) == (expected.token, expected.rank, expected.ids)
-                assert [top.logprob, *top.logprobs] == pytest.approx([expected.logprob, *expected.logprobs], abs=1e-5)
-
-
 def test_what_follows_the_logits_in_a_graph_equals_the_sampler() -> None:
-    """Padded, with a fault, and with other parameters and noise at each replay."""
-    sampler = Sampler(9, 300, DEVICE, ())
+    """With kernels and without; padded, with a fault, and with other parameters and noise at each replay."""
+    sampler, plain = Sampler(9, 300, DEVICE, ()), Sampler(9, 300, torch.device("cpu"), ())
     sampler._fused = FusedSampling(300, DEVICE)  # as on a GPU
     kinds: list[dict[str, Any]] = [{"temperature": 0}, {}, {"top_p": 0.8}, {"top_k": 4, "min_p": 0.1}]
     for slot, values in enumerate(kinds, 1):
-        sampler.birth(Birth(slot, slot, -1, SamplingParams(**values).sampling(), slot * 7, 1, (1,)))
+        for one in (sampler, plain):
+            one.birth(Birth(slot, slot, -1, SamplingParams(**values).sampling(), slot * 7, 1, (1,)))
     last = torch.full((9,), -1, device=DEVICE)
     tails = sampler.tails(last, 6)
     logits = some_logits(6, 300, 13).to(DEVICE)
@@ -265,42 +211,13 @@ def test_what_follows_the_logits_in_a_graph_equals_the_sampler() -> None:
             sampler.fill(rows)
         padded = torch.tensor(slots + [0] * (6 - len(slots)), device=DEVICE)
         samples = sampler.finish(sampler.from_graph(*tails[name](logits, padded), rows))
-        expected = sampler.finish(sampler.sample(logits[: len(slots)], [(slot, step, 1) for slot in slots]))
-        assert samples == expected
+        for one in (sampler, plain):
+            drawn = one.sample(logits[: len(slots)].to(one.device), [(slot, step, 1) for slot in slots])
+            assert samples == one.finish(drawn)
         assert ["not finite" in sampled.error for sampled in samples] == [row == 1 for row in range(len(slots))]
         for slot, sampled in zip(slots, samples):
             assert last[slot] == sampled.tokens[0] or slots.count(slot) > 1
     assert last[5:].tolist() == [-1] * 4
-
-
-@pytest.mark.skipif(not CUDA, reason="captures a CUDA graph")
-@pytest.mark.parametrize("pdl", PDL)
-def test_both_paths_are_captured_in_a_graph(pdl: bool) -> None:
-    rows, vocab = 8, 5000
-    logits, scratch = torch.empty(rows, vocab, device=DEVICE), Scratch.of(rows, vocab, DEVICE)
-    shapes = torch.tensor(MIXED, dtype=torch.float64, device=DEVICE)
-    chances, order = torch.rand(rows, dtype=torch.float64, device=DEVICE), torch.arange(rows, device=DEVICE)
-    slots, last = order + 1, torch.zeros(rows + 1, dtype=torch.int64, device=DEVICE)
-    out = torch.empty((4, rows), dtype=torch.int64, device=DEVICE)
-
-    def step() -> None:
-        sampling.sample(logits, shapes, order, chances, slots, last, out[0], out[1], scratch, True, pdl)
-        sampling.greedy(logits, slots, last, out[2], out[3], scratch, pdl)
-
-    logits.copy_(some_logits(rows, vocab, 14))
-    step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    for seed in range(15, 20):
-        logits.copy_(some_logits(rows, vocab, seed))
-        out.fill_(-1)
-        graph.replay()
-        replayed = out.tolist()
-        step()
-        assert replayed == out.tolist()
-        assert replayed[2] == logits.argmax(-1).tolist() == last[1:].tolist()
 
 
 def test_representatives_need_all_kernels_that_any_number_of_rows_needs() -> None:

@@ -2,74 +2,56 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from threading import Lock
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import pytest
 import torch
 from grids import CUDA, DEVICE, TYPES
+from thread_ranks import Meeting, ThreadExchange
 from torch import Tensor
 
-from quire.data.kernels.triton import sampling, split_borders, split_sampling
 from quire.data.layers.cut import Cut, vocabulary
 from quire.data.runner import split_fused
-from quire.data.runner.fused import FusedSampling, cuts
+from quire.data.runner.fused import FusedSampling
 from quire.data.runner.sampler import Sampler
 from quire.data.runner.split_fused import SplitFused
 from quire.data.runner.split_sampler import FusedSplitSampler
-from quire.vocabulary.layout import Part
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.plan import Birth, Sampled
 
 T = TypeVar("T")
 
 
-class Together:
-    """Ranks in threads of which one runs at a time, until it gathers. The bytes that each has sent are counted."""
+class Turns(ThreadExchange):
+    """A rank's exchange that counts the bytes that it sends; of these, one runs at a time until it gathers."""
 
-    def __init__(self, ranks: int) -> None:
-        self.ranks, self.sent = ranks, 0
-        self.turn, self.met, self.told = threading.Lock(), threading.Barrier(ranks), [torch.empty(0)] * ranks
-
-    def run(self, work: Callable[[Rank], T]) -> list[T]:
-        """The same work on every rank."""
-
-        def alone(rank: int) -> T:
-            with self.turn:
-                try:
-                    return work(Rank(self, rank))
-                except BaseException:
-                    self.met.abort()
-                    raise
-
-        with ThreadPoolExecutor(self.ranks) as pool:
-            return list(pool.map(alone, range(self.ranks)))
-
-
-class Rank:
-    """A rank's exchange."""
-
-    def __init__(self, together: Together, rank: int) -> None:
-        self.together, self.part = together, Part(rank, together.ranks)
+    def __init__(self, other: ThreadExchange, turn: Lock) -> None:
+        super().__init__(other.meeting, other.part)
+        self.turn, self.sent = turn, 0
 
     def gather(self, x: Tensor) -> Tensor:
-        together = self.together
-        together.told[self.part.rank] = x.clone()
-        together.sent += x.nbytes * self.part.first
-        self._meet()
-        every = torch.stack(together.told)
-        self._meet()
-        return every
-
-    def _meet(self) -> None:
-        self.together.turn.release()
+        self.sent += x.nbytes
+        self.turn.release()
         try:
-            self.together.met.wait()
+            return super().gather(x.clone())
         finally:
-            self.together.turn.acquire()
+            self.turn.acquire()
+
+
+def on_ranks(ranks: int, work: Callable[[Turns], T]) -> tuple[list[T], int]:
+    """The same work on every rank: what each finds, and the bytes that the first has sent."""
+    turn, sent = Lock(), {}
+
+    def alone(exchange: ThreadExchange) -> T:
+        with turn:
+            found = work(mine := Turns(exchange, turn))
+        sent[mine.part.rank] = mine.sent
+        return found
+
+    return Meeting(ranks).run(alone), sent[0]
 
 
 def own_of(logits: Tensor, cut: Cut) -> Tensor:
@@ -121,51 +103,16 @@ class Rows(NamedTuple):
 
     def drawn_by_all(self, tail: str, ranks: int) -> tuple[Tensor, int]:
         """The same by one rank, which some ranks find too; and the bytes that these have sent."""
-        vocab, together = self.logits.shape[1], Together(ranks)
+        vocab = self.logits.shape[1]
         want = self.drawn(FusedSampling(vocab, DEVICE), tail, self.logits)
 
-        def work(rank: Rank) -> Tensor:
+        def work(rank: Turns) -> Tensor:
             mine = own_of(self.logits, vocabulary(rank.part, vocab))
             return self.drawn(SplitFused(vocab, DEVICE, rank), tail, mine)
 
-        for got in together.run(work):
-            assert torch.equal(got, want)
-        return want, together.sent
-
-
-class Padded(SplitFused):
-    """One that takes padding for tokens."""
-
-    def __init__(self, vocab_size: int, device: torch.device, exchange: Any) -> None:
-        super().__init__(vocab_size, device, exchange)
-        self.own = self.own._replace(count=self.cut.room)
-
-
-@pytest.mark.parametrize("tail", ["greedy", "random"])
-def test_a_padded_vocabulary_row_that_is_drawn_is_named(tail: str) -> None:
-    """Whatever ranks tell becomes a token of the vocabulary: its last one here."""
-    rows, vocab, ranks = 20, 150, 2
-    logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(vocab)).to(DEVICE)
-    asked = Rows(logits, np.tile((0.8, 0.0, 0.0, 1.0), (rows, 1)), np.full(rows, 0.5))
-
-    def told(kind: type[SplitFused]) -> list[str]:
-        def work(rank: Rank) -> Tensor:
-            return asked.drawn(kind(vocab, DEVICE, rank), tail, own_of(logits, vocabulary(rank.part, vocab)))[0]
-
-        found = Together(ranks).run(work)
-        return [
-            f"row {row} on rank {rank}: token {int(tokens[row])}, not {wanted}"
-            for rank, tokens in enumerate(found)
-            for row, wanted in enumerate(want.tolist())
-            if tokens[row] != wanted
-        ]
-
-    want = asked.drawn(FusedSampling(vocab, DEVICE), tail, logits)[0]
-    assert (want < vocab - 1).all()
-    assert told(SplitFused) == []
-    assert told(Padded) == [
-        f"row {row} on rank {rank}: token {vocab - 1}, not {want[row]}" for rank in range(ranks) for row in range(rows)
-    ]
+        every, sent = on_ranks(ranks, work)
+        assert all(torch.equal(got, want) for got in every)
+        return want, sent
 
 
 @TYPES
@@ -191,54 +138,10 @@ def test_tokens_are_those_of_all_logits(tail: str, ranks: int, vocab: int, dtype
     assert sent == rows * {"greedy": 8, "random": 20, "cut": 3860}[tail]
 
 
-def borders(rows: Rows, ranks: int) -> tuple[Tensor, list[Tensor]]:
-    """The border of each row that is cut, of all logits; and what each of some ranks finds."""
-    logits, (count, vocab) = rows.logits, rows.logits.shape
-    shapes, chances = torch.from_numpy(rows.shape).to(DEVICE), torch.from_numpy(rows.chance).to(DEVICE)
-    scratch = sampling.Scratch.of(count, vocab, DEVICE)
-    owners, (last, tokens, faults) = torch.arange(count, device=DEVICE), torch.zeros(3, count, device=DEVICE).long()
-    sampling.sample(logits, shapes, owners, chances, owners, last, tokens, faults, scratch)
-    cut = torch.from_numpy(cuts(rows.shape)).to(DEVICE) & (faults == 0)
-
-    def work(rank: Rank) -> Tensor:
-        part = vocabulary(rank.part, vocab)
-        own = split_sampling.Own(rank.part.rank, part.own.start, len(part.own))
-        mine = own_of(logits, part)
-        every = rank.gather(split_sampling.best(mine, own))
-        found = split_sampling.merge(every, vocab, owners, last, tokens, faults)
-        kept = split_borders.kept(mine, own, shapes, found, rank.gather)
-        assert kept.borders is not None
-        return kept.borders[cut]
-
-    return scratch.borders[cut], Together(ranks).run(work)
-
-
-@pytest.mark.parametrize("ranks", [3, pytest.param(8, marks=pytest.mark.soak)])
-def test_borders_are_those_of_all_logits(ranks: int) -> None:
-    """Keys at both ends of what is searched: the best token's alone, and the least that weighs anything; and many more
-    in a bracket than are looked at together."""
-    logits = 0.5 * torch.randn(6, 3000, generator=torch.Generator().manual_seed(1))
-    logits[2, 700:] -= 22 + torch.arange(2300) * 1e-5  # below e**-22, the last one's weight is 1
-    logits[3] = logits[3].round()
-    shape = np.array(
-        [(1, 0, 1, 1), (1, 0, 0, 0.6), (1, 0, 2990, 1), (1, 0, 40, 0.8), (9, 0, 2800, 0.99), (1, 0, 0, 1e-9)]
-    )
-    want, found = borders(Rows(logits.to(DEVICE), shape, np.zeros(6)), ranks)
-    assert len(want) == 6
-    assert want[0] == want[5] == 0x3F800000
-    assert want[2] < 0x30800000
-    for got in found:
-        assert torch.equal(got, want)
-
-
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(80))
-def test_many_rows_have_the_borders_and_the_tokens_of_all_logits(seed: int) -> None:
-    rows, ranks = Rows.some(seed, 512 if CUDA else 20), (2, 3, 4, 8)[seed % 4]
-    want, found = borders(rows, ranks)
-    for got in found:
-        assert torch.equal(got, want)
-    rows.drawn_by_all("cut", ranks)
+def test_many_rows_draw_the_tokens_of_all_logits(seed: int) -> None:
+    Rows.some(seed, 512 if CUDA else 20).drawn_by_all("cut", (2, 3, 4, 8)[seed % 4])
 
 
 @pytest.mark.parametrize("few", [0, 16])
@@ -253,12 +156,12 @@ def test_several_draws_of_a_row(few: int, monkeypatch: pytest.MonkeyPatch) -> No
         last = torch.zeros(5, dtype=torch.int64, device=DEVICE)
         want = (*FusedSampling(vocab, DEVICE).draw(logits, *asked, last), last)
 
-        def work(rank: Rank, asked: Any = asked) -> tuple[Tensor, ...]:
+        def work(rank: Turns, asked: Any = asked) -> tuple[Tensor, ...]:
             mine = own_of(logits, vocabulary(rank.part, vocab))
             last = torch.zeros(5, dtype=torch.int64, device=DEVICE)
             return (*SplitFused(vocab, DEVICE, rank).draw_own(mine, *asked, last), last)
 
-        for found in Together(2).run(work):
+        for found in on_ranks(2, work)[0]:
             assert all(torch.equal(got, other) for got, other in zip(found, want, strict=True))
 
 
@@ -290,14 +193,14 @@ def test_the_sampler_of_a_rank_equals_that_of_all_logits(kinds: list[int], monke
     undivided._fused = FusedSampling(vocab, DEVICE)
     want = sampled(undivided, logits)
 
-    def work(rank: Rank) -> Any:
+    def work(rank: Turns) -> Any:
         mine = own_of(logits, vocabulary(rank.part, vocab))
         return sampled(FusedSplitSampler(slots, vocab, DEVICE, (), rank), mine)
 
-    together = Together(2)
-    assert together.run(work) == [want] * 2
+    found, sent = on_ranks(2, work)
+    assert found == [want] * 2
     more = any(kind > 2 for kind in kinds)
-    assert together.sent == 4 * len(kinds) * 192 if more else together.sent <= 3 * 3860 + 4
+    assert sent == 4 * len(kinds) * 192 if more else sent <= 3 * 3860 + 4
 
 
 @pytest.fixture
@@ -316,10 +219,10 @@ def test_rows_that_are_cut_hurt_no_tail_without_room_for_that(ranks: int) -> Non
     logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     asked = Rows(logits, np.tile((0.8, 0.0, 5.0, 0.5), (rows, 1)), np.full(rows, 0.5))
 
-    def work(rank: Rank) -> Tensor:
+    def work(rank: Turns) -> Tensor:
         fused = SplitFused(vocab, DEVICE, rank) if ranks > 1 else FusedSampling(vocab, DEVICE)
         given = own_of(logits, vocabulary(rank.part, vocab)) if ranks > 1 else logits
         return asked.drawn(fused, "random", given)[0]
 
-    for tokens in Together(ranks).run(work):
+    for tokens in on_ranks(ranks, work)[0]:
         assert ((tokens >= 0) & (tokens < vocab)).all()

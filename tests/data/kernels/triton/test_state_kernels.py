@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 import torch
 from grids import CUDA, DEVICE, DTYPES
-from running_states import TOKENS, Row, Shape, Step, looped, numpy, step
+from running_states import Row, Shape, Step, looped, numpy, step
 from torch import Tensor
 
 from quire.data.kernels import states
-from quire.data.kernels.batch import Batch
 from quire.data.kernels.states import StatePlan
 from quire.data.kernels.triton import conv, scan, scan_prompt
 
@@ -70,67 +69,19 @@ def test_rows_of_all_lengths(start: int) -> None:
         check_both(some)
 
 
-@pytest.mark.parametrize("d_state", [3, 16])
-@pytest.mark.parametrize("d_conv", [2, 3, 4])
-def test_shapes(d_conv: int, d_state: int) -> None:
-    check_both([(0, 9), (3, 1), (8, 2), (0, 1)], Shape(20, d_state, d_conv))
-    check_both([(5, 1), (0, 1), (8, 1)], Shape(132, d_state, d_conv, 4))
-
-
 @pytest.mark.parametrize(
     ("rows", "shape"),
     [
         ([(3, 4), (0, 5), (9, 1)], Shape(run=1)),  # a state after each token, as speculation keeps them
         ([(3, 130), (0, 64), (1, 1)], Shape(6, 2, 3, 40)),  # more than a tile
+        ([(3, 5), (0, 9), (8, 1)], Shape(20, 40)),  # more than a thread holds
+        *(([(0, 9), (3, 1), (8, 2), (0, 1)], Shape(20, size, taps)) for size in (3, 16) for taps in (2, 3, 4)),
+        *(([(5, 1), (0, 1), (8, 1)], Shape(132, size, taps, 4)) for size in (3, 16) for taps in (2, 3, 4)),
         *((rows, Shape(6, 2, 4, 512)) for rows in ([(0, 513)], [(0, 512), (511, 2), (700, 1)], [(512, 65), (1, 130)])),
     ],
 )
 def test_runs(rows: list[tuple[int, int]], shape: Shape) -> None:
     check_both(rows, shape)
-
-
-GRID = [Row(start, length) for start in (0, 1, 511, 512, 700) for length in (1, 3, 511, 512, 513, 1025)]
-
-
-@pytest.mark.parametrize("taps", [2, 3, 4])
-def test_the_grid_of_512_in_torch(taps: int) -> None:
-    check(step(GRID, Shape(6, 3, taps, 512)), "torch")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("ssm", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("taps", "size"), [(2, 8), (3, 128), (4, 16)])
-def test_the_grid_of_512_on_a_gpu(taps: int, size: int, dtype: torch.dtype, ssm: torch.dtype) -> None:
-    """Rows of all lengths from all starts in one step, and each of the single tokens' in one of their own."""
-    shape = Shape(200, size, taps, 512)
-    check(step(GRID, shape, dtype, ssm), "Triton")
-    for name in ("Triton", "deterministic")[: 1 + (size <= scan.MOST_UNROLLED)]:
-        check(step([row for row in GRID if row.length == 1], shape, dtype, ssm), name)
-
-
-@pytest.mark.gpu
-def test_a_captured_step_goes_on() -> None:
-    """A graph holds the plan too: replayed at later positions, it finds pages by the table that is there then."""
-    whole, parts = step([Row(0, 20)] * 2), step([Row(0, 20)] * 2)
-    want, still = looped(whole), parts.picked(torch.arange(2, device=DEVICE))
-    slots, positions = torch.tensor([1, 2], device=DEVICE), torch.zeros(2, dtype=torch.int64, device=DEVICE)
-
-    def advance() -> tuple[Tensor, Tensor]:
-        plan = StatePlan.single(still.batch.tables[0], slots, positions, still.shape.run)
-        return outputs(still, KERNELS["Triton"], plan)
-
-    advance()  # compiles; position 0 is computed again below
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        conv_out, scan_out = advance()
-    for t in range(20):
-        positions.fill_(t)
-        for name in TOKENS:
-            getattr(still, name).copy_(getattr(parts, name)[[t, 20 + t]])
-        graph.replay()
-        near(conv_out, want.conv[[t, 20 + t]])
-        near(scan_out, want.scan[[t, 20 + t]])
 
 
 def test_rows_in_parts() -> None:
@@ -151,37 +102,6 @@ def test_a_polynomial_for_exponentials() -> None:
     near(out, want.scan)
     for page, state in want.ssm_states.items():
         near(made.cache.ssm[page], state)
-
-
-@pytest.mark.parametrize("name", list(KERNELS))
-def test_tokens_one_by_one_equal_a_prompt(name: str) -> None:
-    """A step a token, by the plan that is made on the device, after the half of a prompt."""
-    whole, parts = step([Row(0, 20)] * 2), step([Row(0, 20)] * 2)
-    want, got = looped(whole), torch.zeros(2, 20, whole.shape.d_inner, device=DEVICE)
-
-    def run(first: int, end: int, plan: StatePlan) -> None:
-        at = torch.tensor([20 * row + t for row in range(2) for t in range(first, end)], device=DEVICE)
-        _, y = outputs(parts.picked(at), KERNELS[name], plan)
-        got[:, first:end] = y.view(2, end - first, -1)
-
-    run(0, 10, step([Row(0, 10)] * 2)._replace(cache=parts.cache, batch=half(parts.batch)).plan)
-    for t in range(10, 20):
-        positions = torch.full((2,), t, device=DEVICE)
-        run(t, t + 1, StatePlan.single(parts.batch.tables[0], torch.tensor([1, 2], device=DEVICE), positions, 8))
-    near(got.view(40, -1), want.scan)
-    for row in range(2):
-        for page in {whole.page(row, t) for t in range(20)}:
-            near(parts.cache.conv[page], want.conv_states[page])
-            near(parts.cache.ssm[page], want.ssm_states[page])
-
-
-def half(batch: Batch) -> Batch:
-    """The first ten of twenty tokens of its rows."""
-    count = len(batch.lengths)
-    return Batch(
-        batch.tokens[: 10 * count], batch.positions, batch.token_slots, batch.ends, batch.slots, batch.starts,
-        np.full(count, 10), np.arange(count) * 10, batch.asked, batch.tables,
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BOTH[::-1])
@@ -247,7 +167,9 @@ def test_bits_do_not_depend_on_cuts_nor_neighbours(cuts: tuple[int, ...]) -> Non
     """Outputs and states of a row, alone, cut into steps, and beside others."""
     kernels = KERNELS["deterministic"]
     one, several = step([Row(3, 12), Row(0, 5)]), step([Row(3, 12), Row(0, 5)])
-    want = outputs(one, kernels)
+    exact, want = looped(one), outputs(one, kernels)
+    for got, wanted in zip(want, (exact.conv, exact.scan)):
+        near(got, wanted)
     parts = [outputs(of_row(several, a, b, 3 + a), kernels) for a, b in pairwise(cuts)]
     for got, whole in zip(zip(*parts), want):
         assert torch.equal(torch.cat(got), whole[:12])
@@ -256,34 +178,11 @@ def test_bits_do_not_depend_on_cuts_nor_neighbours(cuts: tuple[int, ...]) -> Non
         assert torch.equal(a[pages], b[pages])
 
 
-def test_both_scans_leave_the_same_bits() -> None:
-    """A state has the same bits by the kernel for prompts and by the one for single tokens."""
-    rows = [Row(3, 1), Row(0, 1), Row(8, 1)]
-    one, other = step(rows, Shape(72, 16)), step(rows, Shape(72, 16))
-    outputs(one, KERNELS["Triton"])
-    outputs(other, KERNELS["deterministic"])
-    assert torch.equal(one.cache.ssm.nan_to_num(), other.cache.ssm.nan_to_num())
-
-
-def test_more_states_than_a_thread_holds() -> None:
-    made = step([Row(3, 5), Row(0, 9), Row(8, 1)], Shape(20, 40))
-    check(made, "Triton")
-    with pytest.raises(AssertionError, match="more than a thread holds"):
-        outputs(made, KERNELS["deterministic"])
-
-
 def test_no_rows() -> None:
     made, empty = step([Row(0, 1)]), torch.empty(0, dtype=torch.int64, device=DEVICE)
     plan = StatePlan.single(made.batch.tables[0], empty, empty, made.shape.run)
     for kernels in KERNELS.values():
         assert [len(out) for out in outputs(made.picked(slice(0, 0)), kernels, plan)] == [0, 0]
-
-
-def test_what_a_kernel_refuses() -> None:
-    made = step([Row(0, 2)])
-    for name, value in {"A": made.A.bfloat16(), "D": made.D.double(), "bias": made.bias[:4]}.items():
-        with pytest.raises(AssertionError, match=r"in fp32|of a channel|another layer"):
-            outputs(made._replace(**{name: value}), KERNELS["Triton"])
 
 
 def test_parts_that_lie_side_by_side_are_not_copied() -> None:

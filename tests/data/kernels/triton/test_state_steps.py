@@ -20,7 +20,6 @@ from quire.control.memory import Size, build_memory
 from quire.data.kernels.states import CONV_TILE, pages_of
 from quire.data.kernels.triton.backend import TritonBackend
 from quire.data.models.configs import named_config
-from quire.data.runner import padded
 from quire.data.runner.inputs import Flat
 from quire.data.runner.model_runner import ModelRunner
 from quire.data.runner.padded import Inputs
@@ -116,9 +115,3 @@ def test_every_token_is_of_one_row(chunks: list[Chunk], unsampled: int) -> None:
     assert plan.writes[:rows, :2].tolist() == writes.tolist()
     assert plan.reads[rows:].tolist() == [-1] * (len(plan.reads) - rows), "padding reads nothing"
     assert (plan.writes[rows:] == table[0, 0]).all(), f"padding of {sizes.tokens - total} tokens writes scratch alone"
-
-
-def test_models_without_states_have_no_rows_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(padded, "PROMPTS", 3)
-    plain, more = (Inputs([1, 2], (32,), False, CPU, stateful=stateful).buffer for stateful in (False, True))
-    assert len(more) > len(plain)

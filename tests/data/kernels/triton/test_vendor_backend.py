@@ -97,16 +97,13 @@ def step(backend: VendorBackend, store: VirtualStore, sizes: list[tuple[int, int
 @pytest.mark.usefixtures("lower")
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
-    ("sizes", "calls"), [("one", [90]), ("a chunk", [70]), ("beside others", [90, 70, 12]), ("short ones", [])]
-)
-def test_steps_equal_dense_attention(name: str, sizes: str, calls: list[int], store: VirtualStore) -> None:
-    assert step(VendorBackend(name), store, SIZES[sizes]) == calls
-
-
-@pytest.mark.share(3)
-@pytest.mark.usefixtures("lower")
-def test_the_last_layer_asks_for_single_rows(store: VirtualStore) -> None:
-    assert step(VendorBackend("cudnn"), store, SIZES["beside others"], asked=True) == []
+    ("sizes", "calls", "asked"),
+    [("one", [90], False), ("a chunk", [70], False), ("beside others", [90, 70, 12], False), ("short ones", [], False),
+     ("beside others", [], True)],
+)  # fmt: skip
+def test_steps_equal_dense_attention(name: str, sizes: str, calls: list[int], asked: bool, store: VirtualStore) -> None:
+    """The last layer is asked for single rows alone."""
+    assert step(VendorBackend(name), store, SIZES[sizes], asked) == calls
 
 
 def test_what_is_long(store: VirtualStore) -> None:

@@ -2,20 +2,100 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-import eyes
 import pytest
 import torch
 import transformers
-from pictured_models import Projection
+from pictured_models import InternVLChat, Phi3Vision
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
-from quire.data.models.vision import Grid, blocks, rows_of
-from quire.data.weights.dummy import fill_dummy
-from quire.errors import StartupError
+from quire.data.models.vision import VisionSettings, blocks, build_encoder, rows_of
+from quire.data.weights.loader import load
+
+TEXT = {
+    "hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,
+    "intermediate_size": 16, "vocab_size": 60, "head_dim": 12, "pad_token_id": 0,
+}  # fmt: skip
+TOWER = {  # of 31 pixels 28 are seen
+    "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4, "image_size": 31,
+    "patch_size": 7,
+}  # fmt: skip
+PINPOINTS = [[31 * rows, 31 * columns] for rows in range(1, 4) for columns in range(1, 4)]
+
+
+def randomised(model: nn.Module) -> nn.Module:
+    """Every parameter moved away from what it is at first: gates of 0, norms of 1."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    return model.float().eval()
+
+
+def of_family(family: str, **options: Any) -> nn.Module:
+    torch.manual_seed(1)
+    config = transformers.AutoConfig.for_model(family, **options)
+    return randomised(transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="eager"))
+
+
+def llava(**options: Any) -> nn.Module:
+    vision = {"model_type": "siglip_vision_model", "vision_use_head": False, **TOWER}
+    text = {"model_type": "qwen2", **TEXT}
+    more = {"image_grid_pinpoints": PINPOINTS, "vision_aspect_ratio": "anyres_max_4", "image_token_index": 59}
+    return of_family("llava_onevision", vision_config=vision, text_config=text, **more, **options)
+
+
+def paligemma() -> nn.Module:
+    vision = {"model_type": "siglip_vision_model", "vision_use_head": False, **TOWER}
+    more = {"projection_dim": 24, "image_token_index": 59}
+    return of_family("paligemma", vision_config=vision, text_config={"model_type": "gemma2", **TEXT}, **more)
+
+
+def internvl(vision: dict[str, Any] | None = None, **options: Any) -> nn.Module:
+    tower = {**TOWER, "image_size": [28, 28], "patch_size": [7, 7], **(vision or {})}
+    return of_family("internvl", vision_config=tower, text_config={"model_type": "qwen2", **TEXT}, **options)
+
+
+def mllama(**vision: Any) -> nn.Module:
+    """transformers counts layers' outputs, the model's authors their inputs: its 0 is our 1."""
+    taps = [1] if "taps" not in vision else vision.pop("taps")
+    tower = {**TOWER, "attention_heads": 4, "num_global_layers": 2, "intermediate_layers_indices": taps, **vision}
+    tower["vision_output_dim"] = 32 * (1 + len(taps))
+    text = {"model_type": "mllama_text_model", **TEXT, "cross_attention_layers": [0]}
+    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0}
+    return of_family("mllama", vision_config=tower, text_config=text)
+
+
+def saved(model: nn.Module, folder: Path, **save: Any) -> dict[str, Any]:
+    """The model's vision tensors alone in `folder`, under the names that transformers writes; its config."""
+    model.save_pretrained(folder, **save)
+    without_text(folder, "language_model", "lm_head")
+    return json.loads((folder / "config.json").read_text())
+
+
+def without_text(folder: Path, *parts: str) -> None:
+    """Leave the tensors of the text out of a checkpoint: those with one of `parts` in their names."""
+    path = folder / "model.safetensors"
+    save_file({k: v for k, v in load_file(path).items() if not any(part in k for part in parts)}, path)
+
+
+def ours(config: dict[str, Any], folder: Path, prepare: bool = True, **said: Any) -> Any:
+    """Our encoder, loaded, of as many parameters as its settings say."""
+    encoder = build_encoder(VisionSettings.read(config, said), torch.float32, torch.device("cpu"))
+    assert sum(parameter.numel() for parameter in encoder.parameters()) == encoder.settings.parameters
+    load(encoder, folder)
+    if prepare:
+        encoder.prepare()
+    return encoder
+
+
+# Towers and connectors
 
 SIZES = [
     (31, 31), (7, 5), (1, 90), (200, 1), (62, 93), (93, 62), (400, 300), (33, 150), (500, 500), (1, 1), (999, 37),
@@ -42,50 +122,24 @@ def check(encoder: Any, rows: Tensor, expected: Tensor, grid: Any) -> None:
     torch.testing.assert_close(rows, expected, **CLOSE)
 
 
-@pytest.mark.parametrize(("height", "width"), SIZES)
-def test_llava(height: int, width: int, tmp_path: Path) -> None:
-    theirs = eyes.llava()
-    encoder = eyes.ours(eyes.saved(theirs, tmp_path), tmp_path)
-    for alone in (True, False):
+LLAVA: list[dict[str, Any]] = [
+    {}, {"vision_feature_layer": -2},
+    {"multimodal_projector_bias": False, "projector_hidden_act": "gelu_pytorch_tanh"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", LLAVA, ids=["as published", "the layer before the last", "no biases"])
+def test_llava(options: dict[str, Any], tmp_path: Path) -> None:
+    theirs, layer = llava(**options), options.get("vision_feature_layer", -1)
+    encoder = ours(saved(theirs, tmp_path), tmp_path)
+    for (height, width), alone in product(SIZES, (True, False)):
         grid, seen = opened(encoder, height, width, alone)
         with torch.no_grad():
             found = theirs.model.get_image_features(
                 seen[None], torch.tensor([[height, width]]), batch_num_images=torch.tensor([1 if alone else 2]),
-                vision_feature_layer=-1, vision_feature_select_strategy="full", vision_aspect_ratio="anyres_max_4",
+                vision_feature_layer=layer, vision_feature_select_strategy="full", vision_aspect_ratio="anyres_max_4",
             ).pooler_output[0]  # fmt: skip
             check(encoder, encoder.join(encoder.encode(seen), grid), found, grid)
-
-
-def test_llava_without_biases_and_counted(tmp_path: Path) -> None:
-    theirs = eyes.llava(multimodal_projector_bias=False, projector_hidden_act="gelu_pytorch_tanh")
-    encoder = eyes.ours(eyes.saved(theirs, tmp_path), tmp_path, prepare=False)
-    grid, whole = opened(encoder, 40, 30)
-    with torch.no_grad():
-        found = theirs.model.multi_modal_projector(theirs.model.vision_tower(whole).last_hidden_state)  # behind a norm
-        rows = encoder.join(encoder.encode(whole), grid)
-        assert not torch.allclose(rows[:16], found[0], **CLOSE), "LLaVA reads what the last layer gives, without it"
-        plain = theirs.model.vision_tower(whole, output_hidden_states=True).hidden_states[-1]
-        torch.testing.assert_close(rows[:16], theirs.model.multi_modal_projector(plain)[0], **CLOSE)
-
-
-def test_the_layer_before_the_last(tmp_path: Path) -> None:
-    theirs = eyes.llava(vision_feature_layer=-2)
-    encoder = eyes.ours(eyes.saved(theirs, tmp_path), tmp_path)
-    grid, seen = opened(encoder, 60, 60)
-    with torch.no_grad():
-        found = theirs.model.get_image_features(seen[None], torch.tensor([[60, 60]])).pooler_output[0]
-        check(encoder, encoder.join(encoder.encode(seen), grid), found, grid)
-
-
-def test_paligemma(tmp_path: Path) -> None:
-    theirs = eyes.paligemma()
-    encoder = eyes.ours(eyes.saved(theirs, tmp_path), tmp_path)
-    grid, seen = opened(encoder, 50, 3)
-    with torch.no_grad():
-        found = theirs.model.get_image_features(seen).pooler_output[0]
-        check(encoder, encoder.join(encoder.encode(seen), grid), found, grid)
-    assert encoder.tiling.parts(grid) == 1
-    assert encoder.tiling.rows(grid) == encoder.tiling.most_rows == 16
 
 
 INTERN: dict[str, dict[str, Any]] = {
@@ -98,8 +152,8 @@ INTERN: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", INTERN)
 def test_internvl(case: str, tmp_path: Path) -> None:
-    theirs = eyes.internvl(INTERN[case])
-    encoder = eyes.ours(eyes.saved(theirs, tmp_path), tmp_path)
+    theirs = internvl(INTERN[case])
+    encoder = ours(saved(theirs, tmp_path), tmp_path)
     for height, width in SIZES:
         grid, seen = opened(encoder, height, width)
         with torch.no_grad():
@@ -108,18 +162,18 @@ def test_internvl(case: str, tmp_path: Path) -> None:
 
 
 def test_internvl_under_its_published_names(tmp_path: Path) -> None:
-    theirs = eyes.internvl({"attention_bias": True, "use_qk_norm": True})
-    written = eyes.saved(theirs, tmp_path)
-    expected = eyes.ours(written, tmp_path)
+    theirs = internvl({"attention_bias": True, "use_qk_norm": True})
+    written = saved(theirs, tmp_path)
+    expected = ours(written, tmp_path)
     config = {
         "architectures": ["InternVLChatModel"],
-        "vision_config": {**eyes.TOWER, "image_size": 28, "norm_type": "layer_norm", "qk_normalization": True,
+        "vision_config": {**TOWER, "image_size": 28, "norm_type": "layer_norm", "qk_normalization": True,
                           "qkv_bias": True},
         "llm_config": {"hidden_size": 24}, "force_image_size": 28, "downsample_ratio": 0.5, "ps_version": "v2",
         "use_thumbnail": True, "max_dynamic_patch": 6,
     }  # fmt: skip
     save_file(published(load_file(tmp_path / "model.safetensors")), tmp_path / "model.safetensors")
-    encoder = eyes.ours(config, tmp_path, size=28)
+    encoder = ours(config, tmp_path, size=28)
     grid = encoder.tiling.grid(30, 80)
     assert encoder.tiling.most_parts == 7
     assert grid[:2] == (1, 3)
@@ -131,17 +185,9 @@ def test_internvl_under_its_published_names(tmp_path: Path) -> None:
 
 def published(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """InternVL's tensors under the names of InternVLChatModel, which keeps queries, keys and values as one."""
-    words = {
-        "model.vision_tower.": "vision_model.", "vision_tower.": "vision_model.", "cls_token": "class_embedding",
-        "position_embeddings": "position_embedding", "patch_embeddings.projection": "patch_embedding",
-        "encoder.layer.": "encoder.layers.", "attention.projection_layer": "attn.proj", "attention.": "attn.",
-        "layernorm_before": "norm1", "layernorm_after": "norm2", "lambda_": "ls",
-        "model.multi_modal_projector.": "multi_modal_projector.", "multi_modal_projector.layer_norm": "mlp1.0",
-        "multi_modal_projector.linear_1": "mlp1.1", "multi_modal_projector.linear_2": "mlp1.3",
-    }  # fmt: skip
     renamed = {}
     for name, tensor in tensors.items():
-        for old, new in words.items():
+        for old, new in InternVLChat.VISION.items():
             name = name.replace(old, new)
         renamed[name] = tensor
     for name in [name for name in renamed if ".q_proj." in name]:
@@ -152,11 +198,11 @@ def published(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("more", [{}, {"num_hidden_layers": 4, "taps": [0, 2], "hidden_act": "gelu_pytorch_tanh"}])
 def test_mllama(more: dict[str, Any], tmp_path: Path) -> None:
-    theirs = eyes.mllama(**dict(more))
-    config = eyes.saved(theirs, tmp_path)
+    theirs = mllama(**dict(more))
+    config = saved(theirs, tmp_path)
     taps = config["vision_config"]["intermediate_layers_indices"]
     config["vision_config"]["intermediate_layers_indices"] = [tap + 1 for tap in taps]
-    encoder = eyes.ours(config, tmp_path)
+    encoder = ours(config, tmp_path)
     seen_grids = set()
     for height, width in [*SIZES, (31, 62), (31, 93), (31, 124), (62, 31), (62, 62), (93, 31), (124, 31), (500, 9)]:
         grid = encoder.tiling.grid(height, width)
@@ -174,97 +220,44 @@ def test_mllama(more: dict[str, Any], tmp_path: Path) -> None:
     assert len(seen_grids) == 8, "every shape of four tiles"
 
 
-PHI3: dict[str, Any] = {
-    "architectures": ["Phi3VForCausalLM"],
-    "hidden_size": 32,
-    "embd_layer": {"projection_cls": "mlp", "use_hd_transform": True, "with_learnable_separator": True},
-    "img_processor": {"name": "clip_vision_model", "image_dim_out": 32, "layer_idx": -2,
-                      "vision_config": {**eyes.TOWER, "image_size": 28}},
-}  # fmt: skip
-
-
 @pytest.mark.parametrize("order", ["sub_glb", "glb_sub"])
 def test_phi3(order: str, tmp_path: Path) -> None:
-    torch.manual_seed(3)
-    clip = eyes.randomised(
-        transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**eyes.TOWER | {"image_size": 28}))
-    )
-    projection = eyes.randomised(Projection())
-    root = "model.vision_embed_tokens."
-    tensors = {f"{root}img_processor.vision_model.{k}": v for k, v in clip.state_dict().items()}
-    tensors |= {f"{root}{k}": v for k, v in projection.state_dict().items()}
-    save_file(tensors | {f"{root}wte.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
-    config = {**PHI3, "embd_layer": {**PHI3["embd_layer"], "hd_transform_order": order}}
-    encoder = eyes.ours(config, tmp_path, num_crops=6)
+    theirs = Phi3Vision(tmp_path)
+    without_text(tmp_path, "model.layers", "model.norm", "model.embed_tokens", "lm_head")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["embd_layer"]["hd_transform_order"] = order
+    encoder = ours(config, tmp_path, num_crops=4)
     for height, width in SIZES:
-        grid = encoder.tiling.grid(height, width)
-        tiles = pixels(encoder.tiling.parts(grid) - 1, 28)
-        seen = encoder.open(tiles, grid)
-        assert len(seen) == encoder.tiling.parts(grid) <= encoder.tiling.most_parts == 7
+        shown = theirs.shown(height, width)
+        assert shown.parts <= encoder.tiling.most_parts == 5
         with torch.no_grad():
-            hidden = clip(seen, output_hidden_states=True).hidden_states[-2][:, 1:]
-            found = projection(hidden, grid.rows, grid.columns)
+            found = theirs.rows(shown)
         if order == "glb_sub":
             cut, end, whole = found.split((len(found) - 7, 1, 6))
             found = torch.cat((whole, end, cut))
-        check(encoder, rows_of(encoder, tiles, grid, at_once=2), found, grid)
+        check(encoder, rows_of(encoder, shown.tiles, shown.grid, at_once=2), found, shown.grid)
 
 
-@pytest.mark.parametrize("family", ["llava", "paligemma", "internvl", "mllama"])
-def test_names_before_the_newer_ones(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", [llava, paligemma, internvl, mllama])
+def test_names_before_the_newer_ones(family: Callable[[], nn.Module], tmp_path: Path) -> None:
     """Checkpoints published before transformers 5 lack "model." before the tower; its own layout in memory has it."""
-    model = getattr(eyes, family)()
-    config = eyes.saved(model, tmp_path)
-    expected = {k: v.clone() for k, v in eyes.ours(config, tmp_path, prepare=False).state_dict().items()}
+    model = family()
+    config = saved(model, tmp_path)
+    expected = {k: v.clone() for k, v in ours(config, tmp_path, prepare=False).state_dict().items()}
     plain = {k: v for k, v in model.state_dict().items() if "language_model" not in k and "lm_head" not in k}
     older = {k.removeprefix("model."): v for k, v in plain.items()}
     nested = {k.replace("vision_tower.e", "vision_tower.vision_model.e"): v for k, v in older.items()}
     for tensors in (plain, older, nested):
-        if family in ("llava", "paligemma") or "vision_tower.vision_model" not in " ".join(tensors):
+        if family in (llava, paligemma) or "vision_tower.vision_model" not in " ".join(tensors):
             save_file({k: v.contiguous() for k, v in tensors.items()}, tmp_path / "model.safetensors")
-            got = eyes.ours(config, tmp_path, prepare=False).state_dict()
+            got = ours(config, tmp_path, prepare=False).state_dict()
             assert all(torch.equal(got[name], expected[name]) for name in expected)
 
 
 def test_a_connector_in_shares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    encoder = eyes.ours(eyes.saved(eyes.llava(), tmp_path), tmp_path)
+    encoder = ours(saved(llava(), tmp_path), tmp_path)
     grid = encoder.tiling.grid(90, 60)
     cut = pixels(encoder.tiling.parts(grid), 31)
     whole = rows_of(encoder, cut, grid, 9)
     monkeypatch.setattr(blocks, "AT_ONCE", 5)
     torch.testing.assert_close(rows_of(encoder, cut, grid, 9), whole, atol=1e-6, rtol=1e-6)
-
-
-def test_a_tensor_too_few_or_too_many(tmp_path: Path) -> None:
-    config = eyes.saved(eyes.llava(), tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    newline = next(name for name in tensors if name.endswith("image_newline"))
-    save_file({k: v for k, v in tensors.items() if k != newline}, tmp_path / "model.safetensors")
-    with pytest.raises(StartupError, match="lacks image_newline"):
-        eyes.ours(config, tmp_path)
-    save_file({**tensors, "vision_tower.extra": torch.zeros(1)}, tmp_path / "model.safetensors")
-    with pytest.raises(StartupError, match="no place for"):
-        eyes.ours(config, tmp_path)
-
-
-def test_any_share_of_the_tiles(tmp_path: Path) -> None:
-    """What a tile is encoded to depends on no other tile, so that pictures can be cut, and mixed."""
-    encoder = eyes.ours(eyes.saved(eyes.internvl(), tmp_path), tmp_path)
-    grid, cut = Grid(2, 3, 56, 84), pixels(7, 28)
-    whole = rows_of(encoder, cut, grid, 7)
-    for at_once in (1, 2, 3):
-        torch.testing.assert_close(rows_of(encoder, cut, grid, at_once), whole, atol=1e-6, rtol=1e-6)
-
-
-@pytest.mark.parametrize("family", ["llava", "paligemma", "internvl", "mllama"])
-def test_bf16_is_near(family: str, tmp_path: Path) -> None:
-    encoder = eyes.ours(eyes.saved(getattr(eyes, family)(), tmp_path), tmp_path, prepare=False)
-    grid = encoder.tiling.grid(60, 60)
-    cut = pixels(grid.rows * grid.columns if encoder.whole else encoder.tiling.parts(grid), encoder.tiling.tile)
-    fill_dummy(encoder, 1)
-    exact = rows_of(encoder, cut, grid, 4)
-    encoder.dtype = torch.bfloat16
-    encoder.to(torch.bfloat16).prepare()
-    rough = rows_of(encoder, cut, grid, 4)
-    assert rough.dtype == torch.bfloat16
-    assert (rough.float() - exact).abs().max() < 0.05 * exact.abs().max()

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from memories import VIRTUAL, Build
 from stored import PAGE, store_of
 
@@ -41,20 +40,6 @@ def lying(store: VirtualStore, slot: int) -> list[int]:
     return store.lying[0][slot].tolist()
 
 
-def test_of_several_tables_for_a_place_the_last_one_counts() -> None:
-    store = store_of(geometry())
-    parts = store.geometry.groups[0].parts
-    store.replay((Table(1, 0, 0, (1, 2, 3)), Table(1, 0, 1, (4,)), Table(1, 0, 1, (2,))))
-    assert lying(store, 1) == [1, 2, 3]
-    assert (store.mapped.maps, store.mapped.unmaps) == (3 * parts, 0)
-    store.replay((Table(1, 0, 0, (0, 5)), Table(2, 0, 0, (2,))))
-    assert (lying(store, 1), lying(store, 2)) == ([1, 5, 3], [2, 0, 0])  # a page that is dropped lies on
-    assert (store.mapped.maps, store.mapped.unmaps) == (5 * parts, parts)
-    store.replay((Table(1, 0, 0, (1, 5, 3)),))
-    assert store.mapped.maps == 5 * parts
-    store.close()
-
-
 @pytest.mark.parametrize("k", range(1, 9))
 def test_a_map_that_fails_half_way_leaves_no_half_page(k: int) -> None:
     """Whole pages are mapped before it, none of its own; and the same journal does the rest."""
@@ -71,20 +56,6 @@ def test_a_map_that_fails_half_way_leaves_no_half_page(k: int) -> None:
     assert driver.counters.mapped - mapped == whole * parts
     store.replay(journal)
     assert lying(store, 1) == [3, 2, 0]
-    store.close()
-
-
-def test_a_page_that_cannot_take_anothers_place() -> None:
-    """The place is bare then, and known to be."""
-    driver = Failing(PAGE)
-    store = store_of(geometry(), driver)
-    store.replay((Table(1, 0, 0, (1,)),))
-    driver.left = 3
-    with pytest.raises(DriverError):
-        store.replay((Table(1, 0, 0, (2,)),))
-    assert lying(store, 1) == [0, 0, 0]
-    store.replay((Table(1, 0, 0, (1,)),))
-    assert lying(store, 1) == [1, 0, 0]
     store.close()
 
 
@@ -122,16 +93,3 @@ def test_an_overrun_faults(overrun: str, faults: bool) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     wanted = ("0.0\n", -signal.SIGSEGV) if faults else ("0.0\nsurvived\n", 0)
     assert (done.stdout, done.returncode) == wanted, done.stderr
-
-
-def test_scratch_is_mapped_from_the_start() -> None:
-    """Slot 0 has page 0 at each of its places, which rows that are padding use."""
-    for name in VIRTUAL:
-        store = store_of(geometry(name))
-        for cache in store.caches.values():
-            assert torch.equal(cache.keys[0], torch.zeros_like(cache.keys[0]))
-            cache.values[0] = 7
-        store.clear_scratch()
-        assert not any(bool(cache.values[0].any()) for cache in store.caches.values())
-        del cache
-        store.close()

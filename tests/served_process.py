@@ -1,4 +1,4 @@
-"""`quire serve --tp N` as a process of a group of its own, and what becomes of its processes."""
+"""`quire serve` as a process of a group of its own, and what becomes of its processes, ranks among them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
 
 import httpx
 import psutil
 
 RANK = "quire.parallel.rank"
 READY = 240.0  # seconds for a server to be there, on a machine that is busy
-PLAIN = ("--device", "cpu", "--dtype", "float32", "--kv-gib", "0.1", "--port", "0")
+SERVE = (sys.executable, "-m", "quire", "serve", "--port", "0")
+COMMAND = (*SERVE, "--device", "cpu", "--dtype", "float32", "--kv-gib", "0.1")
 
 
 def interruptible() -> None:
@@ -36,6 +38,11 @@ class Served:
                 preexec_fn=interruptible,
             )  # fmt: skip
         self.process = psutil.Process(self.child.pid)
+
+    @property
+    def text(self) -> str:
+        """What it has written."""
+        return self.log.read_text()
 
     def processes(self) -> list[psutil.Process]:
         """Those that it started."""
@@ -56,9 +63,9 @@ class Served:
     def ready(self) -> Served:
         """It listens."""
         end = time.monotonic() + READY
-        while not (found := re.search(r"quire serves .* at (http://127\.0\.0\.1:\d+)", self.log.read_text())):
-            assert self.child.poll() is None, self.log.read_text()
-            assert time.monotonic() < end, self.log.read_text()
+        while not (found := re.search(r"quire serves .* at (http://127\.0\.0\.1:\d+)", self.text)):
+            assert self.child.poll() is None, self.text
+            assert time.monotonic() < end, self.text
             time.sleep(0.05)
         self.url = found[1]
         return self
@@ -71,13 +78,16 @@ class Served:
         return str(answer.json()["choices"][0]["text"])
 
 
+S = TypeVar("S", bound=Served)
+
+
 @contextmanager
 def served(
-    folder: Path, *flags: str, before: Sequence[str] = (), env: Mapping[str, str] | None = None
-) -> Iterator[Served]:
+    folder: Path, *flags: str, before: Sequence[str] = (), env: Mapping[str, str] | None = None,
+    command: Sequence[str] = COMMAND, kind: type[S] = Served,  # type: ignore[assignment]
+) -> Iterator[S]:  # fmt: skip
     """A server of the bundled model with `flags`, started by `before`; nothing of it is left in the end."""
-    log = folder / f"server-{time.monotonic_ns()}"
-    one = Served([*before, sys.executable, "-m", "quire", "serve", *PLAIN, *flags], env or {}, log)
+    one = kind([*before, *command, *flags], env or {}, folder / f"server-{time.monotonic_ns()}")
     try:
         yield one
     finally:
