@@ -33,7 +33,7 @@ class AnthropicMessages:
             id = asked.call.id.replace("-", "_")
             renderer = MessageRenderer(id, service.names[0], asking.chat, asked, service.words, body.max_tokens)
             headers = await service.queue(
-                asked.call, renderer, asking.chat, [asked.prompt], asked.params, http, asked.said
+                asked.call, renderer, asking.chat, [asked.prompt], asked.params, http, NAMES.told(asked.said)
             )
         if body.stream:
             return SayingStream(asked.call, renderer, headers)
@@ -44,5 +44,5 @@ class AnthropicMessages:
         asking = Asking(body, self._variables, self._thinks)
         with NAMES.used(asking.talk):
             asked = await self.service.asked("msg", asking.chat)
-            headers = self.service.headers(asking.chat, [asked.prompt], asked.said)
+            headers = self.service.headers(asking.chat, [asked.prompt], NAMES.told(asked.said))
         return JSONResponse({"input_tokens": len(asked.prompt.ids)}, headers=headers)

@@ -42,7 +42,9 @@ class Responses:
             id = asked.call.id.replace("-", "_")
             keep = partial(self._keep, owner, conversation) if kept else None
             renderer = ResponseRenderer(id, service.names[0], body, chat, asked, service.words, keep)
-            headers = await service.queue(asked.call, renderer, chat, [asked.prompt], asked.params, http, asked.said)
+            headers = await service.queue(
+                asked.call, renderer, chat, [asked.prompt], asked.params, http, NAMES.told(asked.said)
+            )
         if body.stream:
             return SayingStream(asked.call, renderer, headers)
         return await respond(asked.call, whole_said(asked.call, renderer), headers, http.receive)

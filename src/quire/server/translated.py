@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any, NamedTuple
 
@@ -112,6 +112,13 @@ class Names(NamedTuple):
                 text = text.replace(old, new)
             error.args, error.param = (text,), name or None
             raise
+
+    def told(self, said: Sequence[str]) -> list[str]:
+        """What an answer warns of about tools, with what the client calls them."""
+        found = list(said)
+        for old, new in self.texts.get("tools", ()):
+            found = [text.replace(old, new) for text in found]
+        return found
 
     def _place(self, talk: Talk, at: str) -> str:
         """What the client calls the place `at` of the conversation."""
