@@ -115,8 +115,8 @@ BUGS: dict[str, Bug] = {
     ),
     "the salt of a request is dropped": bug(
         "server/service.py",
-        'salt, patient = body.cache_salt or ""',
-        'salt, patient = ""',
+        'prompts, params, salt=body.cache_salt or "", patient',
+        'prompts, params, salt="", patient',
         f"{SERVER}test_openai_client.py::test_cached_tokens_are_told",
         r"assert 20 == 0\nE .*cached_tokens",
     ),
