@@ -1,4 +1,4 @@
-"""A server comes up with any number of fronts and ranks, whatever is to happen when its engine dies, or says why not."""
+"""A server comes up with any number of fronts and ranks, whatever its engine's death is to do, or says why not."""
 
 from __future__ import annotations
 
