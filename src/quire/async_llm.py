@@ -362,10 +362,11 @@ class AsyncLLM(Front):
         if not self.accepting or self._closing:
             raise Overloaded("the server is shutting down", RETRY_AFTER)
         # Refused at once: the engine's own check would come after the step under way.
-        waiting = self.link.queues.batches + len(self._questions)
+        waiting = self.link.queues.batches + sum(bool(one.streams) for one in list(self._questions.values()))
         if waiting >= self.limits.max_queued:
             self._refused()
-            raise Overloaded(f"the queue is full: {waiting} requests are waiting", RETRY_AFTER)
+            most = self.limits.max_queued
+            raise Overloaded(f"the queue is full: {waiting} of {most} requests are waiting", RETRY_AFTER)
 
 
 def _threaded(built: Built, stall_after: float) -> tuple[Link, Prompts]:

@@ -98,6 +98,7 @@ def read_source(config: EngineConfig, weights: bool = True) -> Source:
     if weights and not config.dummy_weights:
         untied = _untied(settings)
         larger = read_spec(untied)
+        # A larger count means that config.json ties the head.
         if larger.parameters > spec.parameters and has_own_head(folder):
             settings, spec, notes = untied, larger, (*notes, UNTIED)
     return Source(name, folder, settings, generation, spec, defaults, None, notes)

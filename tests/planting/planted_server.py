@@ -38,7 +38,7 @@ BUGS: dict[str, Bug] = {
     ),
     "a newcomer gets no slot of a large batch": bug(
         "control/scheduler.py",
-        "self.pressed = self._victim() is not None",
+        "self.pressed = not self.static and self._victim() is not None",
         "self.pressed = False",
         "tests/control/test_fair_share.py::test_a_batch_of_another_client_or_request[256-params1-recompute]",
         r"assert \d\d+ <= \(3 \+ 2\)",

@@ -255,7 +255,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
 def test_what_calls_are_not_held_to_is_told(served: Server) -> None:
     tools = [{**TOOL, "input_schema": {"properties": {"x": {"not": {}}}}}]
     answer = served.http.post("/v1/messages", json={**ASKED, "tools": tools, "tool_choice": {"type": "any"}})
-    assert "not held to tools[0].input_schema#/properties/x/not" in answer.headers["Warning"]
+    assert "not enforced in tool calls: tools[0].input_schema#/properties/x/not" in answer.headers["Warning"]
 
 
 @pytest.mark.parametrize(("more", "text"), REFUSALS)

@@ -181,6 +181,7 @@ MALFORMED: dict[str, list[tuple[str, list[tuple[str, str]], str]]] = {
         ('Sure: {"name": "f"}', [], 'Sure: {"name": "f"}'),
         ('{"name": "f"', [("f", "")], ""),
         ('```json\n{"name": "f", "arguments": {"a": 1}}\n```', [("f", '{"a": 1}')], ""),
+        ('```json\n{"name": "f"}\n```\n```python\nx\n```', [("f", "{}")], "\n```python\nx\n```"),
         ('```\n[{"name": "f"}, {"name": "g"}]\n```\nDone.', [("f", "{}"), ("g", "{}")], "\nDone."),
         ('```python\n{"name": "Ann"}\n```', [], '```python\n{"name": "Ann"}\n```'),
         ('{"name": "\\u0066"}', [("f", "{}")], ""),

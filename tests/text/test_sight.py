@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import io
+import json
 import threading
 import weakref
 from typing import Any
@@ -309,6 +310,12 @@ def test_text_that_looks_like_a_picture_s_place_is_text(said: str) -> None:
         assert len(prompt.media) == count
         assert said in prompt.text
         assert words.decode(prompt.ids, skip_special_tokens=True).count(said) == 1
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": json.dumps({"a": said})}}
+    talk = [{"role": "user", "content": [image(), text("a")]}, {"role": "assistant", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "a", "content": said}]  # fmt: skip
+    told = [{"type": "function", "function": {"name": "f", "description": said}}]
+    assert len(seeing.prompts().chat(talk).media) == 1
+    assert len(seeing.prompts().chat([{"role": "user", "content": [image()]}], tools=told).media) == 1
     prompt = seeing.prompts().prompt(said)
     assert (prompt.text, words.decode(prompt.ids), prompt.media) == (said, said, ())
 

@@ -37,8 +37,11 @@ class Limits(NamedTuple):
         """Overloaded if a batch of `more` requests can't wait beside so many `batches`, of `waiting` requests in all;
         InputError if so many requests never can. A batch counts once, whatever its size."""
         most = self.max_queued * PROMPTS
-        if 1 < more > most:
-            raise InputError(f"there are {more} prompts, but at most {most} may wait", "prompt")
+        if more > most:
+            each = f"{PROMPTS} for each of --max-num-queued-reqs"
+            raise InputError(
+                f"there are {more} prompts, but at most {most} may wait ({each}): send fewer at once", "prompt"
+            )
         if batches >= self.max_queued:
             raise Overloaded(f"the queue is full: {batches} of {self.max_queued} requests are waiting")
         if waiting + more > most:

@@ -92,15 +92,15 @@ class Queue:
         """Newcomers that were taken, in this order, and have to wait a little longer: they keep their places, and
         nothing was served."""
         for request in reversed(requests):
-            batch = self._join(request)
-            batch.line.appendleft(request)
+            if (client := self._clients.get(request.client)) is not None:
+                client.served -= _cost(request)
+                if (batch := client.batches.get(request.batch)) is not None:
+                    batch.served -= _cost(request)
+            self._join(request).line.appendleft(request)
             if request not in self._listed:
                 self._arrived.appendleft(request)
                 self._listed.add(request)
-            client = self._clients[request.client]
-            client.served -= _cost(request)
-            batch.served -= _cost(request)
-            heapq.heapify(client.heap)
+            heapq.heapify(self._clients[request.client].heap)
         if requests:
             heapq.heapify(self._heap)
 

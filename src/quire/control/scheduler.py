@@ -1,4 +1,4 @@
-"""The scheduler: first come first served, one iteration at a time (PagedAttention §4.5).
+"""The scheduler: in the queue's order (quire.control.queue), one iteration at a time (PagedAttention §4.5).
 
 `schedule` plans a step from how far sequences are planned, `update` takes in a step's result and reads the plan it is
 given. There is no prompt phase: a sequence gets the tokens that bring `planned` up to its length, in chunks if the
@@ -88,7 +88,8 @@ class Scheduler:
     # schedule
 
     def schedule(self) -> StepPlan | None:
-        """The next step, or None: nothing to do, or memory is short and a result is awaited first."""
+        """Plan the next step. None: there is nothing to do, or memory is short, or a preemption is due, and a result is
+        awaited first."""
         if self.pressed:
             if self.flight:
                 return None
@@ -232,7 +233,7 @@ class Scheduler:
             if request.width <= slots:
                 joined = self._swap_in(request, budget) if back else self._admit(request, budget)
             if joined is None:
-                self.pressed = self._victim() is not None
+                self.pressed = not self.static and self._victim() is not None
                 break
             if isinstance(joined, Later) and request.preemptions:
                 break
@@ -259,10 +260,12 @@ class Scheduler:
         favoured, self.favoured = self.favoured, None
         if favoured is not None and favoured is self.waiting.newcomer():
             return favoured
-        first = self.waiting.first()
-        back = min((one for one in (first, *list(self.swapped)[:1]) if one is not None), key=lambda one: one.order)
-        new = self.waiting.newcomer()
-        return back if new is None or new is back or not self._due(new, back, 0) else new
+        new, fronts = self.waiting.newcomer(), [line[0] for line in (self.waiting.returned, self.swapped) if line]
+        back = min(fronts, key=lambda one: one.order, default=None)
+        if back is None or (new is not None and self._due(new, back, 0)):
+            assert new is not None, "somebody waits"
+            return new
+        return back
 
     # Room for newcomers whose client or batch has less than others
 

@@ -57,6 +57,7 @@ VERSION = 1
 HEAD = struct.Struct("<BBHII")  # version, kind, 0, number, bytes of the body
 MOST_JSON = 1 << 24  # bytes
 MOST_TEXT = 1 << 16  # characters of an error
+MOST_CLIENT = 64  # characters of a client's name
 COUNT = struct.Struct("<I")
 STOP = struct.Struct("<III")  # number, branch, bytes of the reason
 KINDS = (
@@ -67,7 +68,6 @@ ERRORS: dict[str, type[InputError]] = {
     kind.__name__: kind for kind in (InputError, PromptTooLong, PrefixTaken, PrefixesFull, UnknownPrefix, NotIdle)
 }
 # Of parameters: the front's own. The form of an output goes as it is, to be compiled there.
-MOST_CLIENT = 64
 UNSENT = ("stop", "bad_words", "method", "stop_automaton", "structured_outputs", "grammar")
 DEFAULTS = {field.name: field.default for field in fields(SamplingParams) if field.name not in UNSENT}
 T = TypeVar("T")

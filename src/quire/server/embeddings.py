@@ -19,7 +19,7 @@ from quire.errors import InputError
 from quire.server.errors import renamed
 from quire.server.guards import client_of
 from quire.server.pieces import Pieces
-from quire.server.protocol import MAX_INPUTS, EmbeddingRequest, RerankRequest, ScoreRequest, warnings
+from quire.server.protocol import MAX_INPUTS, EmbeddingRequest, RerankRequest, ScoreRequest
 from quire.server.request_log import log_request
 from quire.server.sampling import check_known, completion_prompts
 from quire.server.size import embedded
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
     from quire.server.service import Service
 
+TEMPLATE = (
+    "add_generation_prompt", "continue_final_message", "documents", "tools", "reasoning_effort", "chat_template_kwargs",
+)  # fmt: skip
 Body = EmbeddingRequest | ScoreRequest | RerankRequest
 
 
@@ -45,6 +48,10 @@ class Embeddings:
         """Embed texts, token ids or a conversation."""
         if (body.input is None) == (body.messages is None):
             raise InputError("give either input or messages", "input")
+        if body.input is not None:
+            for name in TEMPLATE:
+                if getattr(body, name) not in (None, False, [], {}):
+                    raise InputError(f"{name} goes with messages, and input was given: leave it out", name)
         as_bytes = body.encoding_format == "base64"
         for name in ("embed_dtype", "endianness"):
             if getattr(body, name) is not None and not as_bytes:
@@ -136,7 +143,7 @@ class Embeddings:
             if full is not None and full.messages is not None:
                 prompts = [await service.render(full, service.cut(body, 1), read_tools(full.tools or []))]
                 if prompts[0].media:
-                    raise InputError("pictures have no embeddings here", "messages")
+                    raise InputError("pictures can't be embedded: send text parts only", "messages")
             else:
                 special = full is None or full.add_special_tokens is not False
                 prompts = await service.prompts.read(given, special, service.cut(body, 1), places=places)
@@ -156,7 +163,7 @@ class Embeddings:
 
             return await service.prompts.apart(hidden * len(outputs), write)
 
-        return await respond(call, whole(), warnings(body), http.receive)
+        return await respond(call, whole(), service.headers(body, prompts), http.receive)
 
 
 def _check_number(name: str, number: int) -> None:

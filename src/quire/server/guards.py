@@ -70,7 +70,7 @@ class RequireKey:
 
 
 def client_of(request: Request) -> str:
-    """Who shares the engine with others: a digest of the key that came with a request; "" where none is needed."""
+    """Return the client for fair sharing: a digest of the API key, or "" without keys."""
     found: str = request.scope.get(CLIENT, "")
     return found
 

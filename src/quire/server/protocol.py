@@ -373,11 +373,12 @@ def unknown(request: Fields) -> list[str]:
 def warnings(request: Fields, unread: Sequence[str] = (), said: Sequence[str] = ()) -> dict[str, str]:
     """The header that names the fields that nobody knows, or that are `unread`, and that says what else is `said`, each
     cut; none if there is nothing to say."""
-    names = [re.sub(r"[^!#-~]", "?", name[:40]) for name in (*unread, *unknown(request))]
+    names = [re.sub(r"[^!#-\[\]-~]", "?", name[:40]) for name in (*unread, *unknown(request))]
     if names:
         more = f" and {len(names) - 8} more" if len(names) > 8 else ""
         said = (f"fields were ignored: {', '.join(names[:8])}{more}", *said)
-    quoted = [f'299 quire "{re.sub(r"[^ !#-~]", "?", text[:MAX_WARNING])}"' for text in said]
+    cut = [text if len(text) <= MAX_WARNING else f"{text[:MAX_WARNING]} ..." for text in said]
+    quoted = ['299 quire "{}"'.format(re.sub(r"[^ !#-\[\]-~]", "?", text)) for text in cut]
     return {"Warning": ", ".join(quoted)} if quoted else {}
 
 

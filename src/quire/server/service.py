@@ -24,6 +24,7 @@ from quire.server.protocol import (
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingRequest,
+    Fields,
     PrefixRequest,
     Sampling,
     StreamOptions,
@@ -138,7 +139,7 @@ class Service:
             params, lost = await self.prompts.nearest(params)
         except InputError as error:
             free = box.applied(params, body, free=True).structured
-            return replace(params, structured=free), [f"tool calls are not held to any parameters: {error}"]
+            return replace(params, structured=free), [f"not enforced in tool calls: any parameters, as {error}"]
         return params, box.loosened(lost)
 
     def _call(
@@ -186,8 +187,8 @@ class Service:
         renderer.pace.turns = self.turns
         return headers
 
-    def headers(self, body: Sampling, prompts: Sequence[Prompt], said: Sequence[str] = ()) -> dict[str, str]:
-        """What an answer says of fields that nobody reads, and of a text that begins with what is put before it."""
+    def headers(self, body: Fields, prompts: Sequence[Prompt], said: Sequence[str] = ()) -> dict[str, str]:
+        """Return the Warning header: ignored fields, what is `said`, and a prompt that begins with two BOS tokens."""
         bos = self.prompts.tokenizer.bos_id if self.prompts.tokenizer is not None else None
         twice = bos is not None and any(prompt.ids[:2] == [bos, bos] and prompt.text is not None for prompt in prompts)
         told = "the prompt begins with two BOS tokens: leave out one, or set add_special_tokens to false"
@@ -222,7 +223,7 @@ class Service:
                 tools=tools,
             )
 
-    def _unread(self, body: Sampling | TokenizeRequest | EmbeddingRequest) -> list[str]:
+    def _unread(self, body: Fields) -> list[str]:
         """The name of a reasoning_effort that the template doesn't read: clients send it to any model. InputError for
         it if unknown fields are refused."""
         template = self.prompts.chat_template

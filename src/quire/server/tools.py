@@ -86,7 +86,7 @@ class Toolbox(NamedTuple):
                 places.append(at[self.named] + place)
             else:
                 places.append(CALL.sub(lambda found: f"tools[{found[1]}].function.parameters#", place))
-        return [f"tool calls are not held to {', '.join(places)}"] if places else []
+        return [f"not enforced in tool calls: {', '.join(places)}"] if places else []
 
 
 def _parameters(tool: Tool) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from quire.vocabulary.media import Pixels
 
@@ -21,6 +21,17 @@ def guarded(text: str, words: Sequence[str]) -> str:
     """`text` with a GUARD inside each of the `words`, so that it stays text: it is tokenised in parts, cut there."""
     pattern = "|".join(map(re.escape, sorted(words, key=len, reverse=True)))
     return re.sub(pattern, lambda found: found[0][:1] + GUARD + found[0][1:], text)
+
+
+def guarded_within(value: Any, words: Sequence[str]) -> Any:
+    """A JSON value with all of its texts `guarded`."""
+    if isinstance(value, str):
+        return guarded(value, words)
+    if isinstance(value, list):
+        return [guarded_within(one, words) for one in value]
+    if isinstance(value, dict):
+        return {guarded(key, words): guarded_within(one, words) for key, one in value.items()}
+    return value
 
 
 class Eyes(Protocol):

@@ -39,7 +39,7 @@ WALKS, WALKED = 3, 12  # tried before a grammar is accepted, and tokens of each
 SECONDS = 0.5  # for the walks of one grammar
 TOKEN_SECONDS = 0.05  # a token that takes longer would be felt by others
 NO_TEXT = "no text fulfils it"
-MAX_LOST = 32  # keywords that a form may do without
+MAX_LOST = 8  # keywords that a form may do without: each takes a trial
 FEW = 8  # masks that are computed one after another, and all of them where cores are few: a mask takes microseconds,
 # and threads that wait for a core take milliseconds
 SLICES = (r"[\x20\x0A\x0D\x09]+", *(rf'[^"\\\x00-\x1F\x7F]{{1,{most}}}' for most in (10, 12, 14, 16, 20)),
@@ -81,8 +81,8 @@ class Grammars:
         return CompiledGrammar(masker, made, asked)
 
     def nearest(self, asked: Structured) -> tuple[Structured, tuple[str, ...]]:
-        """The form itself, or what there is a grammar of without some keywords of its schema, and where these are.
-        InputError if there is none without MAX_LOST of them."""
+        """Return the form without the keywords that no grammar supports, and their places. InputError if that are more
+        than MAX_LOST, or if there is no grammar for another reason."""
         key = _key(asked)
         with self._lock:
             found = self._nearest.get(key)

@@ -26,7 +26,6 @@ SLICE = 1 << 20  # characters of base64 that are decoded in one go: each holds u
 SHOWN = 40  # characters of a URL in an error
 HEAD = 256  # characters of a data: URI in which its data begins
 URI = re.compile(r"data:[^,]*;base64,", re.IGNORECASE)
-WHITESPACE = re.compile(r"\s")
 TURNS = {2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSPOSE", 6: "ROTATE_270", 7: "TRANSVERSE",
          8: "ROTATE_90"}  # fmt: skip
 
@@ -52,9 +51,7 @@ def from_uri(uri: str, limits: ImageLimits, at: str) -> bytes:
         raise InputError(
             f"{at} must be data:TYPE;base64,DATA with a picture; nothing is ever fetched: got {uri[:SHOWN]!r}", at
         )
-    text = uri[found.end() :]
-    if WHITESPACE.search(text):
-        text = "".join(text.split())
+    text = "".join(uri[found.end() :].split())
     if len(text) > 4 * -(-limits.bytes // 3):
         raise InputError(
             f"{at} has {len(text)} characters of base64; pictures may have {limits.bytes} bytes (--max-image-bytes)", at

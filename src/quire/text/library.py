@@ -43,16 +43,26 @@ def refused(what: str) -> Any:
 
 @contextmanager
 def unreadable(what: str | Path) -> Iterator[None]:
-    """A context in which the library's failures are StartupErrors. For the start: what is written to descriptor 2
-    meanwhile is held back, and what the library writes there when it panics is left out."""
+    """A context in which the library's failures are StartupErrors. For the start: what it writes to descriptor 2 when
+    it panics is left out."""
     remedy = "Download the file again"
-    with tempfile.TemporaryFile() as held:
+    with failing(lambda reason: StartupError(f"{what} is not a readable tokenizer: {reason}", remedy)), _held_back():
+        yield
+
+
+@contextmanager
+def _held_back() -> Iterator[None]:
+    """Write what comes to descriptor 2 at the end, unless the library panicked."""
+    try:
         there = os.dup(2)
+    except OSError:  # it is closed
+        yield
+        return
+    with tempfile.TemporaryFile() as held:
         try:
             os.dup2(held.fileno(), 2)
-            with failing(lambda reason: StartupError(f"{what} is not a readable tokenizer: {reason}", remedy)):
-                yield
-        except StartupError as error:
+            yield
+        except BaseException as error:
             cause: BaseException | None = error
             while cause is not None and type(cause).__name__ != PANIC:
                 cause = cause.__cause__

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from quire.errors import InputError, shown
-from quire.text.eyes import Eyes, guarded
+from quire.text.eyes import Eyes, guarded, guarded_within
 from quire.text.tools import check_results, checked_id, read_calls
 
 MAX_MESSAGES = 1024
@@ -94,7 +94,7 @@ def _message(at: str, message: Mapping[str, Any], eyes: Eyes | None) -> Message:
         content = ""
     checked: Message = {"role": role, "content": _content(f"{at}.content", content, role, eyes)}
     if calls:
-        checked["tool_calls"] = calls
+        checked["tool_calls"] = calls if eyes is None else guarded_within(calls, eyes.words)
     for name in FIELDS[2:]:
         value = said.get(name)
         if value is not None and not isinstance(value, str):

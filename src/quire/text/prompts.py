@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from quire.config import EngineConfig
 from quire.control.edge import Limits, check_salt
 from quire.errors import InputError, Overloaded, PromptTooLong, StartupError, about
-from quire.text.eyes import GUARD, guarded
+from quire.text.eyes import GUARD, guarded, guarded_within
 from quire.text.messages import Given, read_messages
 from quire.text.sight import Sight, joined, pictured
 from quire.text.tools import Tool, read_tools
@@ -327,8 +327,10 @@ class Prompts:
             raise InputError("this model has no chat template: use completions, or start with --chat-template", "model")
         eyes = self.sight.eyes if self.sight is not None else None
         conversation = read_messages(messages, eyes)
-        if self.sight is not None:
+        if eyes is not None and self.sight is not None:
             self.sight.check_count(conversation.pictures)
+            tools = [tool._replace(entry=guarded_within(tool.entry, eyes.words)) for tool in tools]
+            documents = guarded_within(documents, eyes.words)
         text = self.chat_template.write(
             conversation, eyes, add_generation_prompt, continue_final_message, documents, tools, **kwargs
         )

@@ -21,7 +21,7 @@ from quire.text.frames import HEADER, pack, unpack
 START_SECONDS = 20.0  # for the process to come up: it loads Jinja from a disk that may be busy
 COMPILE_SECONDS = 5.0
 TURN_SECONDS = 10.0  # that a render waits for those before it
-STARVED = 20  # a process that had less than this part of its time of a processor was kept from running
+STARVED = 0.05  # of a render's time: with less processor time than this the system starved the process
 SHARE = 0.9  # of a render's time, after which the process is killed, so that all is over in that time
 MAX_FRAME = 16 << 20  # bytes
 MAX_REASON = 4096  # bytes of an answer without a text
@@ -37,7 +37,7 @@ class Ended(RenderError):
 
 
 class Starved(Ended):
-    """The process got hardly any processor time before it was late: the system's doing, not the template's."""
+    """The process was late, and is gone or got hardly any processor time: the system's doing, not the template's."""
 
 
 class Renderer:
@@ -151,7 +151,7 @@ class Renderer:
                 raise ValueError
             kind, value = unpack(self._receive(size, end))
         except TimeoutError as error:
-            starved = _spent(self._pid) - spent < seconds / STARVED
+            starved = _spent(self._pid) - spent < seconds * STARVED
             self._restart()
             if starved:
                 raise Starved(f"it got no answer in {seconds:g} s") from error

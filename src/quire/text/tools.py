@@ -68,7 +68,7 @@ def _tool(at: str, tool: Any, bound: Plain) -> Tool:
 
 
 def _check_parameters(at: str, parameters: Mapping[str, Any]) -> None:
-    if parameters.get("type", "object") != "object":
+    if parameters.get("type") not in (None, "object"):
         raise InputError(f'{at}.type must be "object", got {shown(parameters["type"])}', "tools")
     properties = parameters.get("properties")
     if properties is not None and not isinstance(properties, Mapping):

@@ -15,9 +15,9 @@ class Rope:
     LongRoPE divides what pair i turns by its number in `long` where sequences may be longer than `original_len`, and in
     `short` where none is: keys stay as they were rotated, so that it is one or the other for all sequences.
 
-    Only a `share` of a head is rotated (Phi-4-mini), whose size stands for head_dim then. Rows of queries and keys are
-    put in `order` as they are loaded: products of the two don't change, and kernels rotate whole heads, most of them by
-    nothing.
+    `share` is config.json's partial_rotary_factor: only these dimensions of a head are rotated (Phi-4-mini), and their
+    number stands for head_dim. Loading permutes the rows of Q and K (`order`), which leaves their products unchanged.
+    Kernels rotate whole heads, the other pairs by an angle of 0.
     """
 
     kind: str

@@ -67,7 +67,8 @@ class LlamaSettings:
         turned = rope.turned(head_dim)
         if turned % 2 or not turned:
             raise StartupError(
-                f"partial_rotary_factor is {rope.share}, and head_dim {head_dim}", "They must leave pairs to rotate"
+                f"partial_rotary_factor {rope.share} rotates {turned} of {head_dim} dimensions",
+                "The number must be even and above 0",
             )
         if rope.kind == "longrope" and len(rope.short) != turned // 2:
             raise StartupError(

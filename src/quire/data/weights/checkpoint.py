@@ -142,13 +142,18 @@ def has_own_head(folder: Path) -> bool:
                 places |= {key: path for key in file.keys() if HEAD_OR_EMBEDDING.fullmatch(key)}  # noqa: SIM118
         except (SafetensorError, OSError):
             return False
-    if len(places) != 2 or not any(key.endswith("lm_head.weight") for key in places):
+    heads = [key for key in places if key.endswith("lm_head.weight")]
+    tables = sorted(places.keys() - heads, key=len)  # the model's own has the shortest name
+    if len(heads) != 1 or not tables:
         return False
     with contextlib.ExitStack() as stack:
-        both = [stack.enter_context(safe_open(path, framework="pt")).get_slice(key) for key, path in places.items()]
-        first, second = (part.get_shape() for part in both)
-        rows = range(0, first[0], 4096)
-        return bool(first != second or any((both[0][at : at + 4096] != both[1][at : at + 4096]).any() for at in rows))
+        first, second = (
+            stack.enter_context(safe_open(places[key], framework="pt")).get_slice(key) for key in (heads[0], tables[0])
+        )
+        if first.get_shape() != second.get_shape() or len(first.get_shape()) != 2:
+            return True
+        blocks = (slice(at, at + 4096) for at in range(0, first.get_shape()[0], 4096))
+        return any(bool((first[rows].float() != second[rows].float()).any()) for rows in blocks)
 
 
 def check_size(folder: Path, parameters: int, smallest: float = SMALLEST) -> None:

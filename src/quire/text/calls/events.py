@@ -44,7 +44,7 @@ class Events:
         return self._taken, len(self._found)
 
     def withdraw(self, place: tuple[int, int]) -> bool:
-        """Forget the events since `place`; whether nobody has taken one of them."""
+        """Forget the events since `place`. Return False if some of them were taken."""
         taken, at = place
         if taken == self._taken:
             del self._found[at:]
@@ -134,11 +134,12 @@ class CallReader(Reader):
         return self._call is not None
 
     def end_call(self, char: str = "") -> bool:
-        """The call that began last has ended, with `char`: whether it is one. Its arguments must be a JSON object."""
+        """End the call that began last, with `char`. Return False if its arguments are no JSON object and it became
+        text again; one of which a part was passed on stays a call."""
         assert self._call is not None, "a call is read"
         said, self._call = [*self._call, char], None
         try:
-            whole = isinstance(json.loads("".join(self._arguments)), dict)
+            whole = isinstance(json.loads("".join(self._arguments), parse_constant=_no_number), dict)
         except (ValueError, RecursionError):
             whole = False
         if whole or not self.events.withdraw(self._place):
@@ -185,3 +186,7 @@ class CallReader(Reader):
             return False
         self._say(char)
         return True
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"JSON has no {name}")

@@ -21,13 +21,13 @@ class JsonCalls(CallReader):
     def __init__(self, names: Iterable[str]) -> None:
         super().__init__(names)
         self.object = CallObject(self)
-        self.in_list = self.fenced = False
+        self.in_list, self.fenced = False, 0  # backticks that close the block of code around
         self._line = ""  # the one that opens a block of code
         if not self.marker:
             self.state = self._open
 
     def opened(self) -> None:
-        self.in_list, self.fenced, self.state = False, False, self._open
+        self.in_list, self.fenced, self.state = False, 0, self._open
 
     def end(self) -> list[Event]:
         if self.calls and not "".join(self.raw).strip(" \t\r\n,;]"):
@@ -43,7 +43,7 @@ class JsonCalls(CallReader):
             self.raw.append(char)
             self.in_list = self.in_list or char == "["
         elif char == "`" and not (self.in_list or self.fenced):
-            self.fenced, self._line, self.state = True, "", self._in_fence
+            self.fenced, self._line, self.state = len(FENCE), "", self._in_fence
             return False
         else:
             self.give_back()
@@ -81,7 +81,7 @@ class JsonCalls(CallReader):
     def closed(self, char: str) -> bool:
         """After an object."""
         if char == "`" and self.fenced:
-            self.raw = []
+            self.fenced, self.raw = self.fenced - 1, []
             return True
         if char.isspace() or char in ",;":
             self.raw.append(char)
@@ -138,6 +138,7 @@ class Hermes(JsonCalls):
         """Expects the closing marker; another opening one may stand in its place, and a list may have more."""
         at = len(self.raw)
         if not at and (char.isspace() or (char == "`" and self.fenced)):
+            self.fenced -= char == "`"
             return True
         if not at and self.in_list and char in ",]":
             self.in_list = char == ","
