@@ -53,7 +53,7 @@ def run(cycles: int) -> None:
     pages, files, addresses = state()
     assert pages == 0
     assert files <= before[1]  # others' connections may have ended
-    assert addresses - before[2] < cycles * reserved // 10
+    assert addresses - before[2] < cycles * reserved // 2  # stacks of threads that ended are kept for others
 
 
 @pytest.mark.parametrize("cycles", [20, pytest.param(100, marks=pytest.mark.soak)])
