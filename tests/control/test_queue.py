@@ -87,7 +87,7 @@ def test_who_was_preempted_is_first_and_who_was_put_back_keeps_its_place() -> No
 
 
 def test_any_calls_leave_nobody_behind() -> None:
-    """Beside a plain list; and of two clients with requests in line none is served 2 requests' tokens more."""
+    """Beside a plain list."""
     for seed in range(60):
         chance = random.Random(seed)
         queue, there, away = Queue(), list[Request](), list[Request]()
@@ -99,7 +99,12 @@ def test_any_calls_leave_nobody_behind() -> None:
             elif action < 0.75:
                 one = queue.first()
                 assert one in there, step
+                new = one is queue.newcomer()
                 queue.take(one)
+                if new and chance.random() < 0.3:
+                    queue.newcomer()
+                    queue.put_back([one])
+                    continue
                 there.remove(one)
                 away.append(one)
             elif action < 0.85:
@@ -113,3 +118,21 @@ def test_any_calls_leave_nobody_behind() -> None:
             assert (len(queue), set(queue)) == (len(there), set(there))
             assert queue.batches == len({(one.client, one.batch) for one in there})
             assert (queue.first() is None) == (not there)
+
+
+def test_shares_are_equal_whoever_is_put_back() -> None:
+    """Of two clients with requests in line none is served two requests more, however large these are."""
+    for seed in range(40):
+        chance = random.Random(seed)
+        queue, served = Queue(), Counter[str]()
+        for _ in range(200):
+            queue.add(request(chance.choice("ab"), chance.randrange(4), chance.randrange(1, 20)))
+        for _ in range(80):
+            one = queue.newcomer()
+            queue.take(one)
+            if chance.random() < 0.5:
+                queue.newcomer()
+                queue.put_back([one])
+            else:
+                served[one.client] += one.prompt_len + one.width
+        assert abs(served["a"] - served["b"]) <= 2 * 20
