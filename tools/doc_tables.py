@@ -115,7 +115,8 @@ def limits() -> Iterator[str]:
         ("a client that reads nothing", f"{bounds.write:g} s", "closed", ""),
         ("connections", f"the descriptors that are left less {descriptors.RESERVE}, at most "
          f"{descriptors.MOST_CONNECTIONS:,}", "503 at once", "`--max-connections`"),
-        ("requests waiting", f"{config.max_num_queued_reqs:,}", "503", "`--max-num-queued-reqs`"),
+        ("HTTP requests waiting; their prompts: 16 times as many", f"{config.max_num_queued_reqs:,}", "503",
+         "`--max-num-queued-reqs`"),
         ("a chat template's run", "1 s, on Linux 224 MiB more than its process starts with; a prompt of 1 MiB", "400",
          ""),
         ("a tokenizer's word at start", f"{library.WORD_SECONDS:g} s", "refused", ""),

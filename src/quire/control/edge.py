@@ -37,7 +37,7 @@ class Limits(NamedTuple):
         """Overloaded if a batch of `more` requests can't wait beside so many `batches`, of `waiting` requests in all;
         InputError if so many requests never can. A batch counts once, whatever its size."""
         most = self.max_queued * PROMPTS
-        if more > most:
+        if 1 < more > most:
             each = f"{PROMPTS} for each of --max-num-queued-reqs"
             raise InputError(
                 f"there are {more} prompts, but at most {most} may wait ({each}): send fewer at once", "prompt"

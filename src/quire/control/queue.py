@@ -65,6 +65,7 @@ class Queue:
         self._listed: set[Request] = set()  # those of `_arrived`
         self._there: set[Request] = set()  # newcomers
         self._counts = Counter[tuple[str, int]]()  # requests of each batch
+        self._from: dict[Request, tuple[Client, Batch]] = {}  # newcomers that were taken, until they can't be put back
         self._overtaken, self._overtakers = 0, 0  # the order that was overtaken last, and how often
 
     def __len__(self) -> int:
@@ -89,20 +90,25 @@ class Queue:
         self._join(request).line.append(request)
 
     def put_back(self, requests: Sequence[Request]) -> None:
-        """Newcomers that were taken, in this order, and have to wait a little longer: they keep their places, and
-        nothing was served."""
+        """Of the newcomers that were taken since the last call, those that have to wait a little longer: they keep
+        their places, and nothing was served."""
         for request in reversed(requests):
-            if (client := self._clients.get(request.client)) is not None:
-                client.served -= _cost(request)
-                if (batch := client.batches.get(request.batch)) is not None:
-                    batch.served -= _cost(request)
-            self._join(request).line.appendleft(request)
+            client, batch = self._from[request]
+            client.served -= _cost(request)
+            batch.served -= _cost(request)
+            if self._clients.setdefault(client.key, client) is client and client not in self._heap:
+                self._heap.append(client)
+            if client.batches.setdefault(batch.key, batch) is batch and batch not in client.heap:
+                client.heap.append(batch)
+            self._enter(request, batch)
+            batch.line.appendleft(request)
             if request not in self._listed:
                 self._arrived.appendleft(request)
                 self._listed.add(request)
-            heapq.heapify(self._clients[request.client].heap)
+            heapq.heapify(client.heap)
         if requests:
             heapq.heapify(self._heap)
+        self._from.clear()
 
     def give_back(self, request: Request) -> None:
         """One that was admitted and is preempted, or that has no batch: it comes before all newcomers."""
@@ -132,6 +138,7 @@ class Queue:
             return
         client = self._clients[request.client]
         batch = client.batches[request.batch]
+        self._from[request] = client, batch
         self._now, client.now = client.served, batch.served
         client.served += _cost(request)
         batch.served += _cost(request)
@@ -165,9 +172,12 @@ class Queue:
         if batch is None:
             batch = client.batches[request.batch] = Batch(request.batch, client.now, next(self._ages))
             heapq.heappush(client.heap, batch)
-        self._there.add(request)
-        self._counts[request.client, request.batch] += 1
+        self._enter(request, batch)
         return batch
+
+    def _enter(self, request: Request, batch: Batch) -> None:
+        self._there.add(request)
+        self._counts[request.client, batch.key] += 1
 
     def _leave(self, request: Request) -> None:
         self._there.remove(request)

@@ -262,7 +262,7 @@ class Scheduler:
             return favoured
         new, fronts = self.waiting.newcomer(), [line[0] for line in (self.waiting.returned, self.swapped) if line]
         back = min(fronts, key=lambda one: one.order, default=None)
-        if back is None or (new is not None and self._due(new, back, 0)):
+        if back is None or (new is not None and (new.order < back.order or self._due(new, back, 0))):
             assert new is not None, "somebody waits"
             return new
         return back
