@@ -61,6 +61,8 @@ class Queue:
         self._clients: dict[str, Client] = {}
         self._heap: list[Client] = []
         self._now, self._ages, self._added = 0.0, count(), 0
+        self._last: tuple[str, int] | None = None  # the client and the batch of the last newcomer
+        self.contended = False  # there were several clients, or a batch of several requests
         self._arrived = deque[Request]()  # newcomers by arrival, and some that wait no more
         self._listed: set[Request] = set()  # those of `_arrived`
         self._there: set[Request] = set()  # newcomers
@@ -85,6 +87,9 @@ class Queue:
         """A newcomer; it gets its order."""
         self._added += 1
         request.order = self._added * SPAN
+        if self._last is not None:
+            self.contended |= request.client != self._last[0] or request.batch == self._last[1]
+        self._last = request.client, request.batch
         self._arrived.append(request)
         self._listed.add(request)
         self._join(request).line.append(request)

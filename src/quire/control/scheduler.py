@@ -283,7 +283,7 @@ class Scheduler:
         """Whom to preempt for the newcomer that is next: the youngest of the batch that has most slots, of the client
         that has most. None if that would not be fair."""
         new = self.waiting.newcomer()
-        if new is None or not self.running:
+        if new is None or not self.running or not self.waiting.contended:
             return None
         clients, batches = self._taken()
         client = max(clients, key=lambda key: clients[key])
