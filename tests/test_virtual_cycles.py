@@ -48,12 +48,16 @@ def run(cycles: int) -> None:
     for _ in range(3):
         reserved = cycle()
     before = state()
-    for _ in range(cycles):
+    for _ in range(cycles - 5):
         cycle()
-    pages, files, addresses = state()
+    after = []
+    for _ in range(5):  # malloc keeps some of what was freed, each time another part
+        cycle()
+        after.append(state())
+    pages, files, _ = after[-1]
     assert pages == 0
     assert files <= before[1]  # others' connections may have ended
-    assert addresses - before[2] < cycles * reserved // 2  # stacks of threads that ended are kept for others
+    assert min(addresses for _, _, addresses in after) - before[2] < cycles * reserved // 10
 
 
 @pytest.mark.parametrize("cycles", [20, pytest.param(100, marks=pytest.mark.soak)])

@@ -34,8 +34,8 @@ class Limits(NamedTuple):
     hidden: int = 0  # numbers of an embedding; 0: there are none
 
     def check_queue(self, more: int, batches: int, waiting: int) -> None:
-        """Overloaded if a batch of `more` requests can't wait beside so many `batches`, of `waiting` requests in all;
-        InputError if so many requests never can. A batch counts once, whatever its size."""
+        """Check that a batch of `more` requests may join `waiting` requests of so many `batches`. A batch counts once.
+        Overloaded if there is no room now, InputError if the batch is too large for an empty queue."""
         most = self.max_queued * PROMPTS
         if 1 < more > most:
             each = f"{PROMPTS} for each of --max-num-queued-reqs"

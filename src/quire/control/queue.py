@@ -1,9 +1,9 @@
 """Requests that wait to be admitted: a fair share for each client, then for each batch of a client, and first come
 first served within a batch. A batch is what came at once, such as the prompts of one HTTP request.
 
-Start-time fair queueing (Goyal, Vin and Cheng, 1996) on both levels: whoever was served least is next. A client or a
-batch that comes anew begins where the one that is served is, so nobody saves up shares, and nobody waits for all that
-another one has in line.
+Both levels use start-time fair queueing (Goyal, Vin and Cheng, 1996): the one that was served least is next. A new
+client or batch starts at the service of the current one. So no share is saved up, and no request waits for another
+client's whole line.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Queue:
 
     @property
     def batches(self) -> int:
-        """How many of them have a request that waits."""
+        """The number of batches with a waiting request."""
         return len(self._counts)
 
     def add(self, request: Request) -> None:
@@ -131,13 +131,9 @@ class Queue:
             del self._clients[heapq.heappop(self._heap).key]
         return None
 
-    def first(self) -> Request | None:
-        """Who is next: one that was preempted, else a newcomer."""
-        return self.returned[0] if self.returned else self.newcomer()
-
     def take(self, request: Request) -> None:
-        """`request`, which is `first` or `newcomer`, waits no more. One that came after others that wait gets an order
-        before theirs."""
+        """Take out `request`, the first of `returned` or the `newcomer`. One that overtakes earlier newcomers gets an
+        order before theirs."""
         if request not in self._there:
             self.remove(request)
             return

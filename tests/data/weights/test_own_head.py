@@ -21,6 +21,17 @@ SHAPE: dict[str, Any] = {
 PROMPT = [(7 * i * i + 3) % 64 for i in range(20)]
 
 
+def check(folder: Path) -> None:
+    """The log-probabilities of the prompt are those of transformers."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        wanted = model(torch.tensor([PROMPT])).logits[0, :-1].log_softmax(-1)
+    with LLM(model=str(folder), skip_tokenizer_init=True, dtype="float32", kv_tokens=256) as llm:
+        [result] = llm.generate([PROMPT], SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)
+    found = [top[id].logprob for top, id in zip(result.prompt_logprobs[1:], PROMPT[1:])]
+    assert found == pytest.approx([row[id].item() for row, id in zip(wanted, PROMPT[1:])], abs=1e-4)
+
+
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
 @pytest.mark.parametrize("unlike", [True, False])
 def test_a_head_that_differs_counts(kind: str, unlike: bool, tmp_path: Path) -> None:
@@ -32,13 +43,7 @@ def test_a_head_that_differs_counts(kind: str, unlike: bool, tmp_path: Path) -> 
     if unlike:
         tensors["lm_head.weight"][63] += 1
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    with torch.no_grad():
-        wanted = model(torch.tensor([PROMPT])).logits[0, :-1].log_softmax(-1)
-    with LLM(model=str(tmp_path), skip_tokenizer_init=True, dtype="float32", kv_tokens=256) as llm:
-        [result] = llm.generate([PROMPT], SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)
-    found = [top[id].logprob for top, id in zip(result.prompt_logprobs[1:], PROMPT[1:])]
-    assert found == pytest.approx([row[id].item() for row, id in zip(wanted, PROMPT[1:])], abs=1e-4)
+    check(tmp_path)
 
 
 @pytest.mark.parametrize("theta", [{}, {"rope_theta": 500.0}])
@@ -51,10 +56,4 @@ def test_rope_scaling_counts_beside_rope_parameters(theta: dict[str, Any], tmp_p
     said["rope_scaling"] = {"rope_type": "linear", "factor": 4.0}
     said["rope_parameters"] = {"rope_type": "default", "rope_theta": 100.0}
     path.write_text(json.dumps(said))
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    with torch.no_grad():
-        wanted = model(torch.tensor([PROMPT])).logits[0, :-1].log_softmax(-1)
-    with LLM(model=str(tmp_path), skip_tokenizer_init=True, dtype="float32", kv_tokens=256) as llm:
-        [result] = llm.generate([PROMPT], SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)
-    found = [top[id].logprob for top, id in zip(result.prompt_logprobs[1:], PROMPT[1:])]
-    assert found == pytest.approx([row[id].item() for row, id in zip(wanted, PROMPT[1:])], abs=1e-4)
+    check(tmp_path)
