@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,12 @@ def test_a_type_that_contradicts_itself_is_named(kind: type[SlidingWindow], said
 def test_the_example_holds_three_blocks_and_finds_the_document(capsys: pytest.CaptureFixture[str]) -> None:
     assert layer_type.main() == [(0, [26, 4]), (400, [26, 4])]
     assert "found 400 of 402 tokens" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("retention", ["slack", "boundary"])
+def test_the_example_in_a_memory_that_keeps_dropped_pages(retention: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_type, "PagedMemory", partial(layer_type.PagedMemory, retention=retention))
+    assert layer_type.main() == [(0, [26, 4]), (400, [26, 4])]
 
 
 @pytest.mark.parametrize("tokens", range(1, 200))

@@ -89,17 +89,17 @@ class JengaPolicy(FullPolicy):
     def __init__(self, group: Group, layer: LayerSupportsPrefixCache, horizon: int, period: int = 1) -> None:
         super().__init__(group)
         self.layer, self.horizon, self.period = layer, horizon, period
-        self.touched: dict[int, int] = {}  # tokens -> the first one that the last of them touches
-        self.needed: dict[int, int] = {}  # tokens of a prefix -> the first one that must be cached
+        self._first_touched: dict[int, int] = {}  # tokens -> the first one that the last of them touches
+        self._first_needed: dict[int, int] = {}  # tokens of a prefix -> the first one that must be cached
         self.check()
 
     def reads(self, seq: Branch | None, start: int, end: int) -> range:
-        return range(self.group.whole(self._first(start + 1, self.touched)), self.group.pages(end))
+        return range(self.group.whole(self._first(start + 1, self._first_touched)), self.group.pages(end))
 
     def required(self, seq: Branch | None, hit: int) -> range:
         """Of what must be cached, the pages that the next token touches: Figure 9 asks for a token more."""
         stop = self.group.pages(hit)
-        first = max(self._first(hit, self.needed), self._first(hit + 1, self.touched))
+        first = max(self._first(hit, self._first_needed), self._first(hit + 1, self._first_touched))
         return range(min(self.group.whole(first), stop), stop)
 
     def _first(self, tokens: int, known: dict[int, int]) -> int:
@@ -108,7 +108,7 @@ class JengaPolicy(FullPolicy):
         if tokens > self.horizon:
             near = self.horizon - (self.horizon - tokens) % self.period
         if near not in known:
-            known[near] = self._touches(near) if known is self.touched else self._needs(near)
+            known[near] = self._touches(near) if known is self._first_touched else self._needs(near)
         return known[near] + (tokens - near if known[near] else 0)
 
     def _touches(self, tokens: int) -> int:
