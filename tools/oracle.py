@@ -164,7 +164,7 @@ def _called(quire: Any, llm: Any, method: str, arguments: list[Any], results: li
 
 
 def _facts(log: Path) -> dict[str, int]:
-    """The numbers of `quire replay`, by the words before or behind them."""
+    """Return the numbers that `quire replay` prints, keyed by the word next to each."""
     text = _quire("replay", str(log))[1]
     found = dict(re.findall(r"\b([A-Z]\w+) (\d[\d,]*)", text))
     found |= {name: number for number, name in re.findall(r"(\d[\d,]*) ([a-z]\w*)", text)}
@@ -373,7 +373,7 @@ def _routes(openapi: dict[str, Any]) -> list[str]:
 
 
 def clean(value: Any) -> Any:
-    """Plain JSON without what differs from run to run: times, random ids, digits that nobody prints."""
+    """Return plain JSON without what differs between runs: times, random ids and digits beyond DIGITS."""
     if isinstance(value, float):
         return round(value, DIGITS)
     if isinstance(value, str):

@@ -404,7 +404,7 @@ def chat(text: str = "Hello!", **body: Any) -> tuple[Any, ...]:
 
 
 SAMPLED = [{key: value for key, value in asked.items() if key != "detokenize"} for asked in SAMPLING]
-STOPPED = [asked for asked in SAMPLED if "stop" in asked]  # a server's engine is told of a stop a step later or two
+STOPPED = [asked for asked in SAMPLED if "stop" in asked]  # over HTTP a stop reaches the engine one or two steps later
 SAMPLED = [asked for asked in SAMPLED if asked not in STOPPED]
 SCHEMA = {"type": "object", "required": ["name", "age"], "additionalProperties": False, "properties": {
     "name": {"type": "string", "maxLength": 12}, "age": {"type": "integer", "minimum": 0, "maximum": 99}}}
