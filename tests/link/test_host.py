@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -197,11 +198,12 @@ def test_what_a_look_took_is_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
         return run
 
     monkeypatch.setattr("quire.link.host.scene", taking(3.0, scene))
-    monkeypatch.setattr("quire.link.host.json.dumps", taking(5.0, json.dumps))
+    # Modules of its own: event loops of other tests' servers read the clock of the real one.
+    monkeypatch.setattr("quire.link.host.json", SimpleNamespace(dumps=taking(5.0, json.dumps)))
     monkeypatch.setattr(told.host, "_tell", taking(7.0, told.host._tell))
-    monkeypatch.setattr("quire.link.host.time.thread_time", lambda: clock[0])
+    fake = SimpleNamespace(thread_time=lambda: clock[0], monotonic=lambda: 2 * clock[0])
+    monkeypatch.setattr("quire.link.host.time", fake)
     monkeypatch.setattr(told.host, "_seconds", lambda: clock[0])
-    monkeypatch.setattr("quire.link.host.time.monotonic", lambda: 2 * clock[0])
     for key in range(3):
         told.host._look(0, Look(key))
     answers = [json.loads(str(answer.value)) for answer in told.answers()]

@@ -85,7 +85,7 @@ def test_no_second_counts_twice(waits: list[float]) -> None:
         return now[0]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_runner.time, "perf_counter", tick)
+        patch.setattr(model_runner, "time", SimpleNamespace(perf_counter=tick))
         empty = ModelRunner(None, None, torch.float32, torch.device("cpu"))
         empty.sampler = empty.graphs = None
         empty.store = SimpleNamespace(replay=lambda journal: None)
