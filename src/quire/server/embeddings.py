@@ -9,7 +9,7 @@ import json
 import sys
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastapi import Request
@@ -68,7 +68,7 @@ class Embeddings:
             return ['{"object":"list","model":', self._name, ',"data":[', ",".join(data), f'],"usage":{usage}}}']
 
         name = "input" if body.messages is None else "messages"
-        return await self._answer("embd", body, name, given, http, written)
+        return await self._answer("embd", body, name, given, _places(name, given), http, written)
 
     async def score(self, body: ScoreRequest, http: Request) -> Response:
         """Cosines of pairs of texts: one with each of several, or as many as there are of both."""
@@ -90,7 +90,7 @@ class Embeddings:
             )
             return [head, ',"data":[', ",".join(data), f'],"usage":{usage}}}']
 
-        return await self._answer("score", body, "text_2", [*first, *second], http, written, places=places)
+        return await self._answer("score", body, "text_2", [*first, *second], places, http, written)
 
     async def rerank(self, body: RerankRequest, http: Request) -> Response:
         """Documents by their cosine with the query."""
@@ -113,55 +113,52 @@ class Embeddings:
             return [*pieces, f'],"usage":{usage}}}']
 
         given, places = [body.query, *body.documents], ["query", *_places("documents", body.documents)]
-        return await self._answer("rerank", body, "documents", given, http, written, places=places)
+        return await self._answer("rerank", body, "documents", given, places, http, written)
 
     @property
     def _name(self) -> str:
         return json.dumps(self.service.names[0])
 
     async def _answer(
-        self, kind: str, body: Body, name: str, given: Sequence[Any], http: Request, written: Any,
-        places: Sequence[str] | None = None,
+        self, kind: str, body: Body, name: str, given: Sequence[Any], places: Sequence[str], http: Request,
+        written: Callable[[list[np.ndarray], str], Pieces],
     ) -> Response:  # fmt: skip
-        """What `written` makes of the embeddings of what is `given`, which the body calls `name`, and each of `places`
-        in it."""
-        service = self.service
+        """Return what `written` makes of the embeddings of `given` and of their usage. Errors call the field `name` and
+        its entries `places`."""
+        service, limits = self.service, self.service.llm.limits
         service.check_model(body.model)
         check_known(body, service.terms.strict)
         if body.cache_salt == "":
             raise InputError("cache_salt must not be empty", "cache_salt")
-        full = body if isinstance(body, EmbeddingRequest) else None
-        dimensions = full.dimensions if full is not None else None
-        normalize = full is None or False not in (full.normalize, full.use_activation)
-        service.llm.limits.check_embedding(dimensions)
-        hidden = service.llm.limits.hidden
-        places = _places(name, given) if places is None else places
+        options = body if isinstance(body, EmbeddingRequest) else EmbeddingRequest()
+        limits.check_embedding(options.dimensions)
         if "" in given:
             place = places[given.index("")]
             raise InputError(f"{place} is empty: a text must have at least one character", place.partition("[")[0])
         with renamed("prompt", name):
-            if full is not None and full.messages is not None:
-                prompts = [await service.render(full, service.cut(body, 1), read_tools(full.tools or []))]
+            if options.messages is not None:
+                prompts = [await service.render(options, service.cut(body, 1), read_tools(options.tools or []))]
                 if prompts[0].media:
                     raise InputError("pictures can't be embedded: send text parts only", "messages")
             else:
-                special = full is None or full.add_special_tokens is not False
+                special = options.add_special_tokens is not False
                 prompts = await service.prompts.read(given, special, service.cut(body, 1), places=places)
-            call = Call(service.llm, f"{kind}-{uuid.uuid4().hex}", service.held, embedded(len(given), hidden, name))
+            held = embedded(len(given), limits.hidden, name)
+            call = Call(service.llm, f"{kind}-{uuid.uuid4().hex}", service.held, held)
             await call.submit(prompts, EMBED, salt=body.cache_salt or "", patient=True, client=client_of(http))
         if service.log_requests:
             log_request(call.id, prompts, EMBED, http.scope)
-        tokens = sum(len(prompt.ids) for prompt in prompts)
 
         async def whole() -> Pieces:
             outputs = await call.whole()
 
             def write() -> Pieces:
-                vectors = [vector(output, dimensions, normalize) for _, output in outputs]
-                made: Pieces = written(vectors, f'{{"prompt_tokens":{tokens},"total_tokens":{tokens}}}')
-                return made
+                normalize = False not in (options.normalize, options.use_activation)
+                vectors = [vector(output, options.dimensions, normalize) for _, output in outputs]
+                tokens = sum(len(prompt.ids) for prompt in prompts)
+                return written(vectors, f'{{"prompt_tokens":{tokens},"total_tokens":{tokens}}}')
 
-            return await service.prompts.apart(hidden * len(outputs), write)
+            return await service.prompts.apart(limits.hidden * len(outputs), write)
 
         return await respond(call, whole(), service.headers(body, prompts), http.receive)
 
@@ -171,7 +168,7 @@ def _check_number(name: str, number: int) -> None:
         raise InputError(f"there are {number} texts in all; at most {MAX_INPUTS} are embedded at once", name)
 
 
-def _places(name: str, given: str | Sequence[str]) -> list[str]:
+def _places(name: str, given: str | Sequence[Any]) -> list[str]:
     """The names of a field's texts in errors."""
     return [name] if isinstance(given, str) else [f"{name}[{at}]" for at in range(len(given))]
 
