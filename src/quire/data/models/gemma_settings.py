@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self
 from quire.data.layers.rope import Rope
 from quire.data.models.fields import Fields
 from quire.data.models.layer_kinds import LAYER_TYPES, read_layer_types
-from quire.data.models.rope_settings import read_rope, rope_of
+from quire.data.models.rope_settings import read_rope, read_rope_section
 from quire.data.models.settings import (
     MAX_LAYERS,
     read_heads,
@@ -164,7 +164,7 @@ def read_ropes(fields: Fields, max_len: int) -> dict[str, Rope]:
     full = Fields(types.section(FULL) | scaling, f"the rope of {FULL} in {fields.where}")
     local = Fields(types.section(LOCAL), f"the rope of {LOCAL} in {fields.where}")
     thetas = fields.number("rope_theta", 1e6), fields.number("rope_local_base_freq", 1e4)
-    found = (rope_of(fields, rope, max_len, theta)[0] for rope, theta in zip((full, local), thetas))
+    found = (read_rope_section(fields, rope, max_len, theta)[0] for rope, theta in zip((full, local), thetas))
     return dict(zip((FULL, LOCAL), found))
 
 

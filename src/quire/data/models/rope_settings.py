@@ -11,7 +11,7 @@ from quire.errors import StartupError, shown
 
 
 def read_rope(fields: Fields, max_position: int, partial: bool = False) -> tuple[Rope, int]:
-    """The rotary embedding and the length that it reaches. `partial`: it may be of a part of each head.
+    """Read the rotary embedding of all layers, and the length that it reaches; `partial`: see `read_rope_section`.
 
     Newer configs hold everything in `rope_parameters`; older ones hold `rope_theta` and perhaps `rope_scaling`. Where
     both are given `rope_scaling` counts, as in transformers.
@@ -21,58 +21,55 @@ def read_rope(fields: Fields, max_position: int, partial: bool = False) -> tuple
     if not isinstance(section, dict) or any(isinstance(value, dict) for value in section.values()):
         raise StartupError(f"{where} must be one flat object, got {shown(section)}", "One rope a model is supported")
     rope = Fields(section, f"{where} of config.json")
-    if not partial:
-        return rope_of(fields, rope, max_position, fields.number("rope_theta", 10000.0))
-    share = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
-    if not 0 < share <= 1:
-        raise StartupError(f"partial_rotary_factor is {share}", "It must be above 0, and 1 at most")
-    found, length = _rope_of(fields, rope, max_position, fields.number("rope_theta", 10000.0))
-    return replace(found, share=float(share)), length
+    return read_rope_section(fields, rope, max_position, fields.number("rope_theta", 10000.0), partial)
 
 
-def rope_of(fields: Fields, rope: Fields, max_position: int, theta: float) -> tuple[Rope, int]:
-    """The embedding that `rope`, a section of `fields`, describes, and the length that it reaches. `theta` is meant
-    where it names none."""
-    for options in (fields, rope):
-        options.refuse("partial_rotary_factor", 1.0)
-    return _rope_of(fields, rope, max_position, theta)
-
-
-def _rope_of(fields: Fields, rope: Fields, max_position: int, theta: float) -> tuple[Rope, int]:
+def read_rope_section(
+    fields: Fields, rope: Fields, max_position: int, theta: float, partial: bool = False
+) -> tuple[Rope, int]:
+    """Read the rotary embedding that `rope`, a section of `fields`, describes, and the length that it reaches. `theta`
+    is the default. `partial`: it may rotate a part of each head."""
+    share = 1.0
+    if partial:
+        share = float(rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0)))
+        if not 0 < share <= 1:
+            raise StartupError(f"partial_rotary_factor is {share:g}", "It must be above 0, and 1 at most")
+    else:
+        for options in (fields, rope):
+            options.refuse("partial_rotary_factor", 1.0)
     kind = rope.text("rope_type", rope.text("type", "default"))
     if kind not in (*KINDS, "su"):
         raise StartupError(f"the rope_type {shown(kind)} is not supported", f"Supported: {', '.join(KINDS)}")
-    theta = rope.number("rope_theta", theta)
     if kind == "su" or (kind == "yarn" and "short_factor" in rope.config):  # as Phi-3's first configs call it
         kind = "longrope"
+    theta = rope.number("rope_theta", theta)
+    plain = Rope(kind=kind, theta=theta, original_len=max_position, share=share)
     if kind == "default":
-        return Rope(kind=kind, theta=theta, original_len=max_position), max_position
+        return plain, max_position
     if kind in ("linear", "dynamic"):  # max_position_embeddings is the length before scaling
         factor = rope.number("factor")
-        return Rope(kind=kind, theta=theta, original_len=max_position, factor=factor), int(max_position * factor)
+        return replace(plain, factor=factor), int(max_position * factor)
     original = fields.size(
         "original_max_position_embeddings", rope.size("original_max_position_embeddings", max_position)
     )
+    plain = replace(plain, original_len=original)
     if kind == "llama3":
         low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
         if low == high:
             raise StartupError(f"low_freq_factor and high_freq_factor of {rope.where} must differ, both are {low}")
-        llama3 = Rope(
-            kind=kind,
-            theta=theta,
-            original_len=original,
-            factor=rope.number("factor"),
-            low_freq_factor=low,
-            high_freq_factor=high,
-        )
-        return llama3, max_position
-    if kind == "longrope":
-        return _longrope(rope, theta, original, max_position), max_position
+        factor = rope.number("factor")
+        return replace(plain, factor=factor, low_freq_factor=low, high_freq_factor=high), max_position
+    if kind == "longrope":  # LongRoPE (Ding et al., 2024) as Phi-3 has it
+        short, long = (rope.numbers(f"{name}_factor") for name in ("short", "long"))
+        if len(short) != len(long):
+            raise StartupError(f"short_factor of {rope.where} has {len(short)} numbers, long_factor {len(long)}")
+        factor = rope.number("factor", max_position / original)
+        usual = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 and original > 1 else 1.0
+        attention = rope.number("attention_factor", usual)
+        return replace(plain, attention_factor=attention, short=short, long=long), max_position
     factor = rope.number("factor", max_position / original)
-    yarn = Rope(
-        kind=kind,
-        theta=theta,
-        original_len=original,
+    yarn = replace(
+        plain,
         factor=factor,
         attention_factor=rope.number("attention_factor", _yarn_attention_factor(rope, factor)),
         beta_fast=rope.number("beta_fast", 32.0),
@@ -80,18 +77,6 @@ def _rope_of(fields: Fields, rope: Fields, max_position: int, theta: float) -> t
         truncate=rope.flag("truncate", True),
     )
     return yarn, max(max_position, int(original * factor))
-
-
-def _longrope(rope: Fields, theta: float, original: int, max_position: int) -> Rope:
-    """LongRoPE (Ding et al., 2024) as Phi-3 has it."""
-    short, long = (rope.numbers(f"{name}_factor") for name in ("short", "long"))
-    if len(short) != len(long):
-        raise StartupError(f"short_factor of {rope.where} has {len(short)} numbers, long_factor {len(long)}")
-    factor = rope.number("factor", max_position / original)
-    usual = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 and original > 1 else 1.0
-    attention = rope.number("attention_factor", usual)
-    kind = "longrope"
-    return Rope(kind=kind, theta=theta, original_len=original, attention_factor=attention, short=short, long=long)
 
 
 def _yarn_attention_factor(rope: Fields, factor: float) -> float:
