@@ -63,10 +63,14 @@ class Reader:
     def feed(self, text: str) -> list[Event]:
         """What `text`, the next of the output, brings."""
         for char in text:
-            self.steps += 1
-            while not self.state(char):
-                self.steps += 1
+            self.take(char)
         return self.events.take()
+
+    def take(self, char: str) -> None:
+        """Take the next character."""
+        self.steps += 1
+        while not self.state(char):
+            self.steps += 1
 
     def end(self) -> list[Event]:
         """What remains when the output has ended."""
@@ -114,14 +118,10 @@ class CallReader(Reader):
         self.events.add("call", name, self.calls)
         self.calls += 1
 
-    def feed(self, text: str) -> list[Event]:
-        for char in text:
-            self.steps += 1
-            while not self.state(char):
-                self.steps += 1
-            if self._call is not None:
-                self._call.append(char)
-        return self.events.take()
+    def take(self, char: str) -> None:
+        super().take(char)
+        if self._call is not None:
+            self._call.append(char)
 
     def argue(self, text: str) -> None:
         """More of the arguments of the call that began last."""
