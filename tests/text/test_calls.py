@@ -199,6 +199,9 @@ MALFORMED: dict[str, list[tuple[str, list[tuple[str, str]], str]]] = {
         ('[TOOL_CALLS]f{"a": [1', [("f", '{"a": [1')], ""),
         ('[TOOL_CALLS]f{"a": "1\n2"}', [("f", '{"a": "1\\n2"}')], ""),
         ("[TOOL_CALLS][]", [], "[TOOL_CALLS][]"),
+        ('[TOOL_CALLS]```json\n[{"name": "f", "arguments": {"a": 1}}]\n```', [("f", '{"a": 1}')], ""),
+        ('[TOOL_CALLS] ```\n{"name": "f"}\n```\nDone.', [("f", "{}")], "\nDone."),
+        ("[TOOL_CALLS]```json\nf{}\n```", [], "[TOOL_CALLS]```json\nf{}\n```"),
     ],
     "pythonic": [
         ("[1, 2]", [], "[1, 2]"),

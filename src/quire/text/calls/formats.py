@@ -168,7 +168,7 @@ class Mistral(JsonCalls):
         self._value = Value()
 
     def _open(self, char: str) -> bool:
-        if char not in "[{" and not char.isspace() and not self.in_list:
+        if char not in "[{`" and not char.isspace() and not (self.in_list or self.fenced):
             self._head, self.state = [], self._in_head
             return False
         return super()._open(char)
