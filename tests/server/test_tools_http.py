@@ -293,19 +293,21 @@ def test_what_is_wrong_is_named(echo: Running, http: httpx.Client, name: str) ->
     assert echo.metric("quire_prompt_tokens_total") == before, "nothing was queued"
 
 
+FIVE = {"const": 5}
 BOMB = {"allOf": [{"type": "integer", "multipleOf": number} for number in (5, 7, 11, 13, 17, 19)]}
 
 
 @pytest.mark.parametrize(
     ("parameters", "lost"),
     [
-        ({"properties": {"x": {"not": {"type": "null"}}}}, "{}#/properties/x/not"),
-        ({"properties": {"x": {"$ref": "#/$defs/X"}}, "$defs": {"X": {"items": {"if": {}, "uniqueItems": True}}}},
+        ({"properties": {"n": FIVE, "x": {"not": {"type": "null"}}}}, "{}#/properties/x/not"),
+        ({"properties": {"n": FIVE, "x": {"$ref": "#/$defs/X"}},
+          "$defs": {"X": {"items": {"if": {}, "uniqueItems": True}}}},
          "{0}#/$defs/X/items/if, {0}#/$defs/X/items/uniqueItems"),
-        ({"properties": {"x": {"$ref": "#/$defs/X"}}}, "{}#/properties/x/$ref"),
-        ({"properties": {"x": {"type": "string", "pattern": "^(?=a)b"}}}, "{}#/properties/x/pattern"),
-        ({"properties": {"x": {"oneOf": [{"type": "string"}, {"minLength": 2}]}}}, "{}#/properties/x/oneOf"),
-        ({"properties": {"x": {"type": "string", "minLength": 1.0}}, "required": None}, None),
+        ({"properties": {"n": FIVE, "x": {"$ref": "#/$defs/X"}}}, "{}#/properties/x/$ref"),
+        ({"properties": {"n": FIVE, "x": {"type": "string", "pattern": "^(?=a)b"}}}, "{}#/properties/x/pattern"),
+        ({"properties": {"n": FIVE, "x": {"oneOf": [{"type": "string"}, {"minLength": 2}]}}}, "{}#/properties/x/oneOf"),
+        ({"properties": {"n": FIVE, "x": {"type": "string", "minLength": 1.0}}, "required": None}, None),
         ({"type": "object", "required": ["x"], "properties": {"x": {"$ref": "#"}}}, "{}"),
         ({"properties": {"x": BOMB}}, "any parameters, as json: it is too complex"),
     ],
@@ -314,8 +316,11 @@ BOMB = {"allOf": [{"type": "integer", "multipleOf": number} for number in (5, 7,
 def test_calls_are_held_to_parameters_as_far_as_can_be(
     said: Any, choice: Any, parameters: Any, lost: str | None
 ) -> None:
-    """What has no grammar is named in a warning, whichever tool has it, and the rest is enforced."""
-    _, _, running = said
+    """What has no grammar is named in a warning, whichever tool has it, and the rest is enforced: that `n` is 5, or
+    that arguments are an object."""
+    _, say, running = said
+    wrong, held = ('{"n":7}', '{"n":5') if "n" in parameters["properties"] else ("7", "{")
+    say(f'[{{"name":"a","arguments":{wrong}}}]' if choice == "required" else wrong)
     with httpx.Client(base_url=running.url, timeout=20) as http:
         body = {"messages": TALK, "tools": [*TOOLS, *tools_of(parameters=parameters)], "tool_choice": choice}
         answer = http.post("/v1/chat/completions", json={**body, "max_tokens": 60})
@@ -324,6 +329,8 @@ def test_calls_are_held_to_parameters_as_far_as_can_be(
     assert (
         (f"not enforced in tool calls: {lost.format('tools[2].function.parameters')}" in warned) if lost else not warned
     ), warned
+    called = answer.json()["choices"][0]["message"]["tool_calls"][0]["function"]
+    assert (called["name"], called["arguments"][: len(held)]) == ("a", held)
 
 
 @pytest.mark.parametrize("number", ["NaN", "1e999", "-Infinity"])
