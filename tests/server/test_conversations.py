@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import echo_service
@@ -97,18 +98,31 @@ def test_effort_is_for_templates_that_read_it(servers: Servers) -> None:
         assert "warning" not in http.post("/v1/chat/completions", json=body).headers
 
 
-def test_special_tokens_of_a_chat_are_the_templates() -> None:
-    """The tokenizer's are added on request only."""
+@pytest.fixture
+def bos() -> Iterator[httpx.Client]:
+    """A server whose tokenizer puts <|im_start|> before each text."""
     backend = tokenizer()._backend
     adding = type(backend).from_str(backend.to_str())
-    bos = ("<|im_start|>", backend.token_to_id("<|im_start|>"))
-    adding.post_processor = TemplateProcessing(single=f"{bos[0]} $A", special_tokens=[bos])
-    model = echo_service.built()._replace(tokenizer=Tokenizer(adding, {"eos_token": "<|end|>"}))
-    with echo_service.serving(model) as running, httpx.Client(base_url=running.url) as http:
-        plain = ids_of(http, messages=TALK)
-        for asked, wanted in ((None, plain), (False, plain), (True, [bos[1], *plain])):
-            body = {"messages": TALK, "add_special_tokens": asked}
-            assert ids_of(http, **body) == wanted
-            answer = http.post("/v1/chat/completions", json={**body, "max_tokens": 1, "return_token_ids": True})
-            assert answer.json()["prompt_token_ids"] == wanted
-    assert plain == tokenizer().encode("<|im_start|>user\nonce upon a time<|im_end|>\n<|im_start|>assistant\n")
+    special = ("<|im_start|>", backend.token_to_id("<|im_start|>"))
+    adding.post_processor = TemplateProcessing(single=f"{special[0]} $A", special_tokens=[special])
+    names = {"eos_token": "<|end|>", "bos_token": special[0]}
+    model = echo_service.built()._replace(tokenizer=Tokenizer(adding, names))
+    with echo_service.serving(model) as running, httpx.Client(base_url=running.url) as found:
+        yield found
+
+
+def test_special_tokens_of_a_chat_are_the_templates(bos: httpx.Client) -> None:
+    """The tokenizer's are added on request only."""
+    plain = tokenizer().encode("<|im_start|>user\nonce upon a time<|im_end|>\n<|im_start|>assistant\n")
+    for asked, wanted in ((None, plain), (False, plain), (True, [plain[0], *plain])):
+        body = {"messages": TALK, "add_special_tokens": asked}
+        assert ids_of(bos, **body) == wanted
+        answer = bos.post("/v1/chat/completions", json={**body, "max_tokens": 1, "return_token_ids": True})
+        assert answer.json()["prompt_token_ids"] == wanted
+
+
+def test_two_bos_tokens_are_reported(bos: httpx.Client) -> None:
+    """One that a completion's text names, after the one that the tokenizer puts before it."""
+    for more, warned in (({}, True), ({"add_special_tokens": False}, False)):
+        answer = bos.post("/v1/completions", json={"prompt": "<|im_start|>once", "max_tokens": 1, **more})
+        assert ("two BOS tokens" in answer.headers.get("Warning", "")) is warned

@@ -108,13 +108,6 @@ def test_what_cannot_be_answered_is_refused(http: httpx.Client, asked: dict[str,
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
 
 
-def test_two_bos_tokens_are_told(http: httpx.Client) -> None:
-    """One that a completion's text names, behind the one that the tokenizer puts before it."""
-    for more, warned in (({}, True), ({"add_special_tokens": False}, False)):
-        answer = http.post("/v1/completions", json={"prompt": "<|begin|>Once", "max_tokens": 1, **more})
-        assert ("two BOS tokens" in answer.headers.get("Warning", "")) is warned
-
-
 def test_openai_client(running: Running, offline: tuple[np.ndarray, list[list[int]]]) -> None:
     """Which asks for base64 unless told otherwise."""
     wanted, ids = offline
