@@ -32,8 +32,8 @@ class Widths(NamedTuple):
 
 
 class Mamba(nn.Module):
-    """x [T, hidden] -> [T, hidden]. The layer's states, in `cache`, are taken from in front of the step's tokens to
-    behind them, as the plan says.
+    """x [T, hidden] -> [T, hidden], by `mix` and then `out`. The layer's states, in `cache`, are taken from in front of
+    the step's tokens to behind them, as the plan says.
 
     Where ranks share out a layer, each has some channels and their states. What steps, B and C are made of is a sum
     over all channels, so ranks meet within the mixer; what it gives is one rank's part of a sum."""
@@ -71,9 +71,6 @@ class Mamba(nn.Module):
         self.all_norms: Callable[..., tuple[Tensor, ...]] | None = None  # in one launch
         self.decay: Tensor | None = None
         self.conv, self.scan = states.causal_conv, states.selective_scan
-
-    def forward(self, x: Tensor, cache: StateCache, plan: StatePlan) -> Tensor:
-        return self.out(self.mix(x, cache, plan))
 
     def mix(self, x: Tensor, cache: StateCache, plan: StatePlan) -> Tensor:
         """[T, d_inner], or its own channels: what the scan finds for each token; `out` comes next."""

@@ -91,19 +91,6 @@ def test_rows_in_parts() -> None:
     check(made, "Triton")
 
 
-def test_a_polynomial_for_exponentials() -> None:
-    """Some of a channel's states by it, in both of a thread's channels."""
-    made = step([Row(3, 9), Row(0, 13)], Shape(72, 4))
-    want, out, bc = looped(made), torch.empty_like(made.x), torch.cat((made.B, made.C), dim=1)
-    how = scan_prompt.Unrolled(tile=2, groups=2, fma=3)
-    args = (made.x, made.dt, made.A, bc, made.D, made.z, made.bias, out, made.cache.ssm, made.plan)
-    options = {"RUN": 8, "INNER": 72, "SIZE": 4, "BIAS": True, "PDL": False}
-    scan_prompt.prompts(*args, 0, options, how)
-    near(out, want.scan)
-    for page, state in want.ssm_states.items():
-        near(made.cache.ssm[page], state)
-
-
 @pytest.mark.parametrize("name", BOTH[::-1])
 def test_padding(name: str) -> None:
     """Rows of no tokens in a plan of tiles, and slot 0 among rows of one: nothing but page 0 is written for them."""

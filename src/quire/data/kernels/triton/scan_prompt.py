@@ -7,7 +7,7 @@ that: loads are wide, no sum crosses threads, and the next tokens are on their w
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -33,17 +33,6 @@ def softplus(x):
     part = tl.fma(e, tl.fma(e, tl.fma(e, part, 0.0773807392), -0.135905996), 0.190713093)
     part = tl.fma(e, tl.fma(e, tl.fma(e, tl.fma(e, part, -0.248339459), 0.333179355), -0.499994367), 0.99999994)
     return tl.fma(e, part, tl.maximum(x, 0.0))
-
-
-@triton.jit
-def exp2(x):
-    """2 ** x, fp32, within 2e-7 of itself, by a polynomial alone; below -126 that of -126, which is next to nothing."""
-    x = tl.minimum(tl.maximum(x, -126.0), 127.0)
-    moved = x + 12582912.0  # 1.5 * 2 ** 23: rounds to a whole number, which the last bits are
-    f = x - (moved - 12582912.0)
-    p = tl.fma(f, tl.fma(f, 0.00132647, 0.00967151), 0.05550734)
-    p = tl.fma(f, tl.fma(f, tl.fma(f, p, 0.24022242), 0.69314698), 1.0)
-    return ((moved.to(tl.int32, bitcast=True) << 23) + p.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -119,16 +108,12 @@ def _of_tokens(base, stride, channel, inside, TILE: tl.constexpr, GROUPS: tl.con
 @triton.jit
 def _after(
     h, decays, v, delta, skip, both,
-    FIRST: tl.constexpr, SIZE: tl.constexpr, FMA: tl.constexpr, ENDS: tl.constexpr,
+    FIRST: tl.constexpr, SIZE: tl.constexpr, ENDS: tl.constexpr,
 ):  # fmt: skip
-    """(A channel's states after a token, h from FIRST on before it; its output before the gate). FMA: states, the last
-    ones, whose exponentials are computed without special functions."""
+    """(A channel's states after a token, h from FIRST on before it; its output before the gate)."""
     moved, y, states = delta * v, skip * v, ()
     for n in tl.static_range(SIZE):
-        if n < SIZE - FMA:
-            state = advanced(h[FIRST + n], decays[FIRST + n], delta, moved, both[n])
-        else:
-            state = tl.fma(exp2(delta * decays[FIRST + n]), h[FIRST + n], moved * both[n])
+        state = advanced(h[FIRST + n], decays[FIRST + n], delta, moved, both[n])
         if not ENDS:
             y = tl.fma(state, both[SIZE + n], y)
         states += (state,)
@@ -138,12 +123,11 @@ def _after(
 @triton.jit
 def _computed(
     h, totals, tokens, bc, out, channel, inside, decays, skips, shifts, INNER: tl.constexpr, SIZE: tl.constexpr,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, GROUPS: tl.constexpr, WIDE: tl.constexpr, FMA: tl.constexpr,
-    LATE: tl.constexpr, ENDS: tl.constexpr,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, GROUPS: tl.constexpr, WIDE: tl.constexpr, ENDS: tl.constexpr,
 ):  # fmt: skip
-    """(States after TILE tokens, sums of steps with theirs). Their outputs are written, unless ENDS. LATE: behind the
-    last token, since the compiler moves no load in front of a store: B and C may be loaded before their turn then, if
-    there are registers."""
+    """(States after TILE tokens, sums of steps with theirs). Their outputs are written, unless ENDS, after the last
+    token, since the compiler moves no load in front of a store: B and C may be loaded before their turn then, if there
+    are registers."""
     vs, ds, gs = tokens
     ys = ()
     everywhere = tl.full((BLOCK,), True, tl.int1)
@@ -153,19 +137,13 @@ def _computed(
         states, sums = (), ()
         for k in tl.static_range(GROUPS):
             delta = softplus(ds[i * GROUPS + k].to(tl.float32) + shifts[k])
-            left, y = _after(
-                h, decays, vs[i * GROUPS + k].to(tl.float32), delta, skips[k], both, k * SIZE, SIZE, FMA, ENDS
-            )
+            left, y = _after(h, decays, vs[i * GROUPS + k].to(tl.float32), delta, skips[k], both, k * SIZE, SIZE, ENDS)
             states += left
             sums += (totals[k] + delta,)
             if not ENDS:
-                y = gated(y, gs[i * GROUPS + k].to(tl.float32)).to(out.dtype.element_ty)
-                if LATE:
-                    ys += (y,)
-                else:
-                    tl.store(out + i * INNER + channel[k], y, mask=inside[k])
+                ys += (gated(y, gs[i * GROUPS + k].to(tl.float32)).to(out.dtype.element_ty),)
         h, totals = states, sums
-    if LATE and not ENDS:
+    if not ENDS:
         for i in tl.static_range(TILE):
             for k in tl.static_range(GROUPS):
                 tl.store(out + i * INNER + channel[k], ys[i * GROUPS + k], mask=inside[k])
@@ -178,8 +156,8 @@ def _unrolled(
     x, dt, A, bc, D, z, bias, out, states, ends, totals, offsets, lengths, starts, reads, writes, tiles,
     x_stride, dt_stride, z_stride, page_stride, width,
     RUN: tl.constexpr, INNER: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
-    BIAS: tl.constexpr, TILE: tl.constexpr, GROUPS: tl.constexpr, WIDE: tl.constexpr, FMA: tl.constexpr,
-    LATE: tl.constexpr, PART: tl.constexpr, ENDS: tl.constexpr, PDL: tl.constexpr,
+    BIAS: tl.constexpr, TILE: tl.constexpr, GROUPS: tl.constexpr, WIDE: tl.constexpr, PART: tl.constexpr,
+    ENDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """As `_scan`, and each thread holds all SIZE states of its GROUPS channels: no sum crosses threads. TILE tokens are
     computed while the next ones are loaded. `bc`: B and C side by side, fp32.
@@ -254,7 +232,7 @@ def _unrolled(
                     later_gs = _of_tokens(z + then * z_stride, z_stride, channel, inside, TILE, GROUPS)
                 h, sums = _computed(
                     h, sums, (vs, ds, gs), bc + t * (2 * SIZE), out + t * INNER, channel, inside, decays, skips,
-                    shifts, INNER, SIZE, BLOCK, TILE, GROUPS, WIDE, FMA, LATE, ENDS,
+                    shifts, INNER, SIZE, BLOCK, TILE, GROUPS, WIDE, ENDS,
                 )  # fmt: skip
                 vs, ds, gs = later_vs, later_ds, later_gs
         for t in range(whole, end):
@@ -263,7 +241,7 @@ def _unrolled(
             gs = _of_tokens(z + t * z_stride, z_stride, channel, inside, 1, GROUPS)
             h, sums = _computed(
                 h, sums, (vs, ds, gs), bc + t * (2 * SIZE), out + t * INNER, channel, inside, decays, skips, shifts,
-                INNER, SIZE, BLOCK, 1, GROUPS, WIDE, FMA, LATE, ENDS,
+                INNER, SIZE, BLOCK, 1, GROUPS, WIDE, ENDS,
             )  # fmt: skip
         if not ENDS and ((start + end) % RUN == 0 or end == length):
             page = tl.load(writes + row * width + run - start // RUN)
@@ -275,20 +253,11 @@ def _unrolled(
         _written(ends + place * SIZE, channel, inside, h, SIZE, BLOCK, GROUPS, WIDE)
 
 
-class Unrolled(NamedTuple):
-    """How prompts are divided: tokens computed while as many are loaded, channels of a thread, warps of a program,
-    registers that a thread may have, exponentials of a channel's that are left to polynomials, and whether outputs are
-    written together."""
+TILE = 4
+"""Tokens of a prompt that are computed while as many are loaded."""
 
-    tile: int = 4
-    groups: int = 2
-    warps: int = 1
-    registers: int = 255
-    fma: int = 0
-    late: bool = True
-
-
-UNROLLED = Unrolled()
+GROUPS, WARPS, REGISTERS = 2, 1, 255
+"""Channels of a thread, warps of a program, and registers that a thread may have."""
 
 BUSY = 2048
 """Warps that an H200 computes at once, of these registers, 16 to a multiprocessor."""
@@ -307,12 +276,12 @@ def part_tokens(plan: StatePlan, tokens: int, inner: int) -> int:
 
 def prompts(
     x: Tensor, dt: Tensor, A: Tensor, bc: Tensor, D: Tensor, z: Tensor, bias: Tensor | None, out: Tensor,
-    states: Tensor, plan: StatePlan, part: int, options: dict[str, Any], how: Unrolled = UNROLLED,
+    states: Tensor, plan: StatePlan, part: int, options: dict[str, Any],
 ) -> None:  # fmt: skip
     """Rows whole, or in parts: their ends first."""
     (tokens, inner), size, ends, totals = x.shape, A.shape[1], None, None
-    block = 32 * how.warps
-    blocks, wide = cdiv(inner, block * how.groups), min(4, size & -size)
+    block = 32 * WARPS
+    blocks, wide = cdiv(inner, block * GROUPS), min(4, size & -size)
     programs = len(plan.offsets)
     if part:
         assert plan.tiles is not None, "rows of one token each are whole"
@@ -326,6 +295,6 @@ def prompts(
             x, dt, A, bc, D, z, bias, out, states, ends, totals,
             plan.offsets, plan.lengths, plan.starts, plan.reads, plan.writes, plan.tiles,
             x.stride(0), dt.stride(0), z.stride(0), states.stride(0), plan.writes.stride(0),
-            BLOCK=block, BLOCKS=blocks, TILE=how.tile, GROUPS=how.groups, WIDE=wide, FMA=how.fma,
-            LATE=how.late, PART=part, ENDS=only_ends, **options, num_warps=how.warps, maxnreg=how.registers,
+            BLOCK=block, BLOCKS=blocks, TILE=TILE, GROUPS=GROUPS, WIDE=wide, PART=part,
+            ENDS=only_ends, **options, num_warps=WARPS, maxnreg=REGISTERS,
         )  # fmt: skip
