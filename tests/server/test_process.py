@@ -133,6 +133,13 @@ def test_sigterm_drains_and_exits_0(brake: Path) -> None:
         assert "Traceback" not in error
 
 
+def test_a_closed_stderr() -> None:
+    with process(shell='exec "$@" 2>&-') as server:
+        assert ask(server.url, 2).status_code == 200
+        server.child.send_signal(signal.SIGTERM)
+        assert server.end() == (0, "")
+
+
 def pasted(server: Process) -> str:
     """What the printed curl line answers."""
     line = f"{server.lines[-1].strip()} -s -m 60"

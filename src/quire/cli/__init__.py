@@ -7,6 +7,7 @@ that names cause and remedy, and exit status 2.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from difflib import SequenceMatcher, get_close_matches
@@ -114,6 +115,8 @@ def refuse(flag: str, command: Parser) -> NoReturn:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
+    if sys.stderr is None:
+        _reopen_stderr()
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if arguments[:1] in (["bench"], ["reproduce"], ["simulate"]):
         return guarded(lambda: _delegate(arguments[0], list(arguments[1:])), debug="--debug" in arguments)
@@ -124,6 +127,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"quire {__version__}")
         return 0
     return guarded(lambda: _run(args), debug=getattr(args, "debug", False))
+
+
+def _reopen_stderr() -> None:
+    """Discard what is written to stderr, which was closed. Children inherit it, and no other file gets its number."""
+    os.dup2(os.open(os.devnull, os.O_RDWR), 2)
+    os.set_inheritable(2, True)  # dup2 does nothing if open returned 2
+    sys.stderr = os.fdopen(2, "w", closefd=False)
 
 
 def guarded(command: Callable[[], int], *, debug: bool) -> int:
