@@ -345,6 +345,13 @@ BUGS: dict[str, Bug] = {
         f"{TEXT}test_grammars.py::test_one_source_of_two_kinds_is_two_grammars",
         r"assert \[\[(\d+), (\d+)\], \[\1, \2\]\] == \[\[\1, \2\], ",
     ),
+    "each keyword without a grammar is taken from all of the form": bug(
+        "text/grammars.py",
+        "less = without(form, error.place)",
+        "less = without(asked, error.place)",
+        f"{SERVER}test_tools_http.py::test_calls_are_held_to_parameters_as_far_as_can_be[required-two]",
+        r"not enforced in tool calls: any parameters, as json: Unimplemented keys: .*/items/if",
+    ),
     "every branch that waited is the last": bug(
         "text/streams.py",
         "done=self._finished and at == len(held)",

@@ -1,4 +1,4 @@
-"""The service's planted bugs: each must be found by the tests that it names, through the message that it causes.
+"""Bugs planted in the source: each must be found by the tests that it names, through the message that it causes.
 
 The tests run in forks of one process that has collected them, so that a bug costs what its test costs."""
 
@@ -8,11 +8,12 @@ import re
 from collections.abc import Iterator
 
 import pytest
+from planted_data import BUGS as DATA
 from planted_ipc import BUGS as IPC
 from planted_server import BUGS as SERVER
 from planting import Planter
 
-BUGS = {**SERVER, **IPC}
+BUGS = {**SERVER, **IPC, **DATA}
 TESTS = tuple(dict.fromkeys(test for bug in BUGS.values() for test in bug.tests))
 
 pytestmark = pytest.mark.xdist_group(name="planted")

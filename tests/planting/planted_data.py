@@ -1,0 +1,31 @@
+"""Bugs planted in src/quire/data: how a model's config and weights are read."""
+
+from __future__ import annotations
+
+from bugs import Bug, bug
+
+OTHER_NUMBERS = r"assert \[-.*\] == approx\(\["
+
+BUGS: dict[str, Bug] = {
+    "a head counts only if none of its numbers is the embedding's": bug(
+        "data/weights/checkpoint.py",
+        "return any(bool((first[rows].float() != second[rows].float()).any()) for rows in blocks)",
+        "return all(bool((first[rows].float() != second[rows].float()).all()) for rows in blocks)",
+        "tests/data/weights/test_own_head.py::test_a_head_that_differs_counts[True-llama]",
+        OTHER_NUMBERS,
+    ),
+    "whole heads are rotated where a share is": bug(
+        "data/layers/rope.py",
+        "return int(head_dim * self.share)",
+        "return head_dim",
+        "tests/test_partial_rope.py::test_log_probabilities_are_those_of_transformers[plain-one rank]",
+        OTHER_NUMBERS,
+    ),
+    "rows of heads that are rotated in part keep their order": bug(
+        "data/layers/rope.py",
+        "return [*range(half), *first, *range(half, 2 * half), *second]",
+        "return [*range(2 * half), *first, *second]",
+        "tests/test_partial_rope.py::test_log_probabilities_are_those_of_transformers[plain-one rank]",
+        OTHER_NUMBERS,
+    ),
+}
