@@ -190,4 +190,18 @@ BUGS: dict[str, Bug] = {
         "tests/parallel/test_ray_door.py::test_an_address_where_strangers_listen_too",
         r"DID NOT RAISE .*StartupError",
     ),
+    "the GPU with the most room decides": bug(
+        "parallel/devices.py",
+        "rank = min(range(len(rooms))",
+        "rank = max(range(len(rooms))",
+        "tests/parallel/test_neighbours.py::test_a_gpu_that_has_filled_up_is_named_as_ranks_are_started_anew",
+        r"DID NOT RAISE .*StartupError",
+    ),
+    "versions of Ray are compared as text": bug(
+        "parallel/ray_driver.py",
+        r"""if tuple(map(int, re.findall(r"\d+", ray.__version__)[:2])) < OLDEST:""",
+        """if ray.__version__ < ".".join(map(str, OLDEST)):""",
+        "tests/parallel/test_ray_door.py::test_a_ray_that_is_old_or_listens_to_all_is_refused",
+        r"DID NOT RAISE .*StartupError",
+    ),
 }
