@@ -31,15 +31,15 @@ class BuildWithKernels(build_py):
     def run(self) -> None:
         super().run()
         place = FOLDER if self.editable_mode else Path(self.build_lib, *FOLDER.parts[1:])
-        made = kernels().build(place / "built", FOLDER / "built" / "objects", here=self.editable_mode)
-        for line in made.refused:
+        made = kernels().build(place / "built", FOLDER / "built" / "objects", native_only=self.editable_mode)
+        for line in made.failures:
             print(f"CPU kernels: {line}", file=sys.stderr)
 
 
 class WithKernels(Distribution):
     def has_ext_modules(self) -> bool:
         """Whether a wheel is for one kind of machine."""
-        return kernels().compiler() is not None and bool(kernels().variants().variants())
+        return kernels().compiler() is not None and bool(kernels().variants().machine_variants())
 
 
 class WheelOfAnyPython(bdist_wheel):

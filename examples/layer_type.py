@@ -13,7 +13,7 @@ from quire.control.memory.paged import PagedMemory
 from quire.control.memory.policies import POLICIES
 from quire.control.request import Sequence as Branch
 from quire.jenga import Evictor, Request, policy_of
-from quire.vocabulary.specs import Geometry, Group, Layout
+from quire.vocabulary.specs import KVCacheConfig, KVCacheGroup, KVCacheLayout
 
 BLOCK, PAGE, TOKENS = 32, 16, 1024
 
@@ -46,28 +46,28 @@ def memory() -> PagedMemory:
     """Two types of layers, whose pages have one size and are one pool."""
     ids = range(1, 2 * TOKENS // PAGE + 1)
     groups = tuple(
-        Group((layer,), 64 * PAGE, 64, TOKENS // PAGE, ids, run_tokens=PAGE, kind=kind)
+        KVCacheGroup((layer,), 64 * PAGE, 64, TOKENS // PAGE, ids, run_tokens=PAGE, kind=kind)
         for layer, kind in enumerate(("full", "block-local"))
     )
     policies = {**POLICIES, "block-local": policy_of(BlockLocalLayer(), horizon=4 * BLOCK, period=BLOCK)}
-    geometry = Geometry(Layout.PAGED, (ids.stop + 1) * 64 * PAGE, 8, groups, 2)
-    return PagedMemory(geometry, chunk=64, policies=policies)
+    geometry = KVCacheConfig(KVCacheLayout.PAGED, (ids.stop + 1) * 64 * PAGE, 8, groups, 2)
+    return PagedMemory(geometry, max_step_tokens=64, policies=policies)
 
 
 def served(memory: PagedMemory, id: int, tokens: list[int]) -> tuple[int, list[int]]:
     """A request comes and is computed in chunks: the tokens that it finds, and the pages that it holds at its end."""
     seq = Branch(id, tokens)
     [admitted] = memory.admit([seq], 64)  # type: ignore[misc]  # there is room
-    seq.computed = seq.planned = admitted.reused
+    seq.computed = seq.planned = admitted.reused_tokens
     while seq.computed < len(tokens):
         end = min(seq.computed + 64, len(tokens))
         assert memory.grow(seq, end)
         seq.computed = seq.planned = end
         memory.commit(seq)
-    held = [sum(page > 0 for page in table) for table in memory.place(seq).tables]
+    held = [sum(page > 0 for page in table) for table in memory.get_placement(seq).tables]
     memory.free(seq)
     memory.check()
-    return admitted.reused, held
+    return admitted.reused_tokens, held
 
 
 def main() -> list[tuple[int, list[int]]]:

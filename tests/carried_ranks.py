@@ -14,8 +14,8 @@ from quire.bench import exchange_rank
 from quire.data.kernels import peer_sizes
 from quire.data.kernels.triton import norm
 from quire.parallel import device_exchange, rank
-from quire.parallel.frames import Hello
-from quire.parallel.questions import QUESTIONS
+from quire.parallel.frames import InitMessage
+from quire.parallel.questions import RANK_QUERIES
 
 REPLAYS = 2  # beside carrier_ranks' ways
 
@@ -23,7 +23,7 @@ REPLAYS = 2  # beside carrier_ranks' ways
 class Carried(carrier_ranks.Carried):
     """`warm_up(rows, REPLAYS)`: what the bench's replays have carried."""
 
-    def __init__(self, hello: Hello, seat: Any) -> None:
+    def __init__(self, hello: InitMessage, seat: Any) -> None:
         super().__init__(hello, seat)
         for one in self.norms:
             one.kernel = norm.rms_norm
@@ -38,14 +38,14 @@ class Carried(carrier_ranks.Carried):
         assert carried is not None, "rows are carried"
         for _ in range(3):
             carried()
-        self.exchange.check()
+        self.exchange.check_peers()
         self.found = {"wrong": int(wrong)}
 
 
 def main() -> None:
     peer_ranks.reach()
     reduce_ranks.immediate()
-    peer_sizes.CARRIED, device_exchange.LARGE = 1 << 20, 16
+    peer_sizes.COPY_BYTES, device_exchange.NCCL_MIN_BYTES = 1 << 20, 16
     exchange_rank.SIZE, exchange_rank.DTYPE = 64, torch.float32
-    QUESTIONS["found"] = lambda runner: runner.found
+    RANK_QUERIES["found"] = lambda runner: runner.found
     rank.main(Carried, peer_ranks.Seat)

@@ -81,11 +81,11 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     import quire.parallel.remote as remote
     from quire.data.kernels.cpu.loading import library
-    from quire.shard import build_rank
+    from quire.shard import build_rank_runner
 
     monkeypatch.setenv("QUIRE_CPU_KERNELS", "off")
     library.cache_clear()
-    runner = partial(remote.RemoteRunner, start=partial(ThreadRank, build_rank))
+    runner = partial(remote.RemoteRunner, start=partial(ThreadRank, build_rank_runner))
     monkeypatch.setattr(remote, "RemoteRunner", runner)
     yield
     library.cache_clear()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.data.layers.rotary import queries_keys_values
+from quire.data.layers.rotary import prepare_qkv
 from quire.vocabulary.specs import ModelSpec
 
 
@@ -29,7 +29,7 @@ class DensePyramid:
 
     def attend(self, layer: int, qkv: Tensor, rotary: Any = None, norms: Any = None, last: bool = False) -> Tensor:
         spec = self.spec.layers[layer]
-        q, k, v = queries_keys_values(qkv, self.spec.heads, rotary.at(self.positions, qkv.dtype), norms)
+        q, k, v = prepare_qkv(qkv, self.spec.heads, rotary.angles_at(self.positions, qkv.dtype), norms)
         self.keys[layer] += k
         self.values[layer] += v
         out = torch.empty_like(q)
@@ -50,7 +50,7 @@ class DensePyramid:
 
     def _choose(self, layer: int, seen: dict[tuple[int, int], Tensor], shared: int) -> None:
         budget, choice = self.spec.layers[layer].budget, self.spec.selection
-        before, reach = self.prompt - choice.queries, choice.pool // 2
+        before, reach = self.prompt - choice.observation_window, choice.pooling_kernel // 2
         assert budget is not None
         for head in range(self.spec.layers[layer].kv_heads):
             votes = [0.0] * before
@@ -59,10 +59,10 @@ class DensePyramid:
                     for p in range(before):
                         votes[p] += float(seen[position, query][p])
             pooled = [sum(votes[max(p - reach, 0) : p + reach + 1]) for p in range(before)]
-            best = sorted(range(before), key=lambda p: -pooled[p])[: budget - choice.queries]
+            best = sorted(range(before), key=lambda p: -pooled[p])[: budget - choice.observation_window]
             self.kept[layer][head] = sorted(best) + list(range(before, self.prompt))
 
-    def wanted(self, x: Tensor) -> Tensor:
+    def select_logits_rows(self, x: Tensor) -> Tensor:
         return x
 
 

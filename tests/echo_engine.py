@@ -11,19 +11,19 @@ sys.path.insert(0, str(Path(__file__).parent))
 import echo_service
 
 from quire.control.engine import Engine
-from quire.link.hello import Hello
-from quire.link.messages import Ready, described
+from quire.link.hello import EngineInitMessage
+from quire.link.messages import EngineReady, engine_ready
 from quire.link.program import main
-from quire.text.grammars import Grammars
+from quire.text.grammars import GrammarCompiler
 
 
-def build(hello: Hello) -> tuple[Engine, Ready]:
+def build(hello: EngineInitMessage) -> tuple[Engine, EngineReady]:
     """The echo of the recipe."""
     echo = echo_service.Echo(**RECIPE["echo"])
     model = echo_service.built(echo, text=RECIPE["text"], kv_tokens=RECIPE["kv_tokens"], **RECIPE["settings"])
     if model.tokenizer is not None:
-        model.engine.grammars = Grammars(model.tokenizer, echo_service.VOCAB, (0,), trusted=True)
-    return model.engine, described(model.engine, model.plan.lines(), model.notices)
+        model.engine.grammar_compiler = GrammarCompiler(model.tokenizer, echo_service.VOCAB, (0,), trusted=True)
+    return model.engine, engine_ready(model.engine, model.memory_plan.to_lines(), model.notices)
 
 
 RECIPE = json.loads(sys.argv.pop(1))

@@ -19,15 +19,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from quire.config import EngineConfig
 from quire.errors import PeerLost
-from quire.link.child import Child
-from quire.parallel.frames import Hello
-from quire.parallel.rank import Build, main, run
+from quire.link.child import ChildProcess
+from quire.parallel.frames import InitMessage
+from quire.parallel.rank import RunnerBuilder, main, serve
 from quire.parallel.remote import RemoteRunner
 from quire.parallel.ring import RingReader
-from quire.parallel.sides import start_program
+from quire.parallel.sides import launch_rank_process
 from quire.sim.echo import EchoRunner
-from quire.vocabulary.plan import Copy, Entry, Sampled, StepPlan, StepResult
-from quire.vocabulary.specs import Geometry
+from quire.vocabulary.plan import PageCopy, PageOp, SliceResult, StepPlan, StepResult
+from quire.vocabulary.specs import KVCacheConfig
 
 VOCAB = 512
 
@@ -67,7 +67,7 @@ class FaultyEcho(EchoRunner):
         if self.how in FAULTS:
             FAULTS[self.how]()
 
-    def bind(self, geometry: Geometry) -> None:
+    def bind(self, geometry: KVCacheConfig) -> None:
         self._at("bind")
         super().bind(geometry)
 
@@ -86,25 +86,25 @@ class FaultyEcho(EchoRunner):
         time.sleep(self.pause)  # a device whose step takes time
         self._at("collect", ticket)
         result = super().collect(ticket)
-        if self.how == "draw" and ticket >= self.step and result.samples:
-            return result._replace(samples=(Sampled((1,)), *result.samples[1:]))
+        if self.how == "draw" and ticket >= self.step and result.slice_results:
+            return result._replace(slice_results=(SliceResult((1,)), *result.slice_results[1:]))
         return result
 
-    def replay(self, entry: Entry) -> None:
-        if self.how == "skip" and isinstance(entry, Copy) and not self.skipped:
+    def apply(self, entry: PageOp) -> None:
+        if self.how == "skip" and isinstance(entry, PageCopy) and not self.skipped:
             self.skipped = True
             return
-        super().replay(entry)
+        super().apply(entry)
 
     def close(self) -> None:
         self._at("close")
         super().close()
 
 
-class ThreadRank(Child):
+class ThreadRank(ChildProcess):
     """A rank on a thread of this process."""
 
-    def __init__(self, build: Build, rank: int, inherited: Sequence[int]) -> None:
+    def __init__(self, build: RunnerBuilder, rank: int, inherited: Sequence[int]) -> None:
         ours, self.theirs = socket.socketpair()
         self.connections, self.process = [ours], self  # type: ignore[assignment]
         descriptors = [os.dup(descriptor) for descriptor in inherited]
@@ -113,10 +113,10 @@ class ThreadRank(Child):
         self.thread = threading.Thread(target=self._run, args=(build, reader, descriptors), daemon=True)
         self.thread.start()
 
-    def _run(self, build: Build, reader: RingReader, descriptors: list[int]) -> None:
+    def _run(self, build: RunnerBuilder, reader: RingReader, descriptors: list[int]) -> None:
         try:
             met = tuple(descriptors[2:])
-            self.code = run(lambda hello: build(hello._replace(meeting=met)), self.theirs, reader, lambda: None)
+            self.code = serve(lambda hello: build(hello._replace(meeting=met)), self.theirs, reader, lambda: None)
         finally:
             reader.close()
             for descriptor in descriptors:
@@ -135,33 +135,33 @@ class ThreadRank(Child):
     def poll(self) -> int | None:
         return self.code
 
-    def stopped(self) -> bool:
+    def is_stopped(self) -> bool:
         return False
 
 
 def started(runner: RemoteRunner) -> RemoteRunner:
     """Ranks that have built what they are to."""
-    hellos = [Hello(EngineConfig(), part, (), 128, 60.0) for part in runner.layout.parts()]
+    hellos = [InitMessage(EngineConfig(), part, (), 128, 60.0) for part in runner.layout.shards()]
     try:
-        runner.hello(hellos)
-        runner.wait()
+        runner.send_init(hellos)
+        runner.wait_until_built()
     except BaseException:
-        runner.abandon()
+        runner.kill()
         raise
     return runner
 
 
 def threaded(ranks: int, build: Callable[[int], Any], seconds: float = 60.0) -> RemoteRunner:
     """Ranks on threads, each with the runner that `build` makes for it."""
-    return started(RemoteRunner(ranks, seconds, partial(ThreadRank, lambda hello: build(hello.part.rank))))
+    return started(RemoteRunner(ranks, seconds, partial(ThreadRank, lambda hello: build(hello.part.tp_rank))))
 
 
 def processes(ranks: int, seconds: float = 60.0, **faults: dict[str, Any]) -> RemoteRunner:
     """Ranks in processes; `faults` by their numbers ("rank1"), as FaultyEcho has them."""
     program = (str(Path(__file__)), json.dumps(faults))
-    return started(RemoteRunner(ranks, seconds, partial(start_program, program=program)))
+    return started(RemoteRunner(ranks, seconds, partial(launch_rank_process, program=program)))
 
 
 if __name__ == "__main__":
     RECIPE = json.loads(sys.argv.pop(1))
-    main(lambda hello: FaultyEcho(**RECIPE.get(f"rank{hello.part.rank}", RECIPE.get("all", {}))))
+    main(lambda hello: FaultyEcho(**RECIPE.get(f"rank{hello.part.tp_rank}", RECIPE.get("all", {}))))

@@ -23,19 +23,19 @@ from waiting import wait_until
 
 from quire.async_llm import AsyncLLM
 from quire.config import EngineConfig
-from quire.control.edge import Limits
+from quire.control.edge import EngineLimits
 from quire.control.engine import Engine
-from quire.control.memory import Size, build_memory
+from quire.control.memory import MemorySize, build_memory
 from quire.control.scheduler import Scheduler
-from quire.link.child import Child
-from quire.link.hello import Hello
-from quire.link.process import ProcessLink
+from quire.link.child import ChildProcess
+from quire.link.hello import EngineInitMessage
+from quire.link.process import ProcessEngineClient
 from quire.sim.echo import EchoRunner
 from quire.text.chat import ChatTemplate
-from quire.text.prompts import Prompts
-from quire.text.sight import Sight
+from quire.text.prompts import InputProcessor
+from quire.text.sight import ImageLoader
 from quire.text.tokenizer import Tokenizer
-from quire.vocabulary.plan import Row, Sampled, StepResult
+from quire.vocabulary.plan import SeqSlice, SliceResult, StepResult
 from quire.vocabulary.specs import LayerSpec, ModelSpec
 
 Placement = Literal["process", "thread"]  # of the engine
@@ -51,24 +51,24 @@ TEMPLATE = (
 class Plan:
     """Stands for a memory plan."""
 
-    def lines(self) -> list[str]:
+    def to_lines(self) -> list[str]:
         """One line."""
         return ["echo model, no weights"]
 
 
 class EchoBuilt(NamedTuple):
-    """The fields of quire.build.Built."""
+    """The fields of quire.build.BuiltEngine."""
 
     engine: Engine
     spec: ModelSpec
     tokenizer: Tokenizer | None
-    chat: ChatTemplate | None
-    plan: Plan
+    chat_template: ChatTemplate | None
+    memory_plan: Plan
     notices: tuple[str, ...]
-    defaults: dict[str, Any]
+    default_sampling: dict[str, Any]
     name: str
     recipe: dict[str, Any] | None = None  # what another process makes the same of, if it can
-    sight: Sight | None = None
+    image_loader: ImageLoader | None = None
 
 
 class Echo(EchoRunner):
@@ -103,18 +103,18 @@ class Saying(Echo):
         """What all outputs from now on are."""
         self._script = self._words.encode(text, add_special_tokens=False)
 
-    def compute(self, row: Row) -> Sampled:
-        sampled = super().compute(row)
+    def compute_row(self, row: SeqSlice) -> SliceResult:
+        sampled = super().compute_row(row)
         if not sampled.tokens:
             return sampled
-        slot, at = self.slots[row.slot], row.start + len(row.tokens) - self.groups[0].prompts[row.slot]
+        slot, at = self.slots[row.slot], row.start + len(row.tokens) - self.groups[0].prompt_lens[row.slot]
         token = self._script[at] if at < len(self._script) else 0
         mask = self.masks.get(row.slot)
         if mask is not None and not mask[token // 8] >> token % 8 & 1:
             return sampled
         slot.last = token
-        tops = tuple(top._replace(token=token) for top in sampled.tops)
-        return sampled._replace(tokens=(token,) * len(sampled.tokens), tops=tops)
+        tops = tuple(top._replace(token=token) for top in sampled.top_logprobs)
+        return sampled._replace(tokens=(token,) * len(sampled.tokens), top_logprobs=tops)
 
 
 @functools.cache
@@ -150,11 +150,11 @@ def built(
         recipe = {"echo": recipe, "text": text, "kv_tokens": kv_tokens, "settings": settings}
     config = EngineConfig(**{"page_size": 4, "max_num_seqs": 16, "max_num_batched_tokens": 64, **settings})
     spec = ModelSpec("echo", (LayerSpec(1, 8),), VOCAB, max_len, 8, 1, 8, 0)
-    memory = build_memory(config, spec, Size(kv_tokens, max_len, 2))
-    runner.bind(memory.geometry)
+    memory = build_memory(config, spec, MemorySize(kv_tokens, max_len, 2))
+    runner.bind(memory.kv_config)
     scheduler = Scheduler(
         memory,
-        budget=config.max_num_batched_tokens,
+        token_budget=config.max_num_batched_tokens,
         max_seqs=config.max_num_seqs,
         max_len=max_len,
         eos_ids=(0,),
@@ -163,7 +163,7 @@ def built(
     engine = Engine(
         scheduler,
         runner,
-        Limits(VOCAB, max_len, config.max_num_queued_reqs),
+        EngineLimits(VOCAB, max_len, config.max_num_queued_reqs),
         clock=time.monotonic,
         seed=config.seed,
     )
@@ -180,16 +180,21 @@ def linked(model: EchoBuilt | EngineConfig, stall_after: float = 60.0, placement
     if placement == "thread" or recipe is None:
         return AsyncLLM.of(model, stall_after=stall_after)  # type: ignore[arg-type]
     program = Path(__file__).parent / "echo_engine.py"
-    link = ProcessLink(Child(1, ("-P", str(program), json.dumps(recipe))))
-    link.hello(Hello(EngineConfig(), (), stall_after, False, logging.WARNING))
-    link.wait()
-    return AsyncLLM.over(link, Prompts(model.tokenizer, model.chat, link.ready.limits, model.defaults, model.sight))
+    link = ProcessEngineClient(ChildProcess(1, ("-P", str(program), json.dumps(recipe))))
+    link.send_init(EngineInitMessage(EngineConfig(), (), stall_after, False, logging.WARNING))
+    link.wait_ready()
+    return AsyncLLM.over(
+        link,
+        InputProcessor(
+            model.tokenizer, model.chat_template, link.ready.limits, model.default_sampling, model.image_loader
+        ),
+    )
 
 
-def prompts() -> Prompts:
+def prompts() -> InputProcessor:
     """What is known of the echo's texts."""
     model = built()
-    return Prompts(model.tokenizer, model.chat, model.engine.limits, model.defaults)
+    return InputProcessor(model.tokenizer, model.chat_template, model.engine.limits, model.default_sampling)
 
 
 class Running(NamedTuple):
@@ -202,7 +207,7 @@ class Running(NamedTuple):
     @property
     def engine(self) -> Engine:
         """The engine, for tests that look into it: their servers have the placement "thread"."""
-        assert self.llm.link.engine is not None, "the engine is in another process"
+        assert self.llm.engine_client.engine is not None, "the engine is in another process"
         found: Engine = self.llm.engine
         return found
 
@@ -229,7 +234,7 @@ class Running(NamedTuple):
             return f"{self.llm.running} run, {self.llm.queued} wait, {fresh=}, {self.llm.account}"
 
         found = wait_until(so, lambda: f"no request is left and pages are free or cached: {state()}")
-        if self.llm.link.engine is not None:
+        if self.llm.engine_client.engine is not None:
             self.engine.scheduler.memory.check()
         return found
 
@@ -265,7 +270,7 @@ def serving(
     app = create_app(llm, ["echo", "parrot"], root_path=root_path, **options)
     listener = bind("127.0.0.1", 0)
     ready = threading.Event()
-    server = WebServer(app, ServeOptions(**serve or {}), ready.set, bounds=bounds)
+    server = WebServer(app, ServeOptions(**serve or {}), ready.set, limits=bounds)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
     thread.start()
     try:

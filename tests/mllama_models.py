@@ -20,13 +20,13 @@ from transformers.models.mllama.processing_mllama import (
 from quire.build import build
 from quire.config import EngineConfig
 from quire.control.engine import Engine
-from quire.data.models import resolve
+from quire.data.models import resolve_model_class
 from quire.data.weights.checkpoint import read_config
-from quire.text.sight import joined
-from quire.vocabulary.media import Medium, Pixels
+from quire.text.sight import merge_adjacent
+from quire.vocabulary.media import ImageItem, ImagePixels
 from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.pictures import Grid
-from quire.vocabulary.plan import Top
+from quire.vocabulary.pictures import TileGrid
+from quire.vocabulary.plan import TopLogprobs
 
 VOCAB, SIDE = 89, 31
 PICTURE = VOCAB  # the first of the tokens beyond the vocabulary
@@ -64,12 +64,14 @@ PROMPTS: list[Mixed] = [
 """A picture in the middle, none, neighbours before everything and another one later, and neighbours at the end."""
 
 
-def picture(number: int) -> Pixels:
+def picture(number: int) -> ImagePixels:
     rows, columns = GRIDS[number]
     generator = torch.Generator().manual_seed(number)
     tiles = torch.randint(0, 256, (rows * columns, SIDE, SIDE, 3), generator=generator, dtype=torch.uint8)
     data = tiles.numpy().tobytes()
-    return Pixels(hashlib.sha256(data).digest(), tuple(tiles.shape), data, (rows, columns, rows * SIDE, columns * SIDE))
+    return ImagePixels(
+        hashlib.sha256(data).digest(), tuple(tiles.shape), data, (rows, columns, rows * SIDE, columns * SIDE)
+    )
 
 
 def tokens_of(prompt: Mixed) -> list[int]:
@@ -80,11 +82,11 @@ def pictures_in(prompt: Mixed) -> list[int]:
     return [int(token) for token in prompt if isinstance(token, str)]
 
 
-def shown(prompt: Mixed) -> tuple[tuple[Medium, ...], tuple[Pixels, ...]]:
+def shown(prompt: Mixed) -> tuple[tuple[ImageItem, ...], tuple[ImagePixels, ...]]:
     """The pictures of a prompt, as an engine gets them."""
     pixels = [picture(number) for number in pictures_in(prompt)]
     places = [i for i, token in enumerate(prompt) if isinstance(token, str)]
-    return joined([Medium(one.key, at, 1, 17 * one.shape[0]) for at, one in zip(places, pixels)], pixels)
+    return merge_adjacent([ImageItem(one.key, at, 1, 17 * one.shape[0]) for at, one in zip(places, pixels)], pixels)
 
 
 class Saved:
@@ -108,7 +110,7 @@ class Saved:
         written["vision_config"]["intermediate_layers_indices"] = [1]
         (folder / "config.json").write_text(json.dumps(written))
         settings = read_config(folder)
-        self.eyes = resolve(settings)(settings, torch.float32, torch.device("cpu")).eyes  # type: ignore[union-attr]
+        self.eyes = resolve_model_class(settings)(settings, torch.float32, torch.device("cpu")).vision_encoder  # type: ignore[union-attr]
         self.seeing = torch.ones(1)
         for layer in self.model.model.language_model.layers:
             if hasattr(layer, "cross_attn"):
@@ -133,16 +135,16 @@ class Saved:
         found: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         if not pictures:
             return found
-        grids = [Grid(*picture(number).grid) for number in pictures]
+        grids = [TileGrid(*picture(number).grid) for number in pictures]
         pixels, ratios = torch.zeros(1, len(grids), 4, 3, SIDE, SIDE), torch.zeros(1, len(grids), 4, dtype=torch.long)
         for i, (number, grid) in enumerate(zip(pictures, grids)):
             shown, count = picture(number), grid.rows * grid.columns
             tiles = torch.frombuffer(bytearray(shown.data), dtype=torch.uint8).view(shown.shape)
-            pixels[0, i, :count], ratios[0, i, :count] = self.eyes.open(tiles, grid)[0], 1
+            pixels[0, i, :count], ratios[0, i, :count] = self.eyes.preprocess(tiles, grid)[0], 1
         spans = get_cross_attention_token_mask(list(tokens), PICTURE)
         counts = [grid.rows * grid.columns for grid in grids]
         mask = convert_sparse_cross_attention_mask_to_dense([spans], [counts], 4, len(tokens))
-        shapes = torch.tensor([[self.eyes.tiling.shape(grid) for grid in grids]])
+        shapes = torch.tensor([[self.eyes.tiling.aspect_ratio_id(grid) for grid in grids]])
         return found | {
             "pixel_values": pixels, "aspect_ratio_ids": shapes, "aspect_ratio_mask": ratios,
             "cross_attention_mask": torch.from_numpy(mask),
@@ -179,10 +181,10 @@ def engine_of(model: Saved, **settings: Any) -> Engine:
 
 def run(
     engine: Engine, prompts: Sequence[Mixed], params: SamplingParams
-) -> Iterator[tuple[Mixed, list[int], list[Top]]]:
+) -> Iterator[tuple[Mixed, list[int], list[TopLogprobs]]]:
     """Each branch's prompt and tokens, and what was said of these."""
     for i, prompt in enumerate(prompts):
         media, pixels = shown(prompt)
-        engine.add(str(i), tokens_of(prompt), params, media=media, pixels=pixels)
+        engine.add(str(i), tokens_of(prompt), params, images=media, pixels=pixels)
     for request, tokens, tops in finished(engine):
         yield prompts[int(request)], tokens, tops

@@ -17,10 +17,10 @@ from quire.data.kernels import peer_sizes
 from quire.data.kernels.triton import reduce
 from quire.parallel import devices, peer_memory, peers
 from quire.parallel.device_exchange import DeviceExchange
-from quire.parallel.device_pipes import DevicePipes
-from quire.parallel.frames import Hello
+from quire.parallel.device_pipes import DeviceStagePipes
+from quire.parallel.frames import InitMessage
 from quire.parallel.rank import main as rank_main
-from quire.parallel.shared import SharedExchange
+from quire.parallel.shared import SharedMemoryExchange
 
 WHERE = struct.Struct("<QQ")  # a process, and a descriptor of it
 kept: list[mmap.mmap] = []
@@ -31,11 +31,11 @@ def _mapped(descriptor: int) -> int:
     return torch.frombuffer(kept[-1], dtype=torch.uint8).data_ptr()
 
 
-def export(nbytes: int) -> peer_memory.Exported:
+def export(nbytes: int) -> peer_memory.ExportedMemory:
     descriptor = os.memfd_create("peer")
     os.ftruncate(descriptor, nbytes)
-    where = WHERE.pack(os.getpid(), descriptor).ljust(peer_memory.HANDLE, b"\0")
-    return peer_memory.Exported(_mapped(descriptor), where)
+    where = WHERE.pack(os.getpid(), descriptor).ljust(peer_memory.HANDLE_BYTES, b"\0")
+    return peer_memory.ExportedMemory(_mapped(descriptor), where)
 
 
 def tensor(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
@@ -58,37 +58,39 @@ def opened(handle: bytes) -> int:
     return _mapped(os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR))
 
 
-class Seat(devices.Seat):
+class Seat(devices.RankDevice):
     """On a CPU."""
 
-    def __init__(self, hello: Hello) -> None:
-        self.index, self.device, self.notices = hello.part.rank, torch.device("cpu"), ()
+    def __init__(self, hello: InitMessage) -> None:
+        self.index, self.device, self.notices = hello.part.tp_rank, torch.device("cpu"), ()
         self.exchange: DeviceExchange | None = None
-        if hello.part.ranks > 1:
-            host = SharedExchange(hello.part, hello.meeting, hello.seconds)
-            found, why = peers.open_peers(hello.part, self.device, range(hello.part.ranks), host, hello.seconds)
+        if hello.part.tp_size > 1:
+            host = SharedMemoryExchange(hello.part, hello.meeting, hello.seconds)
+            found, why = peers.open_peer_buffers(
+                hello.part, self.device, range(hello.part.tp_size), host, hello.seconds
+            )
             if found is None:
-                raise devices.StartupError(f"rank {hello.part.rank} has no peers: {why}")
+                raise devices.StartupError(f"rank {hello.part.tp_rank} has no peers: {why}")
             self.exchange = DeviceExchange(hello.part, self.device, host, found, None)
-            with self.exchange.rehearsing():  # one after another, and each meets nobody
+            with self.exchange.warming_up():  # one after another, and each meets nobody
                 before = found.counters.clone()
-                self.exchange.add(torch.ones(1, 16))
+                self.exchange.all_reduce(torch.ones(1, 16))
             assert torch.equal(found.counters, before), "a rehearsal counts as a call"
-            self.exchange.check()
+            self.exchange.check_peers()
 
-    def told(self) -> dict[str, Any]:
+    def memory_info(self) -> dict[str, Any]:
         return {"name": "a CPU", "index": self.index, "free": 3 << 30, "total": 4 << 30}
 
 
 def reach() -> None:
     """Each other's memory, and nothing that takes a GPU's streams, as what is carried does."""
-    reduce.PROGRAMS, peer_sizes.CARRIED = 4, 0
-    peer_memory.export, peer_memory.opened, peers._unreachable = export, opened, lambda *_: ""
+    reduce.PROGRAMS, peer_sizes.COPY_BYTES = 4, 0
+    peer_memory.export, peer_memory.open_handle, peers._unreachable = export, opened, lambda *_: ""
 
 
 def main() -> None:
     reach()
-    peer_memory.tensor, peer_memory.write, peer_memory.wait = tensor, write, wait
+    peer_memory.as_tensor, peer_memory.stream_write_value, peer_memory.stream_wait_value = tensor, write, wait
     peer_memory.copy = lambda target, source, nbytes, stream: ctypes.memmove(target, source, nbytes)
-    DevicePipes._stream = lambda pipes: 0
-    rank_main(seat=Seat)
+    DeviceStagePipes._current_stream = lambda pipes: 0
+    rank_main(device_opener=Seat)

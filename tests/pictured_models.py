@@ -17,9 +17,9 @@ from internlm2_files import INTERNLM2
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from quire.data.models.seeing_settings import SeeingSettings
-from quire.vocabulary.media import Medium, Pixels
-from quire.vocabulary.pictures import Grid
+from quire.data.models.seeing_settings import VisionLanguageSettings
+from quire.vocabulary.media import ImageItem, ImagePixels
+from quire.vocabulary.pictures import TileGrid
 
 VOCAB, TOKEN, SIDE = 67, 61, 28
 TEXT: dict[str, Any] = {
@@ -42,8 +42,8 @@ PHI3_ROPE = {"short_factor": [1.0, 1.1, 1.3, 1.5], "long_factor": [1.2, 2.0, 3.0
 class Shown(NamedTuple):
     """A picture: what an engine gets, and what stands for it."""
 
-    pixels: Pixels
-    grid: Grid
+    pixels: ImagePixels
+    grid: TileGrid
     rows: int
     parts: int
 
@@ -56,7 +56,7 @@ class Prompt(NamedTuple):
     """Token ids, and the pictures among them with where each stands."""
 
     tokens: list[int]
-    media: tuple[Medium, ...]
+    media: tuple[ImageItem, ...]
     pictures: tuple[Shown, ...]
 
 
@@ -89,7 +89,7 @@ def randomised(model: nn.Module) -> nn.Module:
 class Model:
     """One of transformers', its folder, and our settings of it."""
 
-    settings: SeeingSettings
+    settings: VisionLanguageSettings
 
     def __init__(self, folder: Path) -> None:
         torch.manual_seed(0)
@@ -112,25 +112,25 @@ class Model:
     def finish(self, config: dict[str, Any], preprocessor: dict[str, Any]) -> None:
         (self.folder / "config.json").write_text(json.dumps(config))
         (self.folder / "preprocessor_config.json").write_text(json.dumps(preprocessor))
-        self.settings = SeeingSettings.read({**config, "preprocessor_config": preprocessor})
+        self.settings = VisionLanguageSettings.from_config({**config, "preprocessor_config": preprocessor})
 
     def shown(self, height: int, width: int, seed: int = 0, alone: bool = True) -> Shown:
         """A picture of that size, of noise."""
         tiling = self.settings.vision.tiling
-        grid = tiling.grid(height, width, alone)
+        grid = tiling.choose_grid(height, width, alone)
         shape = self.tiles(grid), SIDE, SIDE, 3
         data = np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8).tobytes()
         key = hashlib.sha256(data).digest()
-        return Shown(Pixels(key, shape, data, tuple(grid)), grid, tiling.rows(grid), tiling.parts(grid))
+        return Shown(ImagePixels(key, shape, data, tuple(grid)), grid, tiling.num_embeds(grid), tiling.num_parts(grid))
 
-    def tiles(self, grid: Grid) -> int:
-        return self.settings.vision.tiling.parts(grid)
+    def tiles(self, grid: TileGrid) -> int:
+        return self.settings.vision.tiling.num_parts(grid)
 
     def prompt(self, *pieces: list[int] | Shown) -> Prompt:
-        tokens, media, pictures = list[int](), list[Medium](), list[Shown]()
+        tokens, media, pictures = list[int](), list[ImageItem](), list[Shown]()
         for piece in pieces:
             if isinstance(piece, Shown):
-                media.append(Medium(piece.pixels.key, len(tokens), piece.rows, piece.rows, piece.parts))
+                media.append(ImageItem(piece.pixels.key, len(tokens), piece.rows, piece.rows, piece.parts))
                 pictures.append(piece)
                 tokens += [TOKEN] * piece.rows
             else:
@@ -138,7 +138,7 @@ class Model:
         return Prompt(tokens, tuple(media), tuple(pictures))
 
     def normalised(self, tiles: Tensor) -> Tensor:
-        normal = self.settings.vision.normal
+        normal = self.settings.vision.normalization
         mean, std = torch.tensor(normal.mean), torch.tensor(normal.std)
         return ((tiles * normal.scale - mean) / std).permute(0, 3, 1, 2)
 
@@ -294,10 +294,10 @@ class Phi3Vision(Model):
     def finish(self, config: dict[str, Any], preprocessor: dict[str, Any]) -> None:
         from quire.data.models.vision import settings
 
-        settings.PHI3_IMAGE = TOKEN
+        settings.PHI3_IMAGE_TOKEN = TOKEN
         super().finish(config, preprocessor)
 
-    def tiles(self, grid: Grid) -> int:
+    def tiles(self, grid: TileGrid) -> int:
         return grid.rows * grid.columns
 
     def logits(self, prompt: Prompt, more: list[int]) -> Tensor:

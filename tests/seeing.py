@@ -15,10 +15,10 @@ from quire.control.engine import Engine
 from quire.errors import InputError
 from quire.text.chat import ChatTemplate
 from quire.text.images import ImageLimits
-from quire.text.prompts import Prompts
-from quire.text.sight import Sight
+from quire.text.prompts import InputProcessor
+from quire.text.sight import ImageLoader
 from quire.text.tokenizer import Tokenizer
-from quire.vocabulary.media import Medium, Pixels
+from quire.vocabulary.media import ImageItem, ImagePixels
 
 SIDE = 4
 PARTS = (
@@ -40,33 +40,33 @@ PICTURE, END = tokenizer().encode("<image><end_of_image>")
 
 
 class Dots:
-    """As quire.text.eyes.Eyes says."""
+    """As quire.text.eyes.ImageProcessor says."""
 
-    token, reserved = PICTURE, frozenset({PICTURE, END})
-    words = ("<image>", "<end_of_image>")
-    settings, joins = "dots of 4", False
+    image_token_id, reserved_ids = PICTURE, frozenset({PICTURE, END})
+    reserved_texts = ("<image>", "<end_of_image>")
+    cache_settings, joins_adjacent = "dots of 4", False
 
-    def marker(self, number: int) -> str:
+    def placeholder_text(self, number: int) -> str:
         return "<image>"
 
-    def spelled(self, text: str) -> str:
+    def normalize_placeholders(self, text: str) -> str:
         return text
 
-    def prepare(self, image: Image, alone: bool = True) -> Pixels:
+    def prepare(self, image: Image, only_image: bool = True) -> ImagePixels:
         if image.width < SIDE or image.height < SIDE:
             raise InputError(f"it must have {SIDE} pixels a side, it has {image.width} x {image.height}")
         down, across = image.height // SIDE, image.width // SIDE
         cut = np.asarray(image)[: down * SIDE, : across * SIDE].reshape(down, SIDE, across, SIDE, 3)
         tiles = np.ascontiguousarray(cut.swapaxes(1, 2)).reshape(-1, SIDE, SIDE, 3)
-        return Pixels(b"", tiles.shape, tiles.tobytes(), (down, across))
+        return ImagePixels(b"", tiles.shape, tiles.tobytes(), (down, across))
 
-    def rows(self, grid: tuple[int, ...]) -> int:
+    def num_rows(self, grid: tuple[int, ...]) -> int:
         return grid[0] * grid[1] + 1
 
-    def parts(self, grid: tuple[int, ...]) -> int:
+    def num_parts(self, grid: tuple[int, ...]) -> int:
         return grid[0] * grid[1]
 
-    def place(
+    def expand_placeholders(
         self, token_ids: Sequence[int], grids: Sequence[tuple[int, ...]]
     ) -> tuple[list[int], list[tuple[int, int]]]:
         placed: list[int] = []
@@ -75,7 +75,7 @@ class Dots:
             if token != PICTURE:
                 placed.append(token)
                 continue
-            rows = self.rows(next(left))
+            rows = self.num_rows(next(left))
             spans.append((len(placed), rows))
             placed += [PICTURE] * (rows - 1) + [END]
         return placed, spans
@@ -85,33 +85,35 @@ class Noted:
     """What an engine was given beside tokens."""
 
     def __init__(self, engine: Engine) -> None:
-        self.media: list[tuple[Medium, ...]] = []
-        self.pixels: list[Pixels] = []
+        self.media: list[tuple[ImageItem, ...]] = []
+        self.pixels: list[ImagePixels] = []
         self._add = engine.add_all
 
-    def __call__(self, prompts: Any, params: Any, *, media: Any = (), pixels: Any = (), **more: Any) -> None:
+    def __call__(self, prompts: Any, params: Any, *, images: Any = (), pixels: Any = (), **more: Any) -> None:
         self._add(prompts, params, **more)
-        self.media += media
+        self.media += images
         self.pixels += pixels
 
 
-def sight(**limits: int) -> Sight:
+def sight(**limits: int) -> ImageLoader:
     """The echo's."""
-    return Sight(Dots(), ImageLimits(**limits))
+    return ImageLoader(Dots(), ImageLimits(**limits))
 
 
 def built(template: str = PARTS, limits: dict[str, int] | None = None, **more: Any) -> tuple[Any, Noted]:
     """An echo that sees, and a note of what it is shown."""
     model = echo_service.built(**more)
     model = model._replace(
-        tokenizer=tokenizer(), chat=ChatTemplate(template, {}), sight=sight(**limits or {}), recipe=None
+        tokenizer=tokenizer(), chat_template=ChatTemplate(template, {}), image_loader=sight(**limits or {}), recipe=None
     )
     noted = Noted(model.engine)
     model.engine.add_all = noted  # type: ignore[method-assign,assignment]
     return model, noted
 
 
-def prompts(template: str = PARTS, **limits: int) -> Prompts:
+def prompts(template: str = PARTS, **limits: int) -> InputProcessor:
     """What is known of its texts and pictures."""
     model, _ = built(template, limits)
-    return Prompts(model.tokenizer, model.chat, model.engine.limits, model.defaults, model.sight)
+    return InputProcessor(
+        model.tokenizer, model.chat_template, model.engine.limits, model.default_sampling, model.image_loader
+    )

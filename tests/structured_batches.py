@@ -103,9 +103,9 @@ def run(number: int, roomy: LLM, short: LLM) -> Counter[str]:
     held, free = cases(number)
     mixed = order(number, len(held))
     asked = [(held + free)[i] for i in mixed]
-    way, preempted = short.engine.scheduler.preemption, dict(short.engine.scheduler.preempted)
+    way, preempted = short.engine.scheduler.preemption, dict(short.engine.scheduler.preemption_counts)
     found = dict(zip(mixed, answers(short, asked)))
-    counts = {name: short.engine.scheduler.preempted[name] - before for name, before in preempted.items()}
+    counts = {name: short.engine.scheduler.preemption_counts[name] - before for name, before in preempted.items()}
     assert counts[way] > 0, counts
     seen = Counter[str]({f"preempted, {way} wanted: {name}": count for name, count in counts.items()})
     seen["requests"] = len(asked)

@@ -83,7 +83,7 @@ def test_the_readme_s_chat_is_answered_well():
     with quire.LLM("tiny", dtype="float32", threads=1) as llm:
         for asked, answer in right.items():
             said = [[{"role": "user", "content": asked}]] * 20
-            params = [llm.prompts.params(seed=seed, max_tokens=20) for seed in range(20)]
+            params = [llm.prompts.make_params(seed=seed, max_tokens=20) for seed in range(20)]
             given = llm.chat(said, params, use_tqdm=False)
             assert {one.outputs[0].text for one in given} == {answer}
 

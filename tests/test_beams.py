@@ -14,7 +14,7 @@ import torch
 from test_equality import FAMILIES, engine_of, outputs_of, random_model
 
 from quire.control.engine import Engine
-from quire.control.outcomes import Output
+from quire.control.outcomes import BranchOutput
 from quire.vocabulary.params import SamplingParams
 
 VOCAB = 97
@@ -31,7 +31,7 @@ class Found(NamedTuple):
 
     tokens: list[list[int]]
     logprobs: list[float]
-    outputs: list[list[Output]]
+    outputs: list[list[BranchOutput]]
 
 
 class Reference:
@@ -193,7 +193,7 @@ def test_log_probabilities_of_beams_are_the_models(reference: Callable[[str], Re
     found = drive(model.engine(), requests)
     for id, k in (("beams", 3), ("best", 2), ("all", 0)):
         for tokens, outputs, total in zip(found[id].tokens, found[id].outputs, found[id].logprobs):
-            tops = [top for output in outputs for top in output.tops]
+            tops = [top for output in outputs for top in output.top_logprobs]
             assert [top.token for top in tops] == tokens
             assert total == pytest.approx(sum(top.logprob for top in tops), abs=1e-5)
             with torch.inference_mode():

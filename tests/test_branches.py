@@ -7,11 +7,11 @@ import time
 import pytest
 from memories import MEMORIES, Build
 
-from quire.control.edge import Limits
+from quire.control.edge import EngineLimits
 from quire.control.engine import Engine
-from quire.control.request import common_prefix
+from quire.control.request import common_prefix_len
 from quire.control.scheduler import Scheduler
-from quire.sim.echo import EchoRunner, fake_top, states
+from quire.sim.echo import EchoRunner, expected_states, fake_top
 from quire.text.session import Node, session_params
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.plan import StepResult
@@ -21,15 +21,15 @@ VOCAB = 64
 
 def engine_of(runner: EchoRunner, budget: int = 64, name: str = "paged-4") -> Engine:
     memory = MEMORIES[name](Build(256, budget, 8))
-    runner.bind(memory.geometry)
-    scheduler = Scheduler(memory, budget=budget, max_seqs=8, max_len=48)
-    return Engine(scheduler, runner, Limits(VOCAB, 48, 8), clock=time.monotonic)
+    runner.bind(memory.kv_config)
+    scheduler = Scheduler(memory, token_budget=budget, max_seqs=8, max_len=48)
+    return Engine(scheduler, runner, EngineLimits(VOCAB, 48, 8), clock=time.monotonic)
 
 
 def session_of(engine: Engine, prompt: list[int]) -> Node:
-    engine.add("session", prompt, session_params(3, 20, 5), waits=True)
+    engine.add("session", prompt, session_params(3, 20, 5), may_wait=True)
     request = engine.requests["session"]
-    return Node(engine, engine.step, request, request.live[0])
+    return Node(engine, engine.step, request, request.live_seqs[0])
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -42,7 +42,7 @@ def test_a_step_in_flight_does_not_answer_for_tokens_appended_since(depth: int) 
     second.append(9)
     first.next(1)
     second.append(10)
-    state = states([1, 2, 3, 9, 10])[-1]
+    state = expected_states([1, 2, 3, 9, 10])[-1]
     assert second.next(5).ids == fake_top(state, 0, 5, VOCAB).ids
 
 
@@ -53,10 +53,10 @@ def test_a_branch_that_others_wait_for_is_computed_before_it_is_freed() -> None:
     second = first.fork()
     first.append(20)
     second.append(21)
-    engine.scheduler._drop(next(iter(engine.scheduler.running)))
+    engine.scheduler._preempt_by_recompute(next(iter(engine.scheduler.running)))
     engine.step()
     first.free()
-    state = states([*range(1, 13), 21])[-1]
+    state = expected_states([*range(1, 13), 21])[-1]
     assert second.next(5).ids == fake_top(state, 0, 5, VOCAB).ids
     engine.scheduler.memory.check()
 
@@ -71,16 +71,16 @@ class Faulty(EchoRunner):
         self.steps += 1
         if self.steps != 3:
             return result
-        samples = list(result.samples)
-        samples[1] = samples[1]._replace(tokens=(0,), tops=(), error="faulty")
-        return result._replace(samples=tuple(samples))
+        samples = list(result.slice_results)
+        samples[1] = samples[1]._replace(tokens=(0,), top_logprobs=(), error="faulty")
+        return result._replace(slice_results=tuple(samples))
 
 
 def test_best_of_returns_a_failed_branch_last() -> None:
     engine = engine_of(Faulty(1, vocab_size=VOCAB))
     engine.add("best", [1, 2, 3], SamplingParams(n=1, best_of=4, max_tokens=8, ignore_eos=True))
     outputs = []
-    while engine.unfinished:
+    while engine.has_unfinished_requests:
         outputs += engine.step()
     assert [(len(output.tokens), output.finish_reason, output.done) for output in outputs] == [(8, "length", True)]
 
@@ -91,7 +91,7 @@ def test_releasing_an_unknown_prefix_leaves_a_request_of_that_name_alone() -> No
     engine.step()
     assert not engine.release_prefix("doc")
     outputs = []
-    while engine.unfinished:
+    while engine.has_unfinished_requests:
         outputs += engine.step()
     assert outputs[-1].finish_reason == "length"
 
@@ -102,6 +102,6 @@ def test_common_prefixes(differs: int | None) -> None:
     if differs is not None:
         b[differs] = -1
     expected = 32 if differs is None else differs
-    assert common_prefix(a, b, 99) == expected
-    assert common_prefix(a, b, 8) == min(expected, 8)
-    assert common_prefix(a, b[:5], 99) == min(expected, 5)
+    assert common_prefix_len(a, b, 99) == expected
+    assert common_prefix_len(a, b, 8) == min(expected, 8)
+    assert common_prefix_len(a, b[:5], 99) == min(expected, 5)

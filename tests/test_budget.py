@@ -11,7 +11,7 @@ from quire import budget
 from quire.budget import GIB, MemoryPlan, activation_bytes, plan_memory
 from quire.config import EngineConfig
 from quire.errors import StartupError
-from quire.vocabulary.specs import LayerSpec, ModelSpec, VisionSpec, parts_a_step
+from quire.vocabulary.specs import LayerSpec, ModelSpec, VisionSpec, max_parts_per_step
 
 # 4 layers x 2 (keys, values) x 8 heads x 64 numbers x 2 bytes = 8192 bytes a token
 SPEC = ModelSpec(
@@ -36,7 +36,7 @@ def planned(device: str = "cpu", spec: ModelSpec = SPEC, **settings: Any) -> Mem
 def test_a_size_in_gib() -> None:
     plan = planned(kv_gib=0.5)
     assert (plan.kv_tokens, plan.kv_bytes, plan.token_bytes) == (65536, GIB // 2, TOKEN)
-    assert (plan.weights, plan.max_len, plan.clipped) == (WEIGHTS, 2048, "")
+    assert (plan.weight_bytes, plan.max_len, plan.limit_note) == (WEIGHTS, 2048, "")
     assert (plan.device_bytes, plan.free_bytes) == (16 * GIB, 8 * GIB)
     assert planned(kv_gib=100_000 * TOKEN / GIB, page_size=1024).kv_tokens == 97 * 1024  # whole pages of what is given
     assert planned(kv_gib=2 * TOKEN / GIB, page_size=1).kv_tokens == 2  # and no less
@@ -56,7 +56,7 @@ def test_a_cpu_gives_a_share_of_what_is_free(machine: dict[str, tuple[int, int]]
 
 def test_a_gpu_gives_what_others_and_the_model_leave_of_its_share() -> None:
     plan = planned("cuda", max_num_seqs=60000, gpu_memory_utilization=0.5)
-    room = 40 * GIB - 1 * GIB - WEIGHTS - plan.activations
+    room = 40 * GIB - 1 * GIB - WEIGHTS - plan.activation_bytes
     assert plan.kv_tokens == room // TOKEN // 16 * 16
     assert planned("cuda", max_num_seqs=2).kv_tokens == 2 * 2048
 
@@ -64,9 +64,9 @@ def test_a_gpu_gives_what_others_and_the_model_leave_of_its_share() -> None:
 def test_sequences_are_cut_to_the_memory_and_it_is_said() -> None:
     plan = planned(kv_tokens=1000, page_size=16)
     assert plan.max_len == 1008
-    assert "2,048" in plan.clipped
-    assert "--kv-gib" in plan.clipped
-    assert any("1,008 tokens a sequence (the model allows 2,048" in line for line in plan.lines())
+    assert "2,048" in plan.limit_note
+    assert "--kv-gib" in plan.limit_note
+    assert any("1,008 tokens a sequence (the model allows 2,048" in line for line in plan.to_lines())
     assert planned(kv_tokens=1000, max_model_len=900).max_len == 900
 
 
@@ -109,12 +109,12 @@ def test_what_does_not_fit(
 
 def test_a_plan_is_one_screen_and_says_when_it_does_not_add_up() -> None:
     plan = planned(kv_gib=0.5)
-    lines = plan.lines()
+    lines = plan.to_lines()
     assert len(lines) == 8
     assert "65,536 tokens of 8,192 bytes, in pages of 16" in lines[4]
     assert "32.0 sequences of that length, 256 sequences at most" in lines[7]
     assert "this does not fit" not in "".join(lines)
-    assert "this does not fit" in "".join(plan._replace(free_bytes=GIB // 4).lines())
+    assert "this does not fit" in "".join(plan._replace(free_bytes=GIB // 4).to_lines())
 
 
 CONFIG = EngineConfig(max_num_batched_tokens=2048, max_num_seqs=256)
@@ -128,8 +128,8 @@ def test_activations_grow_with_what_they_are_made_of() -> None:
     for larger in ({"hidden": 1024}, {"intermediate": 4096}, {"vocab_size": 32000}, {"layers": layers}):
         assert before < activation_bytes(CONFIG, dataclasses.replace(SPEC, **larger), 2), larger
     assert before < activation_bytes(CONFIG, SPEC, 4)
-    config = EngineConfig().sized("cpu")  # each rotary embedding has a table
-    one, two = (activation_bytes(config, dataclasses.replace(SPEC, rotaries=count), 2) for count in (1, 2))
+    config = EngineConfig().with_device_defaults("cpu")  # each rotary embedding has a table
+    one, two = (activation_bytes(config, dataclasses.replace(SPEC, num_rope_tables=count), 2) for count in (1, 2))
     assert two - one == 2048 * 64 * 4
 
 
@@ -148,26 +148,26 @@ def test_kernels_for_cpus_gather_no_keys() -> None:
 def test_a_step_encodes_what_its_time_and_its_tokens_allow() -> None:
     """`parts_a_step` by hand: 8,192 tokens are the rows of 32 parts of 256, and one picture more may be among them in
     part, 13 more; a budget that few parts fill; pictures whose rows take no places; at least one."""
-    assert parts_a_step(8192, 41, 256, 3328) == 45
-    assert parts_a_step(1024, 41, 256, 3328) == 17  # not the 24 that take as long
-    assert parts_a_step(512, 41, 256, 3328) == 12
-    assert parts_a_step(8192, 566, 0, 6404) == 14
-    assert parts_a_step(16, 41, 256, 3328) == 1
+    assert max_parts_per_step(8192, 41, 256, 3328) == 45
+    assert max_parts_per_step(1024, 41, 256, 3328) == 17  # not the 24 that take as long
+    assert max_parts_per_step(512, 41, 256, 3328) == 12
+    assert max_parts_per_step(8192, 566, 0, 6404) == 14
+    assert max_parts_per_step(16, 41, 256, 3328) == 1
 
 
 def test_pictures_take_what_a_step_encodes_and_what_it_leaves() -> None:
     """Both in numbers of 2 bytes, as they are said, or of 4; and the rows of a picture."""
     before = activation_bytes(CONFIG, SPEC, 2)
-    eyes = VisionSpec(512, 100, 1, activations=10**7, part_tokens=500, part_bytes=10**5, begun_bytes=10**6)
+    eyes = VisionSpec(512, 100, 1, activations=10**7, part_tokens=500, part_bytes=10**5, partial_image_bytes=10**6)
     seeing = dataclasses.replace(SPEC, vision=eyes)
     assert activation_bytes(CONFIG, seeing, 2) - before == 10**7 + 4 * 10**5 + 10**6 + 512 * 100 * 2
     assert activation_bytes(CONFIG, seeing, 4) - activation_bytes(CONFIG, SPEC, 4) == 2 * (
         activation_bytes(CONFIG, seeing, 2) - before
     )
     # Fewer rows leave more memory: as many parts are planned as a step encodes.
-    eyes = VisionSpec(512, 100, 1, part_tokens=10, part_bytes=10**5, part_rows=50)
+    eyes = VisionSpec(512, 100, 1, part_tokens=10, part_bytes=10**5, part_embeds=50)
     some, all_of_them = (
         activation_bytes(CONFIG, dataclasses.replace(SPEC, vision=one), 2)
-        for one in (eyes, dataclasses.replace(eyes, part_rows=0))
+        for one in (eyes, dataclasses.replace(eyes, part_embeds=0))
     )
     assert all_of_them - some == (204 - 43) * 10**5

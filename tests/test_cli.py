@@ -24,12 +24,12 @@ import echo_service
 import pytest
 
 import quire
-from quire.cli import chat, main, parse
-from quire.cli.config_file import MOST
-from quire.cli.flags import ENGINE, config_from, sampling_from
+from quire.cli import chat, main, parse_arguments
+from quire.cli.config_file import MAX_BYTES
+from quire.cli.flags import ENGINE_FLAGS, config_from, sampling_from
 from quire.cli.serve import options_from
 from quire.config import EngineConfig
-from quire.control.costs import Costs
+from quire.control.costs import PreemptionCosts
 from quire.sim.echo import expected_beams
 from quire.vocabulary.params import SamplingParams
 
@@ -69,13 +69,13 @@ def test_help_is_immediate() -> None:
 
 
 def test_every_setting_has_a_flag() -> None:
-    assert {flag.name for flag in ENGINE} | {"model"} == set(EngineConfig.names())
+    assert {flag.name for flag in ENGINE_FLAGS} | {"model"} == set(EngineConfig.names())
 
 
 @pytest.mark.parametrize("command", ["generate", "chat", "serve", "plan"])
 def test_flags_become_settings(command: str) -> None:
-    assert config_from(parse([command])) == EngineConfig()
-    assert config_from(parse([command, "some/model"])).model == "some/model"
+    assert config_from(parse_arguments([command])) == EngineConfig()
+    assert config_from(parse_arguments([command, "some/model"])).model == "some/model"
     texts = {"memory": "paged", "attention": "sdpa", "dtype": "bfloat16", "state_dtype": "float32", "device": "cpu",
              "table_scope": "layer", "page_sizes": "own", "association": "paper", "retention": "slack",
              "map_ahead": "off", "preemption": "swap", "quantization": "fp8", "kv_cache_dtype": "int8",
@@ -94,24 +94,27 @@ def test_flags_become_settings(command: str) -> None:
         else:
             value = 0.5 if "float" in str(field.type) else 1 if field.name == "pp" else 7
             given = [flag, str(value)]
-        assert getattr(config_from(parse([command, *given])), field.name) == value, flag
-    assert config_from(parse([command, "--kv-gib", "1.5"])).kv_gib == 1.5
+        assert getattr(config_from(parse_arguments([command, *given])), field.name) == value, flag
+    assert config_from(parse_arguments([command, "--kv-gib", "1.5"])).kv_gib == 1.5
     override = ["--override-generation-config", '{"temperature": 0.5, "top_k": 3}']
-    assert config_from(parse([command, *override])).override_generation_config == {"temperature": 0.5, "top_k": 3}
+    assert config_from(parse_arguments([command, *override])).override_generation_config == {
+        "temperature": 0.5,
+        "top_k": 3,
+    }
     for given, meant in (([], "auto"), (["--no-generation-config"], "vllm")):
-        assert config_from(parse([command, *given])).generation_config == meant
+        assert config_from(parse_arguments([command, *given])).generation_config == meant
 
 
 def test_sampling_flags() -> None:
-    args = parse(["generate", "--temperature", "0", "--stop", "a", "--stop", "b", "--seed", "4"])
+    args = parse_arguments(["generate", "--temperature", "0", "--stop", "a", "--stop", "b", "--seed", "4"])
     assert sampling_from(args) == {"temperature": 0.0, "stop": ["a", "b"], "seed": 4}
-    assert sampling_from(parse(["chat"])) == {}
+    assert sampling_from(parse_arguments(["chat"])) == {}
     beams = ["--beam-width", "4", "--n", "2", "--length-penalty", "0.5", "--early-stopping"]
     for said, meant in (("true", True), ("false", False), ("never", "never")):
-        assert sampling_from(parse(["generate", *beams, said])) == {
+        assert sampling_from(parse_arguments(["generate", *beams, said])) == {
             "beam_width": 4, "n": 2, "length_penalty": 0.5, "early_stopping": meant,
         }  # fmt: skip
-    assert sampling_from(parse(["chat", "--best-of", "3"])) == {"best_of": 3}
+    assert sampling_from(parse_arguments(["chat", "--best-of", "3"])) == {"best_of": 3}
 
 
 @pytest.mark.parametrize(
@@ -246,7 +249,7 @@ def test_version(run: Run) -> None:
 @pytest.mark.parametrize("number", ["-1", "1e999", "1" + "0" * 400, '"x"', "null", "NaN"])
 def test_costs_that_are_no_numbers_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], number: str) -> None:
     path = tmp_path / "costs.json"
-    fields = ", ".join(f'"{name}": {number}' for name in Costs._fields)
+    fields = ", ".join(f'"{name}": {number}' for name in PreemptionCosts._fields)
     path.write_text(f'{{"costs": {{{fields}}}}}')
     assert main(["generate", "--prompt", "a", "--max-tokens", "1", "--calibration", str(path)]) != 0
     said = capsys.readouterr().err
@@ -309,22 +312,22 @@ def test_every_kind_of_setting(file: Path) -> None:
             "--no-enable-prefix-caching", "--dummy-weights", "--strict", "--allowed-origins", "*",
             "--override-generation-config", '{"temperature": 0.5, "top_k": 3}',
             "--served-model-name", "one", "two"]  # fmt: skip
-    found, same = parse(["serve", "--config", str(file)]), parse(["serve", *said])
+    found, same = parse_arguments(["serve", "--config", str(file)]), parse_arguments(["serve", *said])
     assert config_from(found) == config_from(same)
     assert options_from(found) == options_from(same)
     file.write_text('{"port": 7}')  # JSON is YAML too
     for said in (["--config", str(file), "a/b"], ["a/b", f"--config={file}"], ["--config", str(file), "--", "a/b"]):
-        found = parse(["serve", *said])
+        found = parse_arguments(["serve", *said])
         assert (config_from(found).model, options_from(found).port) == ("a/b", 7)
     file.write_text("# nothing\n")
-    assert parse(["serve", "--config", str(file)]).port == 8000
+    assert parse_arguments(["serve", "--config", str(file)]).port == 8000
 
 
 def test_the_command_line_wins(file: Path) -> None:
     file.write_text(WHOLE)
     said = ["c/d", "--kv-cache-memory-bytes", "1G", "--port", "1", "--served-model-name", "three"]
     said += ["--load-format", "auto", "--enable-prefix-caching"]
-    found = parse(["serve", *said, "--config", str(file)])
+    found = parse_arguments(["serve", *said, "--config", str(file)])
     config = config_from(found)
     assert (config.model, config.kv_gib) == ("c/d", 1.0)
     assert (config.enable_prefix_caching, config.dummy_weights) == (True, False)
@@ -335,10 +338,10 @@ def test_the_command_line_wins(file: Path) -> None:
 
 def test_lists_of_repeated_flags(file: Path) -> None:
     file.write_text("stop: [a, b]\nprompt: once\nseed: 4\nearly-stopping: true\nbeam-width: 2\n")
-    found = parse(["generate", "--config", str(file)])
+    found = parse_arguments(["generate", "--config", str(file)])
     assert found.prompt == ["once"]
     assert sampling_from(found) == {"stop": ["a", "b"], "seed": 4, "early_stopping": True, "beam_width": 2}
-    assert sampling_from(parse(["generate", "--config", str(file), "--stop", "c"]))["stop"] == ["c"]
+    assert sampling_from(parse_arguments(["generate", "--config", str(file), "--stop", "c"]))["stop"] == ["c"]
 
 
 @pytest.mark.parametrize(
@@ -369,7 +372,7 @@ def test_lists_of_repeated_flags(file: Path) -> None:
 def test_what_cannot_be(file: Path, capsys: pytest.CaptureFixture[str], text: str, words: str) -> None:
     file.write_text(text)
     with pytest.raises(SystemExit) as end:
-        parse(["serve", "--config", str(file)])
+        parse_arguments(["serve", "--config", str(file)])
     said = capsys.readouterr().err
     assert end.value.code == 2
     assert said.startswith("quire: error: ")
@@ -383,20 +386,20 @@ def test_aliases_that_multiply_are_not_followed(file: Path, capsys: pytest.Captu
     lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 20)]
     file.write_text("\n".join(lines))
     with pytest.raises(SystemExit):
-        parse(["serve", "--config", str(file)])
+        parse_arguments(["serve", "--config", str(file)])
     assert "there is no setting 'a0'" in capsys.readouterr().err
     file.write_text("port: &a [*a]")  # holds itself
     with pytest.raises(SystemExit):
-        parse(["serve", "--config", str(file)])
+        parse_arguments(["serve", "--config", str(file)])
     assert "port is a list" in capsys.readouterr().err
 
 
 def test_only_regular_files_of_a_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     large, pipe = tmp_path / "large.yaml", tmp_path / "pipe"
-    large.write_text("#" * (MOST + 1))
+    large.write_text("#" * (MAX_BYTES + 1))
     os.mkfifo(pipe)
     for path, words in (
-        (large, f"is larger than {MOST} bytes"),
+        (large, f"is larger than {MAX_BYTES} bytes"),
         (pipe, "is no regular file"),
         (Path("/dev/zero"), "is no regular file"),
         (tmp_path, "is no regular file"),
@@ -404,7 +407,7 @@ def test_only_regular_files_of_a_size(tmp_path: Path, capsys: pytest.CaptureFixt
         (Path("a\0b"), "can't be read"),
     ):
         with pytest.raises(SystemExit):
-            parse(["serve", "--config", str(path)])
+            parse_arguments(["serve", "--config", str(path)])
         assert words in capsys.readouterr().err
 
 
@@ -419,9 +422,9 @@ stand_in = types.ModuleType("quire.build")
 stand_in.build = lambda config, progress=False: echo_service.built()
 sys.modules["quire.build"] = stand_in
 from quire.cli import chat, main
-chat.answer = lambda llm, history, params: print([said["content"] for said in history]) or history
+chat.stream_answer = lambda llm, history, params: print([said["content"] for said in history]) or history
 if len(sys.argv) > 1:
-    chat.MOST_RECALLED = int(sys.argv[1])
+    chat.MAX_HISTORY = int(sys.argv[1])
 sys.exit(main(["chat"]))
 """
 UP, CONTROL_D, CONTROL_C = "\x1b[A", "\x04", "\x03"
@@ -513,7 +516,7 @@ def test_an_unknown_command_is_not_said_to_the_model() -> None:
         opened.until("> ")
         assert "/quit or /exit ends it" in opened.say("/clear all", r"(?s)/clear is not a command.*\r\n")
         opened.until("> ")
-        assert chat.unknown("/" + "x" * 500).index(" is not a command: ") == 80, "a long one is cut"
+        assert chat.unknown_command_message("/" + "x" * 500).index(" is not a command: ") == 80, "a long one is cut"
         opened.say("//clear", r"\['/clear'\]")
         opened.until("> ")
         opened.say("/help", "/reset forgets")

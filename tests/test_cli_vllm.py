@@ -6,10 +6,10 @@ import argparse
 
 import pytest
 
-from quire.cli import main, parse
+from quire.cli import main, parse_arguments
 from quire.cli.flags import config_from
 from quire.cli.serve import options_from
-from quire.cli.vllm import NEEDLESS, ONLY, settled, size
+from quire.cli.vllm import NO_EFFECT_FLAGS, SINGLE_VALUE_FLAGS, no_effect_notices, parse_size
 from quire.config import EngineConfig
 from quire.errors import StartupError
 from quire.server.run import ServeOptions
@@ -40,7 +40,7 @@ from quire.server.run import ServeOptions
     ],
 )
 def test_the_same_settings(command: str, given: list[str], same: list[str]) -> None:
-    assert config_from(parse([command, *given])) == config_from(parse([command, *same]))
+    assert config_from(parse_arguments([command, *given])) == config_from(parse_arguments([command, *same]))
 
 
 @pytest.mark.parametrize(
@@ -48,13 +48,13 @@ def test_the_same_settings(command: str, given: list[str], same: list[str]) -> N
     [("1", 1), ("25.6k", 25_600), ("1K", 1024), ("3m", 3 * 10**6), ("3M", 3 << 20), ("2g", 2 * 10**9), ("1T", 1 << 40)],
 )
 def test_sizes(text: str, bytes: int) -> None:
-    assert size(text) == bytes
+    assert parse_size(text) == bytes
 
 
 @pytest.mark.parametrize("text", ["", "1GiB", "-1", "1e9", "G", "1 G", "9" * 19, "nan"])
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="is no size"):
-        size(text)
+        parse_size(text)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ NEITHER = ("--response-role", "--otlp-traces-endpoint", "--disable-fastapi-docs"
 
 def said_of(flag: str, capsys: pytest.CaptureFixture[str]) -> str:
     with pytest.raises(SystemExit):
-        parse(["serve", "a/model", flag, "value"])  # of which nothing is said: the first is named
+        parse_arguments(["serve", "a/model", flag, "value"])  # of which nothing is said: the first is named
     start = f"quire: error: Unknown argument {flag!r}. "
     said = capsys.readouterr().err.strip()
     assert said.startswith(start)
@@ -148,17 +148,17 @@ def test_unknown_flags_have_a_hint_that_helps_or_none(capsys: pytest.CaptureFixt
 
 
 def test_what_changes_nothing_says_so() -> None:
-    only = [text for flag, values in ONLY.items() for text in (flag, values[0])]
-    args = parse(["serve", *NEEDLESS, *only])
+    only = [text for flag, values in SINGLE_VALUE_FLAGS.items() for text in (flag, values[0])]
+    args = parse_arguments(["serve", *NO_EFFECT_FLAGS, *only])
     assert config_from(args) == EngineConfig()
     assert options_from(args) == ServeOptions()
-    lines = settled(args)
-    assert len(lines) == len(NEEDLESS) + len(ONLY)
+    lines = no_effect_notices(args)
+    assert len(lines) == len(NO_EFFECT_FLAGS) + len(SINGLE_VALUE_FLAGS)
     assert all(" changes nothing: " in line for line in lines)
-    assert settled(parse(["serve"])) == []
-    for flag in ONLY:
+    assert no_effect_notices(parse_arguments(["serve"])) == []
+    for flag in SINGLE_VALUE_FLAGS:
         with pytest.raises(StartupError, match=flag):
-            settled(parse(["serve", flag, "another"]))
+            no_effect_notices(parse_arguments(["serve", flag, "another"]))
 
 
 def test_notices_are_printed_at_start(capsys: pytest.CaptureFixture[str]) -> None:
@@ -176,19 +176,19 @@ def test_server_flags() -> None:
         "--ssl-keyfile": "key.pem", "--ssl-certfile": "cert.pem", "--port": "9",
     }  # fmt: skip
     flags = [text for pair in given.items() for text in pair]
-    found = options_from(parse(["serve", *flags, "--strict", "--enable-log-requests"]))
+    found = options_from(parse_arguments(["serve", *flags, "--strict", "--enable-log-requests"]))
     assert found == ServeOptions(
         root_path="/api/v2", max_connections=100, max_logprobs=5, metrics_prefix="vllm", ssl_keyfile="key.pem",
         ssl_certfile="cert.pem", port=9, strict=True, log_requests=True,
     )  # fmt: skip
     for level in ("critical", "error", "warning", "info", "debug"):
-        assert parse(["serve", "--uvicorn-log-level", level]).uvicorn_log_level == level
+        assert parse_arguments(["serve", "--uvicorn-log-level", level]).uvicorn_log_level == level
     for said in (["https://a.example", "http://b:81"], ['["https://a.example", "http://b:81"]']):
-        found = options_from(parse(["serve", "--allowed-origins", *said]))
+        found = options_from(parse_arguments(["serve", "--allowed-origins", *said]))
         assert found.allowed_origins == ("https://a.example", "http://b:81")
-    assert options_from(parse(["serve", "--allowed-origins", '["*"]'])).allowed_origins == ("*",)
+    assert options_from(parse_arguments(["serve", "--allowed-origins", '["*"]'])).allowed_origins == ("*",)
     for fronts in (["--fronts", "3"], ["--api-server-count", "3"]):
-        assert options_from(parse(["serve", *fronts])).fronts == 3
+        assert options_from(parse_arguments(["serve", *fronts])).fronts == 3
 
 
 @pytest.mark.parametrize(
@@ -211,12 +211,12 @@ def test_server_flags() -> None:
 )
 def test_server_flags_that_cannot_be(flag: str, value: str, words: str) -> None:
     with pytest.raises(StartupError, match=words):
-        options_from(parse(["serve", f"{flag}={value}"]))
+        options_from(parse_arguments(["serve", f"{flag}={value}"]))
 
 
 def test_help_has_groups_and_no_flag_without_words(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        parse(["serve", "--help"])
+        parse_arguments(["serve", "--help"])
     text = capsys.readouterr().out
     for group in ("engine:", "vLLM's names for settings of the engine:", "server:", "requests:", "logs and metrics:"):
         assert f"\n{group}\n" in text

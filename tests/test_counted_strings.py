@@ -23,12 +23,12 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, Token
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from quire import LLM, SamplingParams
-from quire.text.grammar_counted import LEAST
-from quire.text.grammar_source import source_of
-from quire.text.grammar_tokens import Vocabulary
-from quire.text.grammars import LIMITS, CompiledGrammar, Grammars, Place
+from quire.text.grammar_counted import MIN_VOCAB
+from quire.text.grammar_source import make_grammar_source
+from quire.text.grammar_tokens import GrammarVocabulary
+from quire.text.grammars import PARSER_LIMITS, CompiledGrammar, GrammarCompiler, GrammarMatcher
 from quire.text.outputs import RequestOutput
-from quire.text.pieces import Pieces
+from quire.text.pieces import DecoderRules
 from quire.text.tokenizer import Tokenizer
 from quire.vocabulary.params import Structured, StructuredOutputsParams
 
@@ -57,7 +57,7 @@ SHAPE = {
 def save(folder: Path) -> None:
     """A model's folder without weights, of a byte-level vocabulary: an end token, all bytes, tokens of up to three
     parts, and one that is special."""
-    alphabet = Pieces.of(decoders.ByteLevel()).alphabet
+    alphabet = DecoderRules.from_decoder(decoders.ByteLevel()).alphabet
     assert alphabet is not None
     spelled = {byte: character for character, byte in alphabet.items()}
     first = ["<|end|>", *map(spelled.__getitem__, range(256)), *WORDS]
@@ -105,7 +105,7 @@ def schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
 class Told:
     """A Matcher: a place, and plain llguidance that was told of all tokens so far. AssertionError where they differ."""
 
-    def __init__(self, place: Place, plain: LLMatcher, words: Sequence[bytes], seen: Counter[str]) -> None:
+    def __init__(self, place: GrammarMatcher, plain: LLMatcher, words: Sequence[bytes], seen: Counter[str]) -> None:
         self.place, self.plain, self.words, self.seen, self.text = place, plain, words, seen, b""
 
     def accept(self, token: int) -> str:
@@ -116,16 +116,16 @@ class Told:
         assert fits, self.text
         return why
 
-    def forced(self) -> tuple[int, ...]:
-        run = self.place.forced()
+    def forced_tokens(self) -> tuple[int, ...]:
+        run = self.place.forced_tokens()
         if run == (END,):
             assert self.plain.is_stopped(), self.text
         elif run:
             assert self.plain.compute_ff_bytes().startswith(b"".join(map(self.words.__getitem__, run))), self.text
         return run
 
-    def free(self) -> bool:
-        return self.place.free()
+    def is_unconstrained(self) -> bool:
+        return self.place.is_unconstrained()
 
     def copy(self) -> Told:
         self.seen["copies"] += 1
@@ -137,10 +137,10 @@ class Told:
         """That of llguidance; of what must follow it is one of several spellings."""
         place, wanted = self.place, self.plain.compute_bitmask()[: len(mask)]
         assert not self.plain.is_error(), self.text
-        run = self.forced()
+        run = self.forced_tokens()
         self.seen["masks"] += 1
-        self.seen["in counted strings"] += place._room > 0
-        self.seen["in free strings"] += bool(place._string)
+        self.seen["in counted strings"] += place._chars_left > 0
+        self.seen["in free strings"] += bool(place._in_free_string)
         if mask == wanted:
             return
         ours, theirs = allowed(mask), allowed(wanted)
@@ -158,11 +158,11 @@ class ToldGrammar:
     def __init__(self, grammar: CompiledGrammar, plain: LLMatcher, words: Sequence[bytes], seen: Counter[str]) -> None:
         self.grammar, self.plain, self.words, self.seen = grammar, plain, words, seen
 
-    def matcher(self) -> Told:
-        return Told(self.grammar.matcher(), self.plain.deep_copy(), self.words, self.seen)
+    def new_matcher(self) -> Told:
+        return Told(self.grammar.new_matcher(), self.plain.deep_copy(), self.words, self.seen)
 
-    def masks(self, matchers: Sequence[Told]) -> list[bytes]:
-        masks = self.grammar.masks([told.place for told in matchers])
+    def compute_masks(self, matchers: Sequence[Told]) -> list[bytes]:
+        masks = self.grammar.compute_masks([told.place for told in matchers])
         for told, mask in zip(matchers, masks, strict=True):
             told.check(mask)
         return masks
@@ -172,13 +172,13 @@ class Plain:
     """llguidance over the vocabulary, with nothing that makes it faster."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self.words = Vocabulary(tokenizer, PADDED, (END,))
+        self.words = GrammarVocabulary(tokenizer, PADDED, (END,))
         self.tokenizer = LLTokenizer(TokenizerWrapper(self.words), n_vocab=PADDED, eos_token=[END], slices=[])
-        self.limits = LLParserLimits(**LIMITS)
+        self.limits = LLParserLimits(**PARSER_LIMITS)
 
     def beside(self, grammar: CompiledGrammar, seen: Counter[str]) -> ToldGrammar:
         """The same grammar."""
-        source = source_of(grammar.asked, self.words.tokenizer)
+        source = make_grammar_source(grammar.structured, self.words.tokenizer)
         plain = LLMatcher(self.tokenizer, source, log_level=0, limits=self.limits)
         return ToldGrammar(grammar, plain, self.words.tokens, seen)
 
@@ -272,15 +272,15 @@ def plain(engines: Callable[[str], LLM]) -> Plain:
     return Plain(tokenizer)
 
 
-def grammars(llm: LLM, one_by_one: bool) -> Grammars:
+def grammars(llm: LLM, one_by_one: bool) -> GrammarCompiler:
     """Those of an engine, which makes masks `one_by_one` as tokens come, or all of a step's at once on threads."""
-    text = llm.prompts.text
+    text = llm.prompts.text_backend
     assert text is not None
     assert text.grammars is not None
-    masker = text.grammars._made_masker()
-    assert masker.vocab_size > LEAST
-    assert masker.counted is not None
-    masker.one_by_one = one_by_one
+    masker = text.grammars._get_backend()
+    assert masker.vocab_size > MIN_VOCAB
+    assert masker.counted_strings is not None
+    masker.is_serial = one_by_one
     masker._executor = None if one_by_one else LLExecutor(2)
     return text.grammars
 
@@ -297,13 +297,13 @@ def run(number: int, roomy: LLM, short: LLM, plain: Plain, one_by_one: bool) -> 
     """A batch in an engine that is short of memory; AssertionError unless outputs are those of one that isn't, and each
     row without a form says what it says alone. What there was of that which is to be tested."""
     asked, seen, scheduler = cases(number), Counter[str](), short.engine.scheduler
-    made, before = grammars(short, one_by_one), scheduler.preempted[scheduler.preemption]
+    made, before = grammars(short, one_by_one), scheduler.preemption_counts[scheduler.preemption]
     found = answers(short, asked, lambda form: plain.beside(made.get(form), seen))
     for case, answer in zip(asked, found, strict=True):
         for output in answer.outputs:
             case.check(output)
             seen["ended"] += case.form is not None and output.finish_reason == "stop"
-    seen["preempted"] = scheduler.preempted[scheduler.preemption] - before
+    seen["preempted"] = scheduler.preemption_counts[scheduler.preemption] - before
     seen["tokens found again"] = sum(answer.num_cached_tokens or 0 for answer in found)
     others = grammars(roomy, not one_by_one).get
     assert tokens(answers(roomy, asked, others)) == tokens(found)

@@ -12,9 +12,9 @@ from pathlib import Path
 import echo_service
 import httpx
 
-from quire.server.errors import TYPES
+from quire.server.errors import OPENAI_TYPES
 from quire.server.protocol import ChatRequest, CompletionRequest
-from quire.server.schemas import ANSWERS
+from quire.server.schemas import RESPONSE_MODELS
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
@@ -51,11 +51,11 @@ def test_every_parameter_is_in_the_table_and_no_other() -> None:
 
 def test_routes_and_errors() -> None:
     table = section("Routes")
-    for name in ANSWERS:
+    for name in RESPONSE_MODELS:
         path = name.split()[1].replace("{name:path}", "NAME").replace("{name}", "NAME")
         assert path in table or path.removeprefix("/v1/models") in table, name
     errors = section("Errors")
-    for code, kind in TYPES.items():
+    for code, kind in OPENAI_TYPES.items():
         assert str(code) in errors
         assert f"`{kind}`" in errors
 

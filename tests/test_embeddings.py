@@ -14,9 +14,9 @@ from test_equality import FAMILIES, engine_of, outputs_of, random_model
 
 from quire import LLM
 from quire.control.engine import Engine
-from quire.control.outcomes import Output
+from quire.control.outcomes import BranchOutput
 from quire.errors import InputError
-from quire.text.embedding import vector
+from quire.text.embedding import embedding_vector
 from quire.vocabulary.params import SamplingParams
 
 LENGTHS = (1, 5, 16, 23, 37, 40)
@@ -61,11 +61,11 @@ def embed(kind: str) -> SamplingParams:
     return SamplingParams(pooling=kind, temperature=0)
 
 
-def difference(output: Output, wanted: torch.Tensor) -> float:
-    return float((torch.from_numpy(vector(output)).double() - wanted).abs().max())
+def difference(output: BranchOutput, wanted: torch.Tensor) -> float:
+    return float((torch.from_numpy(embedding_vector(output)).double() - wanted).abs().max())
 
 
-def tokens_of(outputs: list[Output]) -> list[int]:
+def tokens_of(outputs: list[BranchOutput]) -> list[int]:
     return [token for output in outputs for token in output.tokens]
 
 
@@ -96,7 +96,7 @@ def test_embeddings_equal_transformers(reference: Callable[[str], Reference], fa
                 assert (output.tokens, output.finish_reason, output.done) == ((), "stop", True)
                 assert difference(output, oracle.pooled(prompt, kind)) < 1e-4
         if case in ("recompute", "swap"):
-            assert engine.scheduler.preempted[case] > 0
+            assert engine.scheduler.preemption_counts[case] > 0
         assert not engine.scheduler.by_slot
     finally:
         engine.close()
@@ -108,7 +108,10 @@ def test_a_preempted_prompt_goes_on(reference: Callable[[str], Reference], way: 
     oracle = reference("llama")
     engine = oracle.engine(**FEW | {"preemption": way, "max_num_batched_tokens": 7, "kv_tokens": 44})
     preempt, victims = engine.scheduler._preempt, []
-    engine.scheduler._preempt = lambda victim: (victims.append((victim.id, victim.live[0].computed)), preempt(victim))
+    engine.scheduler._preempt = lambda victim: (
+        victims.append((victim.id, victim.live_seqs[0].computed)),
+        preempt(victim),
+    )
     try:
         engine.add("first", PROMPTS[0], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
         engine.step()

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from quire.build import build
 from quire.config import EngineConfig
 from quire.control.engine import Engine
-from quire.control.memory import Size
+from quire.control.memory import MemorySize
 from quire.control.memory.paged import PagedMemory
-from quire.control.outcomes import Output
+from quire.control.outcomes import BranchOutput
 from quire.data.models import read_spec
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.plan import StepPlan
@@ -128,14 +128,14 @@ def engine_of(oracle: Any, **settings: object) -> Engine:
     return built.engine
 
 
-def outputs_of(engine: Engine, asked: dict[str, tuple[list[int], SamplingParams]]) -> dict[str, list[Output]]:
+def outputs_of(engine: Engine, asked: dict[str, tuple[list[int], SamplingParams]]) -> dict[str, list[BranchOutput]]:
     """All of each request's, once all requests are done."""
     for id, (prompt, params) in asked.items():
         engine.add(id, prompt, params)
-    outputs: dict[str, list[Output]] = {id: [] for id in asked}
-    while engine.unfinished:
+    outputs: dict[str, list[BranchOutput]] = {id: [] for id in asked}
+    while engine.has_unfinished_requests:
         for output in engine.step():
-            outputs.setdefault(output.request, []).append(output)
+            outputs.setdefault(output.request_id, []).append(output)
         engine.scheduler.memory.check()
     return outputs
 
@@ -176,7 +176,7 @@ def test_preemption_does_not_change_tokens(oracle, family: str, caching: bool) -
     engine = engine_of(model, page_size=4, kv_tokens=64, enable_prefix_caching=caching, max_num_batched_tokens=16)
     # A window bounds what a request holds, and a long prompt holds it from the start: only short ones grow afterwards.
     assert_equal(model, engine, model.prompts if family not in ("mistral", "ministral") else model.prompts[:2] * 4)
-    assert engine.scheduler.preemptions > 0
+    assert engine.scheduler.num_preemptions > 0
     assert engine.scheduler.memory.account().usage.used == 0
 
 
@@ -238,16 +238,16 @@ def run_all(engine: Engine, oracle: Oracle, arrivals: Sequence[tuple[int, str]])
     due, step, requests = sorted(arrivals, key=lambda arrival: arrival[0]), 0, {}
     results = {kind: [([], None) for _ in range(params_of(kind).n)] for _, kind in arrivals}
     logprobs = {kind: [0.0] * len(branches) for kind, branches in results.items()}
-    while due or engine.unfinished:
-        while due and (due[0][0] <= step or not engine.unfinished):
+    while due or engine.has_unfinished_requests:
+        while due and (due[0][0] <= step or not engine.has_unfinished_requests):
             _, kind = due.pop(0)
             engine.add(kind, prompt_of(oracle, kind), params_of(kind))
             requests[kind] = engine.requests[kind]
         for output in engine.step():
-            if output.request in results:
-                tokens, _ = results[output.request][output.branch]
-                results[output.request][output.branch] = tokens + list(output.tokens), output.finish_reason
-                logprobs[output.request][output.branch] = output.cumulative_logprob
+            if output.request_id in results:
+                tokens, _ = results[output.request_id][output.branch]
+                results[output.request_id][output.branch] = tokens + list(output.tokens), output.finish_reason
+                logprobs[output.request_id][output.branch] = output.cumulative_logprob
         engine.scheduler.memory.check()
         step += 1
     assert not engine.scheduler.by_slot
@@ -262,7 +262,7 @@ def plenty(oracle):
     def alone(family: str) -> Ran:
         engine = engine_of(oracle(family), kv_tokens=2048, enable_prefix_caching=False, debug=False)
         runs = [run_all(engine, oracle(family), [(0, kind)]) for kind in KINDS]
-        assert engine.scheduler.preemptions == 0
+        assert engine.scheduler.num_preemptions == 0
         return Ran(*({kind: run[i][kind] for kind, run in zip(KINDS, runs)} for i in range(3)))
 
     return alone
@@ -275,7 +275,7 @@ def least_tokens(oracle: Oracle, page_size: int, chunk: int, kinds: tuple[str, .
     spec, tokens = read_spec(oracle.model.config.to_dict()), page_size
     asked = [(prompt_of(oracle, kind), params_of(kind).width) for kind in kinds]
     while not all(
-        PagedMemory.build(config, spec, Size(tokens, 128, 4)).fits([len(prompt) + SOME] * width, len(prompt))
+        PagedMemory.build(config, spec, MemorySize(tokens, 128, 4)).fits([len(prompt) + SOME] * width, len(prompt))
         for prompt, width in asked
     ):
         tokens += page_size
@@ -311,7 +311,7 @@ def test_requests_of_all_kinds_survive_preemption(oracle, plenty, family: str, p
         assert_same(ran, plenty(family))
         assert engine.scheduler.memory.account().usage.used == 0
         hurt = {kind: hurt[kind] + ran.preemptions[kind] for kind in KINDS}
-        ways = {way: ways[way] + count for way, count in engine.scheduler.preempted.items()}
+        ways = {way: ways[way] + count for way, count in engine.scheduler.preemption_counts.items()}
     assert any(hurt[kind] for kind in GROUPS), hurt
     assert sum(ways.values()) > 0 if policy == "auto" else ways[policy] > 0
 
@@ -348,7 +348,7 @@ class Forced:
 
     def first(self) -> StepPlan | None:
         self.count += 1
-        if self.count in self.left and self.scheduler.running and not self.scheduler.flight:
+        if self.count in self.left and self.scheduler.running and not self.scheduler.num_in_flight:
             self.scheduler._preempt(next(reversed(self.scheduler.running)))
         return self.schedule()
 
@@ -363,5 +363,5 @@ def test_a_group_preempted_at_any_step_goes_on_as_before(oracle, plenty, family:
         engine = engine_of(model, page_size=4, preemption=policy, enable_prefix_caching=step % 2 == 0, depth=1)
         Forced(engine, {step})
         ran = run_all(engine, model, [(0, kind)])
-        assert engine.scheduler.preempted[policy] == 1
+        assert engine.scheduler.preemption_counts[policy] == 1
         assert_same(ran, plenty(family))

@@ -15,12 +15,12 @@ import pytest
 
 from quire.build import _read_costs, build
 from quire.config import EngineConfig
-from quire.data.weights.checkpoint import check_size, read_config, read_generation_config, tensor_files
-from quire.errors import StartupError, shown
-from quire.files import LIMITS, find, read, read_object
+from quire.data.weights.checkpoint import check_weight_bytes, read_config, read_generation_config, tensor_files
+from quire.errors import StartupError, short_repr
+from quire.files import MAX_BYTES_BY_FILE, find_checkpoint_file, read_bounded, read_json_object
 from quire.server.keys import ADMIN_KEY_VARIABLE, read_keys
 from quire.server.prefixes import read_prefixes
-from quire.source import read_source
+from quire.source import read_checkpoint
 from quire.text.chat import ChatTemplate
 from quire.text.folder import special_tokens, tokenizer_config
 from quire.text.tokenizer import Tokenizer
@@ -92,7 +92,7 @@ def test_a_file_that_becomes_a_link_is_not_read(name: str, tmp_path: Path, monke
 
 @pytest.mark.parametrize("name", sorted(set(READERS) - {"model.safetensors"}))
 def test_a_checkpoints_files_are_bounded(name: str, tmp_path: Path) -> None:
-    limit = LIMITS.get(name, LIMITS["chat template"])
+    limit = MAX_BYTES_BY_FILE.get(name, MAX_BYTES_BY_FILE["chat template"])
     with (tmp_path / name).open("wb") as file:
         file.truncate(limit + 1)
     with pytest.raises(StartupError, match=f"it has more than {limit} bytes"):
@@ -119,7 +119,7 @@ def test_a_folder_may_link_to_the_blobs_of_the_hubs_cache(place: str, tmp_path: 
     link = folder / "config.json"
     link.symlink_to(blobs / "abc")
     assert read_config(folder) == {}
-    assert find(folder, "config.json") == blobs / "abc"
+    assert find_checkpoint_file(folder, "config.json") == blobs / "abc"
     for path in [*refused, Path("/etc/passwd")]:
         link.unlink()
         link.symlink_to(path)
@@ -132,20 +132,21 @@ def test_the_operators_files_are_regular_and_bounded(kind: str, tmp_path: Path) 
     fifo, large = tmp_path / "fifo", tmp_path / "large"
     os.mkfifo(fifo)
     with large.open("wb") as file:
-        file.truncate(LIMITS[kind] + 1)
+        file.truncate(MAX_BYTES_BY_FILE[kind] + 1)
     for path, words in (("/dev/zero", "not a regular file"), (str(fifo), "not a regular file"),
-                        (str(large), f"more than {LIMITS[kind]} bytes"), (str(tmp_path), "can't be read")):  # fmt: skip
+                        (str(large), f"more than {MAX_BYTES_BY_FILE[kind]} bytes"), (str(tmp_path),
+                        "can't be read")):  # fmt: skip
         with pytest.raises(StartupError, match=words):
             OPERATORS[kind](path)
 
 
 def test_what_a_file_says_of_its_size_counts_for_nothing() -> None:
     assert os.stat("/proc/self/status").st_size == 0
-    assert b"VmRSS" in read("/proc/self/status", 1 << 20)
+    assert b"VmRSS" in read_bounded("/proc/self/status", 1 << 20)
     with pytest.raises(StartupError, match="more than 10 bytes"):
-        read("/proc/self/status", 10)
+        read_bounded("/proc/self/status", 10)
     with pytest.raises(StartupError, match="can't be read"):
-        read("a\0b", 10)
+        read_bounded("a\0b", 10)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +161,7 @@ def test_json_that_is_not_sane(text: str, tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     path.write_text(text)
     with pytest.raises(StartupError, match="can't be read as JSON"):
-        read_object(path, 64 << 20)
+        read_json_object(path, 64 << 20)
 
 
 @pytest.mark.parametrize(
@@ -171,10 +172,10 @@ def test_json_that_is_not_sane(text: str, tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_values_are_shown_on_one_line(value: object, expected: str) -> None:
-    assert shown(value).startswith(expected)
+    assert short_repr(value).startswith(expected)
     for odd in (value, [value] * 1000, {"a" * 100: value}, 10**4000, object()):
-        assert len(shown(odd)) <= 80
-        assert shown(odd).isprintable()
+        assert len(short_repr(odd)) <= 80
+        assert short_repr(odd).isprintable()
 
 
 def test_names_of_shards(tmp_path: Path) -> None:
@@ -192,9 +193,9 @@ def test_names_of_shards(tmp_path: Path) -> None:
 
 def test_a_checkpoint_smaller_than_its_config_says(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"x" * 100)
-    check_size(tmp_path, 50)
+    check_weight_bytes(tmp_path, 50)
     with pytest.raises(StartupError, match=r"makes 51 parameters, and the files of .* have 100 bytes"):
-        check_size(tmp_path, 51)
+        check_weight_bytes(tmp_path, 51)
 
 
 def test_special_tokens_are_bounded() -> None:
@@ -244,7 +245,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def defaults(model: Path, **settings: Any) -> dict[str, Any]:
-    return read_source(EngineConfig(model=str(model), **settings), weights=False).defaults
+    return read_checkpoint(EngineConfig(model=str(model), **settings), weights=False).default_sampling
 
 
 def test_the_models_own(model: Path) -> None:
@@ -276,7 +277,7 @@ def test_end_tokens_stay_the_models_own(model: Path) -> None:
             EngineConfig(model=str(model), generation_config=said, override_generation_config=more or None, **settings)
         )
         assert built.engine.scheduler.eos_ids == {3, 5, 7}
-        assert built.defaults == ({"temperature": 0.7, "top_k": 20, **more} if said == "auto" else {})
+        assert built.default_sampling == ({"temperature": 0.7, "top_k": 20, **more} if said == "auto" else {})
         shown = [notice for notice in built.notices if "temperature" in notice]
         assert len(shown) == (said == "auto")
         if more:

@@ -14,10 +14,10 @@ import pytest
 
 import quire
 from quire.build import build
-from quire.cli.simulate import plant_of
+from quire.cli.simulate import read_deployment
 from quire.config import EngineConfig
 from quire.errors import StartupError
-from quire.source import read_source
+from quire.source import read_checkpoint
 from quire.vocabulary.params import SamplingParams
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))  # the training tools are scripts
@@ -53,7 +53,7 @@ def test_perplexity_of_the_bundled_model(asked: str) -> None:
 
 
 def test_a_checkpoint_that_says_fp8_and_is_not(tmp_path: Path) -> None:
-    bundled = read_source(EngineConfig()).folder
+    bundled = read_checkpoint(EngineConfig()).path
     assert bundled is not None
     for file in bundled.iterdir():
         shutil.copy(file, tmp_path)
@@ -74,8 +74,8 @@ def test_keys_of_prefixes_tell_formats_apart() -> None:
     for quantization in (None, "fp8"):
         built = build(EngineConfig(kv_tokens=512, device="cpu", dtype="float32", quantization=quantization))
         engine = built.engine
-        weights.add(built.plan.weights)
-        roots.add(engine.scheduler.memory.prefixes.root)  # type: ignore[attr-defined]
+        weights.add(built.memory_plan.weight_bytes)
+        roots.add(engine.scheduler.memory.prefix_cache.root_key)  # type: ignore[attr-defined]
         engine.close()
     assert (len(roots), len(weights)) == (2, 1)
 
@@ -83,15 +83,15 @@ def test_keys_of_prefixes_tell_formats_apart() -> None:
 def test_a_simulation_reads_the_experts_that_tokens_take() -> None:
     """Jamba's, two of sixteen by a token; FP8 halves what is read, whatever that is."""
     plain, fp8 = (
-        plant_of(EngineConfig(model_config="jamba-52b", quantization=q), "h200-llama3-8b").cost.shape
+        read_deployment(EngineConfig(model_config="jamba-52b", quantization=q), "h200-llama3-8b").cost.shape
         for q in (None, "fp8")
     )
     expert = 3 * 4096 * 14336
-    assert plain.mixed == fp8.mixed == 16 * 16 * expert
-    assert plain.read(1) - 2 * 16 * 2 * expert == 2 * (plain.body + plain.head)
+    assert plain.expert_weights == fp8.expert_weights == 16 * 16 * expert
+    assert plain.bytes_read(1) - 2 * 16 * 2 * expert == 2 * (plain.body_weights + plain.head_weights)
     mixer = 28 * (3 * 4096 * 8192 + 2 * 8192 * (256 + 32 + 256))  # its small products have two bytes
     rest = 4 * (4096 * 6144 + 4096 * 4096) + 16 * expert
     head = 65536 * 4096
-    assert fp8.read(1) == pytest.approx(16 * 2 * expert + mixer + rest + 2 * head, rel=0.015)
-    assert fp8.read(10**6) == fp8.weight_bytes
-    assert fp8.weight_bytes == pytest.approx(plain.mixed + mixer + rest + 2 * head, rel=0.001)
+    assert fp8.bytes_read(1) == pytest.approx(16 * 2 * expert + mixer + rest + 2 * head, rel=0.015)
+    assert fp8.bytes_read(10**6) == fp8.weight_bytes
+    assert fp8.weight_bytes == pytest.approx(plain.expert_weights + mixer + rest + 2 * head, rel=0.001)

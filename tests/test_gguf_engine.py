@@ -14,7 +14,7 @@ from quire import LLM, SamplingParams
 from quire.cli import main
 from quire.config import EngineConfig
 from quire.errors import StartupError
-from quire.source import read_source, read_tokenizer
+from quire.source import read_checkpoint, read_tokenizer
 
 TINY = Path(__file__).parents[1] / "src" / "quire" / "assets" / "tiny"
 PROMPTS = ["Once upon a time", "The colour of the sky is", "A dog and a cat 123"]
@@ -56,11 +56,11 @@ def test_it_says_what_the_folder_says(tiny: Path, dtype: str) -> None:
 
 
 def test_a_source(tiny: Path) -> None:
-    source = read_source(EngineConfig(model=str(tiny)))
-    assert (source.name, source.folder, source.config["dtype"]) == ("Tiny.BF16", tiny, "bfloat16")
-    assert (source.generation["eos_token_id"], source.defaults) == ([5], {"temperature": 0.5})
-    assert read_source(EngineConfig(model=str(tiny), generation_config="vllm")).defaults == {}
-    bundled = read_source(EngineConfig())
+    source = read_checkpoint(EngineConfig(model=str(tiny)))
+    assert (source.name, source.path, source.config["dtype"]) == ("Tiny.BF16", tiny, "bfloat16")
+    assert (source.generation_config["eos_token_id"], source.default_sampling) == ([5], {"temperature": 0.5})
+    assert read_checkpoint(EngineConfig(model=str(tiny), generation_config="vllm")).default_sampling == {}
+    bundled = read_checkpoint(EngineConfig())
     assert replace(source.spec, eos_ids=()) == replace(bundled.spec, eos_ids=())
     tokenizer = read_tokenizer(EngineConfig(tokenizer=str(tiny)), None)
     assert tokenizer is not None
@@ -74,34 +74,34 @@ def test_a_plan(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_what_is_no_such_file(tiny: Path, tmp_path: Path) -> None:
     with pytest.raises(StartupError, match="--revision is given"):
-        read_source(EngineConfig(model=str(tiny), revision="main"))
+        read_checkpoint(EngineConfig(model=str(tiny), revision="main"))
     (tmp_path / "a.gguf").write_bytes(tiny.read_bytes()[:100_000])
     with pytest.raises(StartupError, match=r"a\.gguf is not a readable GGUF file"):
-        read_source(EngineConfig(model=str(tmp_path / "a.gguf")))
+        read_checkpoint(EngineConfig(model=str(tmp_path / "a.gguf")))
     with pytest.raises(StartupError, match=r"no config\.json, but 'a\.gguf'. Give the GGUF file itself"):
-        read_source(EngineConfig(model=str(tmp_path)))
+        read_checkpoint(EngineConfig(model=str(tmp_path)))
     (tmp_path / "b.bin").write_bytes(b"PK")
     with pytest.raises(StartupError, match="no GGUF file"):
-        read_source(EngineConfig(model=str(tmp_path / "b.bin")))
+        read_checkpoint(EngineConfig(model=str(tmp_path / "b.bin")))
 
 
 def test_settings_that_claim_more_than_the_file_has(tmp_path: Path) -> None:
     """No memory is asked for before."""
     path = gguf_files.convert(TINY, "llama", tmp_path / "a.gguf", "bf16", feed_forward_length=1 << 30)
     with pytest.raises(StartupError, match="parameters of its settings, and its tensors have"):
-        read_source(EngineConfig(model=str(path)))
+        read_checkpoint(EngineConfig(model=str(path)))
 
 
 def test_a_path_that_is_there_goes_before_a_name(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a file or a folder it is what was asked for, by its own settings, and a line at start says so."""
     monkeypatch.chdir(tmp_path)
-    assert read_source(EngineConfig(model="tiny")).notes == ()
+    assert read_checkpoint(EngineConfig(model="tiny")).notices == ()
     (tmp_path / "smollm2").symlink_to(tiny)
     (tmp_path / "tiny-draft").symlink_to(TINY)
     for name in ("smollm2", "tiny-draft"):
-        source = read_source(EngineConfig(model=name))
-        assert source.notes == (f"{name} is {tmp_path / name}, and not quire's own model of that name",)
-        assert source.spec.layers == read_source(EngineConfig()).spec.layers
-    assert read_source(EngineConfig(model="smollm2")).defaults == {"temperature": 0.5}, "not the package's"
+        source = read_checkpoint(EngineConfig(model=name))
+        assert source.notices == (f"{name} is {tmp_path / name}, and not quire's own model of that name",)
+        assert source.spec.layers == read_checkpoint(EngineConfig()).spec.layers
+    assert read_checkpoint(EngineConfig(model="smollm2")).default_sampling == {"temperature": 0.5}, "not the package's"
     with LLM("smollm2", **SETTINGS) as llm:
         assert any(notice.startswith(f"smollm2 is {tmp_path / 'smollm2'}") for notice in llm.built.notices)

@@ -16,28 +16,28 @@ import quire.parallel.remote
 import quire.parallel.starting
 from quire import LLM
 from quire.errors import StartupError
-from quire.link.child import BOOT
+from quire.link.child import BOOTSTRAP
 from quire.parallel import devices
 from quire.parallel.remote import RemoteRunner
-from quire.parallel.sides import start_program
+from quire.parallel.sides import launch_rank_process
 
 GIB = 2**30
-PROGRAM = ("-P", "-c", BOOT, str(Path(__file__).parent), "peer_ranks")
+PROGRAM = ("-P", "-c", BOOTSTRAP, str(Path(__file__).parent), "peer_ranks")
 
 
 @pytest.fixture
 def peers(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Ranks that meet as on GPUs; what their memory is planned for."""
     seen: list[Any] = []
-    build = quire.parallel.starting.build
+    build = quire.parallel.starting.build_ranks
 
     def met(ranks: RemoteRunner, config: Any, *more: Any) -> None:
-        seen.append(quire.parallel.starting.meet(ranks, config))
+        seen.append(quire.parallel.starting.open_devices(ranks, config))
         build(ranks, config, *more)
 
     monkeypatch.setenv("QUIRE_CPU_KERNELS", "off")
-    monkeypatch.setattr(quire.parallel.starting, "build", met)
-    start = partial(start_program, program=PROGRAM)
+    monkeypatch.setattr(quire.parallel.starting, "build_ranks", met)
+    start = partial(launch_rank_process, program=PROGRAM)
     monkeypatch.setattr(quire.parallel.remote, "RemoteRunner", partial(RemoteRunner, start=start))
     return seen
 
@@ -95,8 +95,8 @@ def told(index: int, free: int, name: str = "H") -> dict[str, Any]:
 
 
 def test_the_gpu_with_the_least_room_decides() -> None:
-    found = devices.room_of([told(0, 70), told(1, 30), told(2, 60)], 0.9)
+    found = devices.smallest_device_memory([told(0, 70), told(1, 30), told(2, 60)], 0.9)
     assert found == (80 * GIB, 30 * GIB, "GPU 1, of which 30.00 of 80.00 GiB are free")
-    assert devices.room_of([told(0, 70), told(0, 70)], 0.9)[:2] == (40 * GIB, 35 * GIB)
+    assert devices.smallest_device_memory([told(0, 70), told(0, 70)], 0.9)[:2] == (40 * GIB, 35 * GIB)
     with pytest.raises(StartupError, match=r"GPU 0 is H, and GPU 2 is A: .*CUDA_VISIBLE_DEVICES"):
-        devices.room_of([told(0, 70), told(1, 70), told(2, 70, "A")], 0.9)
+        devices.smallest_device_memory([told(0, 70), told(1, 70), told(2, 70, "A")], 0.9)

@@ -15,14 +15,14 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))  # scripts, not 
 
 import layer_type
 
-from quire.control.memory.policies import FAR, FullPolicy, LayerPolicy, WindowPolicy, forgets, most_at_once
+from quire.control.memory.policies import FAR, FullPolicy, LayerPolicy, WindowPolicy, drops_pages, max_pages_at_once
 from quire.errors import InputError
 from quire.jenga import JengaPolicy, LayerSupportsPrefixCache, Request
-from quire.vocabulary.specs import Group
+from quire.vocabulary.specs import KVCacheGroup
 
 
-def group(tokens: int, window: int | None = None) -> Group:
-    return Group((0,), 64, 4, 2**40, range(1, 200), run_tokens=tokens, window=window)
+def group(tokens: int, window: int | None = None) -> KVCacheGroup:
+    return KVCacheGroup((0,), 64, 4, 2**40, range(1, 200), run_tokens=tokens, window=window)
 
 
 class Narrow(SlidingWindow):
@@ -41,8 +41,8 @@ def test_the_papers_types_are_the_engines(tokens: int, window: int | None) -> No
     kinds += [Narrow(window)] if window else []
     for kind in kinds:
         policy = JengaPolicy(group(tokens), kind, horizon=40)
-        assert forgets(policy) == forgets(own)
-        assert most_at_once(policy, 7) == most_at_once(own, 7)
+        assert drops_pages(policy) == drops_pages(own)
+        assert max_pages_at_once(policy, 7) == max_pages_at_once(own, 7)
         for start in (*range(60), FAR):
             for end in (start + 1, start + 9):
                 assert policy.reads(None, start, end) == own.reads(None, start, end)

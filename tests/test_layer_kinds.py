@@ -23,7 +23,7 @@ from test_equality import LENGTHS, NEW
 from torch import Tensor
 
 from quire.control.engine import Engine
-from quire.data.models.llama import Attention
+from quire.data.models.llama import LlamaAttention
 from quire.vocabulary.params import SamplingParams
 
 FULL, WINDOW, CHUNK = "full_attention", "sliding_attention", "chunked_attention"
@@ -150,9 +150,9 @@ def run(oracle: Oracle, engine: Engine, prompts: list[list[int]], **more: Any) -
     asked = {str(i): (prompt, params) for i, prompt in enumerate(prompts)}
     answers: dict[tuple[int, int], tuple[list[int], list[Any]]] = {}
     for output in chain(*test_equality.outputs_of(engine, asked).values()):
-        tokens, tops = answers.setdefault((int(output.request), output.branch), ([], []))
+        tokens, tops = answers.setdefault((int(output.request_id), output.branch), ([], []))
         tokens += output.tokens
-        tops += output.tops
+        tops += output.top_logprobs
     for (i, _), (tokens, tops) in answers.items():
         assert len(tokens) == len(tops) == NEW
         expected = oracle.dense.logits(prompts[i] + tokens)[len(prompts[i]) - 1 : -1].log_softmax(-1)
@@ -216,7 +216,7 @@ def test_preemptions(oracle: Callable[[str], Oracle], name: str, way: str, page_
     prompts = model.prompts[:2] * 4
     assert run(model, engine, prompts) == model.answers[:2] * 4
     assert_equal(model, engine)
-    assert engine.scheduler.preempted[way] > 0
+    assert engine.scheduler.preemption_counts[way] > 0
 
 
 @pytest.mark.share(6)
@@ -266,8 +266,8 @@ def test_a_layer_that_does_not_really_share_is_caught(
 def test_a_sharer_has_a_product_for_queries_alone(oracle: Callable[[str], Oracle]) -> None:
     engine = engine_of(oracle("shared"))
     runner: Any = engine.runner
-    attentions = [module for module in runner.model.modules() if isinstance(module, Attention)]
+    attentions = [module for module in runner.model.modules() if isinstance(module, LlamaAttention)]
     assert [attention.qkv is None for attention in attentions] == [False, True, False, False, True, True, False]
-    assert [cache.writes for cache in runner.store.caches.values()] == [True, False, True, True, False, False, True]
+    assert [cache.writes_kv for cache in runner.store.caches.values()] == [True, False, True, True, False, False, True]
     assert runner.store.caches[4].keys.data_ptr() == runner.store.caches[3].keys.data_ptr()
-    assert [group.layers for group in engine.scheduler.memory.geometry.groups] == [(0, 3, 6), (2,)]
+    assert [group.layers for group in engine.scheduler.memory.kv_config.groups] == [(0, 3, 6), (2,)]

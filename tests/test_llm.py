@@ -16,7 +16,7 @@ from echo_service import MAX_LEN, VOCAB, Echo, tokenizer
 import quire
 from quire.errors import EngineDead, InputError, PrefixesFull, PrefixTaken, PromptTooLong
 from quire.llm import LLM, BeamSearchParams
-from quire.sim.echo import expected, expected_beams, fake_top, states
+from quire.sim.echo import expected_beams, expected_states, expected_tokens, fake_top
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.plan import StepResult
 from quire.vocabulary.seeds import branch_seed
@@ -30,7 +30,7 @@ def llm() -> LLM:
 
 
 def wanted(ids: list[int], params: SamplingParams = PARAMS, seed: int = 3) -> list[int]:
-    return expected(ids, params, seed, vocab_size=VOCAB)
+    return expected_tokens(ids, params, seed, vocab_size=VOCAB)
 
 
 def test_public_names() -> None:
@@ -64,7 +64,9 @@ def test_every_form_of_a_prompt(llm: LLM) -> None:
 
 def test_results_come_in_the_order_of_prompts() -> None:
     """Also of more than the queue holds."""
-    llm = LLM.of(echo_service.built(max_num_queued_reqs=2)._replace(defaults={"temperature": 0.5, "unknown": 1}))  # type: ignore[arg-type]
+    llm = LLM.of(
+        echo_service.built(max_num_queued_reqs=2)._replace(default_sampling={"temperature": 0.5, "unknown": 1})
+    )  # type: ignore[arg-type]
     prompts = [[i + 1] * (1 + i % 7) for i in range(40)]
     params = [SamplingParams(max_tokens=1 + (7 * i) % 11, seed=i, ignore_eos=True) for i in range(40)]
     results = llm.generate(prompts, params, use_tqdm=False)
@@ -75,7 +77,7 @@ def test_results_come_in_the_order_of_prompts() -> None:
     assert metrics is not None
     times = [metrics.arrival_time, metrics.first_scheduled_time, metrics.first_token_time, metrics.finished_time]
     assert times == sorted(filter(None, times))
-    assert (llm.prompts.params().temperature, llm.prompts.params(temperature=0.0).temperature) == (0.5, 0)
+    assert (llm.prompts.make_params().temperature, llm.prompts.make_params(temperature=0.0).temperature) == (0.5, 0)
     llm.generate([[1]], None, use_tqdm=False)
 
 
@@ -102,7 +104,7 @@ def test_branches_and_logprobs(llm: LLM) -> None:
     assert [next(iter(entry)) for entry in first.logprobs] == first.token_ids
     chosen = [entry[token].logprob for entry, token in zip(first.logprobs, first.token_ids)]
     assert first.cumulative_logprob == pytest.approx(sum(chosen))
-    assert first.logprobs[0][first.token_ids[0]].decoded_token == tokenizer().convert_id(first.token_ids[0])
+    assert first.logprobs[0][first.token_ids[0]].decoded_token == tokenizer().token_text(first.token_ids[0])
     assert result.prompt_logprobs is not None
     assert result.prompt_logprobs[0] is None
     assert [next(iter(entry)) for entry in result.prompt_logprobs[1:] if entry] == [6, 7]
@@ -122,7 +124,7 @@ def test_named_logprobs(llm: LLM) -> None:
         assert result.prompt_logprobs == counted.prompt_logprobs
         for output in result.outputs:
             assert output.logprobs is not None
-            known = states([5, 6, 7, *output.token_ids])[2:]
+            known = expected_states([5, 6, 7, *output.token_ids])[2:]
             for token, state, entry in zip(output.token_ids, known, output.logprobs):
                 top = fake_top(state, token, 0, VOCAB, tuple(ids))
                 assert list(entry) == [token, *(id for id in ids if id != token)]
@@ -130,9 +132,9 @@ def test_named_logprobs(llm: LLM) -> None:
                     top.logprob, *(value for id, value in zip(ids, top.logprobs) if id != token),
                 ]  # fmt: skip
                 assert [one.rank for one in entry.values()] == [top.rank] + [None] * (len(entry) - 1)
-                assert [one.decoded_token for one in entry.values()] == [tokenizer().convert_id(id) for id in entry]
+                assert [one.decoded_token for one in entry.values()] == [tokenizer().token_text(id) for id in entry]
             assert output.cumulative_logprob == sum(e[t].logprob for e, t in zip(output.logprobs, output.token_ids))
-    tops = [top for output in llm.stream([5, 6, 7], params) for top in output.tops]
+    tops = [top for output in llm.stream([5, 6, 7], params) for top in output.top_logprobs]
     assert {top.ids for top in tops} == {tuple(ids)}
 
 
@@ -193,7 +195,7 @@ def test_one_bad_prompt_stops_all_before_anything_is_computed(llm: LLM, bad: obj
     with pytest.raises(InputError):
         llm.generate([[1, 2], bad, [3]], PARAMS, use_tqdm=False)
     assert llm.engine.stats.steps == 0
-    assert not llm.engine.unfinished
+    assert not llm.engine.has_unfinished_requests
     assert llm.generate([[1, 2]], PARAMS, use_tqdm=False)[0].outputs[0].token_ids == wanted([1, 2])
 
 
@@ -245,7 +247,7 @@ def test_ctrl_c_aborts_all_and_leaves_the_llm_usable(stream: bool) -> None:
     params = SamplingParams(max_tokens=200, ignore_eos=True)
     with pytest.raises(KeyboardInterrupt):
         list(llm.stream([1, 2], params)) if stream else llm.generate([[i + 1] for i in range(8)], params)
-    assert not llm.engine.unfinished
+    assert not llm.engine.has_unfinished_requests
     usage = llm.engine.scheduler.memory.account().usage
     assert usage.free + usage.cached == usage.total
     assert llm.generate([[1, 2]], PARAMS, use_tqdm=False)[0].outputs[0].token_ids == wanted([1, 2])
@@ -259,7 +261,7 @@ def test_stream_yields_as_it_goes_and_can_be_left(llm: LLM) -> None:
     with pytest.raises(InputError, match="under way"):
         llm.generate([[1]], PARAMS, use_tqdm=False)
     started.close()  # type: ignore[attr-defined]
-    assert not llm.engine.unfinished
+    assert not llm.engine.has_unfinished_requests
 
 
 def test_a_failed_step_closes_the_llm() -> None:
@@ -272,7 +274,7 @@ def test_a_failed_step_closes_the_llm() -> None:
 
 def test_close_ends_the_chat_templates_process() -> None:
     llm = LLM.of(echo_service.built())  # type: ignore[arg-type]
-    process, _ = llm.prompts.chat_template._renderer._end.peek()[2]  # type: ignore[union-attr]
+    process, _ = llm.prompts.chat_template._process._kill.peek()[2]  # type: ignore[union-attr]
     assert process.poll() is None
     llm.close()
     llm.close()
@@ -286,7 +288,7 @@ def test_close_ends_the_chat_templates_process() -> None:
 
 
 def test_bad_words_become_ids(llm: LLM) -> None:
-    text = llm.prompts.text
+    text = llm.prompts.text_backend
     assert text is not None
     resolved = text.resolve(SamplingParams(bad_words=["upon", "xyz"]))
     encode = tokenizer().encode

@@ -22,10 +22,10 @@ from quire.config import EngineConfig
 from quire.data.models import read_spec
 from quire.data.models.mllama import Mllama
 from quire.data.weights.checkpoint import read_config
-from quire.data.weights.loader import load
+from quire.data.weights.loader import load_weights
 from quire.errors import InputError, StartupError
-from quire.source import read_sight, read_source
-from quire.text.prompts import Prompts
+from quire.source import read_checkpoint, read_image_loader
+from quire.text.prompts import InputProcessor
 from quire.text.tokenizer import Tokenizer
 
 NEW = 9
@@ -50,7 +50,7 @@ def check(model: Saved, **settings: Any) -> None:
         assert len({tuple(tokens) for _, tokens, _ in answers}) == 2 * len(PROMPTS), "branches part"
         for prompt, tokens, tops in answers:
             assert_said(tops, model.logprobs(prompt, tokens))
-    assert how is None or engine.scheduler.preempted[how] > 0
+    assert how is None or engine.scheduler.preemption_counts[how] > 0
     assert (engine.scheduler.memory.account().sharing.hits > 0) or how is not None
     engine.close()
 
@@ -96,7 +96,7 @@ def test_logits_in_other_memories(model: Saved, settings: dict[str, Any]) -> Non
 def test_a_picture_hits_whatever_stands_before_it(model: Saved) -> None:
     engine = engine_of(model, max_num_batched_tokens=64, page_size=4)
     params = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, logprobs=20)
-    gallery = engine.scheduler.memory.gallery
+    gallery = engine.scheduler.memory.encoder_cache
     for before in (3, 8, 17):
         for prompt, tokens, tops in run(engine, [[*text(before, before), "3", *text(5, 1)]], params):
             assert_said(tops, model.logprobs(prompt, tokens))
@@ -109,14 +109,14 @@ def test_text_alone_holds_no_page_of_pictures_and_runs_no_layer_for_them(
 ) -> None:
     engine = engine_of(model, max_num_batched_tokens=16, page_size=4)
     memory = engine.scheduler.memory
-    g = [group.kind for group in memory.geometry.groups].index("cross")
+    g = [group.kind for group in memory.kv_config.groups].index("cross")
     for layer in (1, 3):
         monkeypatch.setattr(engine.runner.model.layers[layer], "forward", pytest.fail)
     params = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, logprobs=20)
     for prompt, tokens, tops in run(engine, [text(33, 2), text(5, 1)], params):
         assert_said(tops, model.logprobs(prompt, tokens))
-        assert memory.pages.used[g] == 0
-    assert memory.gallery.runs == 0
+        assert memory.page_pool.used[g] == 0
+    assert memory.encoder_cache.runs == 0
     engine.close()
 
 
@@ -133,7 +133,7 @@ def test_beams(model: Saved, preemption: str | None) -> None:
         found.setdefault(PROMPTS.index(prompt), []).append(tokens)
     for i, prompt in enumerate(PROMPTS):
         assert found[i] == model.generate(prompt, NEW, num_beams=3, num_return_sequences=3)
-    assert preemption is None or engine.scheduler.preempted[preemption] > 0
+    assert preemption is None or engine.scheduler.preemption_counts[preemption] > 0
     engine.close()
 
 
@@ -154,10 +154,10 @@ def test_tokens_that_stand_for_pictures_are_not_scored(model: Saved) -> None:
     media, pixels = shown(PROMPTS[0])
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
     with pytest.raises(InputError, match="token 89, which stands for a picture"):
-        engine.add("0", tokens_of(PROMPTS[0]), params, media=media, pixels=pixels)
+        engine.add("0", tokens_of(PROMPTS[0]), params, images=media, pixels=pixels)
     with pytest.raises(InputError, match="prompt token 5 is 89"):
         engine.add("0", tokens_of(PROMPTS[0]), params)
-    assert not engine.unfinished
+    assert not engine.has_unfinished_requests
     engine.close()
 
 
@@ -167,7 +167,7 @@ def test_published_names(model: Saved, tmp_path: Path) -> None:
     for i, (language, rest) in enumerate((("language_model.model.", ""), ("model.language_model.", "model."))):
         named = {}
         for name, tensor in tensors.items():
-            bare = name.removeprefix(next((x for x in Mllama.prefixes if name.startswith(x)), ""))
+            bare = name.removeprefix(next((x for x in Mllama.weight_prefixes if name.startswith(x)), ""))
             head = "language_model." if not i else ""
             inner = rest if "vision_model" in name or "projector" in name else language
             inner += "vision_model." * ("vision_model" in name)
@@ -177,7 +177,7 @@ def test_published_names(model: Saved, tmp_path: Path) -> None:
     config = read_config(model.folder)
     loaded = [Mllama(config, torch.float32, torch.device("cpu")) for _ in range(2)]
     for i, one in enumerate(loaded):
-        load(one, tmp_path / str(i))
+        load_weights(one, tmp_path / str(i))
     for one, other in zip(*(each.parameters() for each in loaded), strict=True):
         assert torch.equal(one, other)
 
@@ -216,24 +216,29 @@ def test_prompts_of_users(model: Saved) -> None:
     backend.add_special_tokens(["<|image|>"])
     config = EngineConfig(model=str(model.folder))
     words = Tokenizer(backend, {})
-    sight = read_sight(config, read_source(config), words)
+    sight = read_image_loader(config, read_checkpoint(config), words)
     assert sight is not None
     engine = engine_of(model)
-    prompts = Prompts(words, None, engine.limits, {}, sight)
+    prompts = InputProcessor(words, None, engine.limits, {}, sight)
     images = [Image.frombytes("RGB", (SIDE * 2, SIDE), bytes([i * 40] * SIDE * SIDE * 6)) for i in range(3)]
-    prompt = prompts.prompt({"prompt": "w1 <|image|><|image|> w2 <|image|> w3", "multi_modal_data": {"image": images}})
+    prompt = prompts.process_prompt(
+        {"prompt": "w1 <|image|><|image|> w2 <|image|> w3", "multi_modal_data": {"image": images}}
+    )
     assert prompt.ids == [1, VOCAB, VOCAB, 2, VOCAB, 3]
-    assert [(one.start, one.tokens, one.rows, one.parts) for one in prompt.media] == [(1, 2, 68, 2), (4, 1, 34, 1)]
-    assert [one.key for one in prompt.pixels] == [one.key for one in prompt.media]
+    assert [(one.start, one.num_tokens, one.num_embeds, one.num_parts) for one in prompt.images] == [
+        (1, 2, 68, 2),
+        (4, 1, 34, 1),
+    ]
+    assert [one.key for one in prompt.pixels] == [one.key for one in prompt.images]
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
-    engine.add("0", prompt.ids, params, media=prompt.media, pixels=prompt.pixels)
+    engine.add("0", prompt.ids, params, images=prompt.images, pixels=prompt.pixels)
     tokens = []
-    while engine.unfinished:
+    while engine.has_unfinished_requests:
         tokens += [token for output in engine.step() for token in output.tokens]
     assert len(tokens) == 3
-    assert engine.scheduler.memory.gallery.runs == 2
+    assert engine.scheduler.memory.encoder_cache.runs == 2
     with pytest.raises(InputError, match="2 places for pictures"):
-        prompts.prompt({"prompt": "<|image|> w1 <|image|>", "multi_modal_data": {"image": images[0]}})
+        prompts.process_prompt({"prompt": "<|image|> w1 <|image|>", "multi_modal_data": {"image": images[0]}})
     engine.close()
 
 

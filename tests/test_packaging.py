@@ -17,7 +17,7 @@ from shutil import copytree, ignore_patterns
 import pytest
 from targets import GATE_CASES
 
-from quire.data.kernels.cpu.variants import variants
+from quire.data.kernels.cpu.variants import machine_variants
 
 ROOT = Path(__file__).parent.parent
 NAMES = {
@@ -46,7 +46,7 @@ def test_the_sdist_is_whole(tmp_path: Path) -> None:
     assert there <= held
 
 
-@pytest.mark.skipif(not variants(), reason="no kernels for this kind of machine")
+@pytest.mark.skipif(not machine_variants(), reason="no kernels for this kind of machine")
 @pytest.mark.parametrize("compiler", ["there", "fails", "missing"])
 def test_wheels_hold_what_could_be_built(tmp_path: Path, compiler: str) -> None:
     """The kernels' libraries, for any Python on this kind of machine; installing never fails for them."""
@@ -64,7 +64,7 @@ def test_wheels_hold_what_could_be_built(tmp_path: Path, compiler: str) -> None:
     with zipfile.ZipFile(wheel) as files:
         held = set(files.namelist())
     folder = "quire/data/kernels/cpu"
-    expected = {f"{folder}/built/{variant.name}.so" for variant in variants()} if compiler == "there" else set()
+    expected = {f"{folder}/built/{variant.name}.so" for variant in machine_variants()} if compiler == "there" else set()
     assert {name for name in held if name.endswith(".so")} == expected
     assert not [name for name in held if "/objects/" in name]
     natives = {f"{folder}/native/{path.name}" for path in (ROOT / "src" / folder / "native").iterdir()}
@@ -73,7 +73,7 @@ def test_wheels_hold_what_could_be_built(tmp_path: Path, compiler: str) -> None:
     assert wheel.name.endswith("-py3-none-any.whl") == (compiler == "missing")
     assert "-py3-none-" in wheel.name
     if compiler != "there":
-        said = "no C++ compiler" if compiler == "missing" else f"{variants()[0].name} is left out: error: no"
+        said = "no C++ compiler" if compiler == "missing" else f"{machine_variants()[0].name} is left out: error: no"
         assert f"CPU kernels: {said}" in done.stderr
 
 

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from quire import budget
-from quire.budget import GIB, MemoryPlan, page_lines, plan_memory
+from quire.budget import GIB, MemoryPlan, describe_pages, plan_memory
 from quire.config import EngineConfig
-from quire.control.memory import Size, build_memory, longest
-from quire.control.memory.layout import page_layout, tokens_in
+from quire.control.memory import MemorySize, build_memory, max_seq_len
+from quire.control.memory.layout import plan_page_layout, tokens_for_bytes
 from quire.data.models import read_spec
 from quire.data.models.configs import CONFIGS, named_config
-from quire.data.runner.views import check_geometry
+from quire.data.runner.views import check_kv_cache_config
 from quire.errors import StartupError
-from quire.vocabulary.media import Medium
+from quire.vocabulary.media import ImageItem
 from quire.vocabulary.specs import LayerSpec, ModelSpec
 
 MINISTRAL = read_spec(named_config("ministral-8b"))
@@ -49,12 +49,12 @@ def test_a_size_in_bytes_is_the_pools() -> None:
     assert plan.token_bytes == 36 * 4096
     pages = plan.kv_tokens // 16
     assert -(-pages // 3) + pages <= plan.kv_bytes // LARGE < -(-(pages + 1) // 3) + pages + 1
-    config = settings().sized("cuda")
-    memory = build_memory(config, MINISTRAL, Size(plan.kv_tokens, plan.max_len, 2, plan.kv_bytes))
-    assert (memory.geometry.bytes, memory.geometry.large_bytes) == (plan.kv_bytes + LARGE, LARGE)
-    assert tuple(group.page_bytes for group in memory.geometry.groups) == PAGES
+    config = settings().with_device_defaults("cuda")
+    memory = build_memory(config, MINISTRAL, MemorySize(plan.kv_tokens, plan.max_len, 2, plan.kv_bytes))
+    assert (memory.kv_config.bytes, memory.kv_config.large_bytes) == (plan.kv_bytes + LARGE, LARGE)
+    assert tuple(group.page_bytes for group in memory.kv_config.groups) == PAGES
     assert memory.account().usage.total == plan.kv_bytes
-    assert memory.geometry.in_large_pages() == plan.kv_tokens
+    assert memory.kv_config.tokens_in_large_pages() == plan.kv_tokens
     plan = planned(kv_tokens=100_000)
     assert (plan.kv_tokens, plan.kv_bytes) == (100_000, (-(-6250 // 3) + 6250) * LARGE)
 
@@ -64,25 +64,25 @@ def test_the_longest_sequence_is_what_admission_allows() -> None:
     uniform, ours = planned(kv_gib=12.3, memory="uniform"), planned(kv_gib=12.3)
     assert 89_000 < uniform.max_len < 90_000
     assert uniform.max_len == uniform.kv_tokens
-    assert (ours.max_len, ours.clipped) == (131_072, "")
+    assert (ours.max_len, ours.limit_note) == (131_072, "")
     assert ours.kv_tokens < 90_000
     tight = planned(kv_gib=8)
-    config = settings().sized("cuda")
-    memory = build_memory(config, MINISTRAL, Size(tight.kv_tokens, tight.max_len, 2, tight.kv_bytes))
+    config = settings().with_device_defaults("cuda")
+    memory = build_memory(config, MINISTRAL, MemorySize(tight.kv_tokens, tight.max_len, 2, tight.kv_bytes))
     assert memory.fits([tight.max_len])
-    larger = build_memory(config, MINISTRAL, Size(tight.kv_tokens, 131_072, 2, tight.kv_bytes))
+    larger = build_memory(config, MINISTRAL, MemorySize(tight.kv_tokens, 131_072, 2, tight.kv_bytes))
     assert not larger.fits([tight.max_len + 1])
     assert tight.kv_tokens < tight.max_len < 131_072
-    assert longest(config, MINISTRAL, Size(tight.kv_tokens, 10, 2, tight.kv_bytes)) == 10
+    assert max_seq_len(config, MINISTRAL, MemorySize(tight.kv_tokens, 10, 2, tight.kv_bytes)) == 10
     with pytest.raises(StartupError, match=f"the KV cache holds {tight.max_len} tokens"):
         planned(kv_gib=8, max_model_len=131_072)
 
 
 def test_bytes_as_tokens_where_they_are_simulated() -> None:
-    config = settings().sized("cuda")
-    assert tokens_in(config, MINISTRAL, 2, 40 * GIB) == planned(kv_gib=40).kv_tokens
-    assert tokens_in(replace(config, memory="uniform"), MINISTRAL, 2, 40 * GIB) == 40 * GIB // (36 * 4096)
-    padded = tokens_in(replace(config, page_sizes="max"), MINISTRAL, 2, 40 * GIB)
+    config = settings().with_device_defaults("cuda")
+    assert tokens_for_bytes(config, MINISTRAL, 2, 40 * GIB) == planned(kv_gib=40).kv_tokens
+    assert tokens_for_bytes(replace(config, memory="uniform"), MINISTRAL, 2, 40 * GIB) == 40 * GIB // (36 * 4096)
+    padded = tokens_for_bytes(replace(config, page_sizes="max"), MINISTRAL, 2, 40 * GIB)
     assert padded == 40 * GIB // (2 * LARGE) * 16
 
 
@@ -93,32 +93,32 @@ def requests(line: str) -> dict[int, int]:
 
 
 def test_what_a_plan_says() -> None:
-    config, plan = settings(kv_gib=40).sized("cuda"), planned(kv_gib=40)
-    full, window, large, fit = page_lines(config, MINISTRAL, 2, plan)
+    config, plan = settings(kv_gib=40).with_device_defaults("cuda"), planned(kv_gib=40)
+    full, window, large, fit = describe_pages(config, MINISTRAL, 2, plan)
     assert "9 layers, full, 589,824 bytes for 16 tokens, 3 in a large page" in full
     assert "27 layers, window of 32,768, 1,769,472 bytes for 16 tokens, 1 in a large page" in window
     assert "24,272 of 1,769,472 bytes" in large
     uniform = replace(config, memory="uniform")
-    (only, other) = page_lines(uniform, MINISTRAL, 2, planned(kv_gib=40, memory="uniform"))
+    (only, other) = describe_pages(uniform, MINISTRAL, 2, planned(kv_gib=40, memory="uniform"))
     assert "36 layers, full, 2,359,296 bytes for 16 tokens" in only
     ours, theirs = requests(fit), requests(other)
     assert list(ours) == list(theirs) == [1024, 8192, 32768, 131072]
     assert (ours[131072], theirs[131072]) == (4, 2)
     assert all(ours[length] >= theirs[length] for length in ours)
-    (group, _) = page_lines(config, many(MINISTRAL, (LayerSpec(8, 128),) * 4), 2, plan)
+    (group, _) = describe_pages(config, many(MINISTRAL, (LayerSpec(8, 128),) * 4), 2, plan)
     assert group.startswith("pages")
-    assert page_lines(replace(config, memory="orca-max"), MINISTRAL, 2, plan) == []
-    padded = page_lines(replace(config, page_sizes="max"), MINISTRAL, 2, planned(kv_gib=40, page_sizes="max"))
+    assert describe_pages(replace(config, memory="orca-max"), MINISTRAL, 2, plan) == []
+    padded = describe_pages(replace(config, page_sizes="max"), MINISTRAL, 2, planned(kv_gib=40, page_sizes="max"))
     assert "66.7% padding" in padded[0]
 
 
 def test_sets_of_layers_of_one_size() -> None:
-    sheets = page_layout(settings(page_sizes="gcd"), MINISTRAL, 2)
-    assert [(len(sheet.layers), sheet.page_bytes) for sheet in sheets.pages] == [(9, PAGES[0])] * 4
+    sheets = plan_page_layout(settings(page_sizes="gcd"), MINISTRAL, 2)
+    assert [(len(sheet.layers), sheet.page_bytes) for sheet in sheets.specs] == [(9, PAGES[0])] * 4
     assert sheets.large_bytes == 0
     odd = many(MINISTRAL, (LayerSpec(3, 32),) * 5 + (LayerSpec(2, 32, 8),) * 7)
     with pytest.raises(StartupError, match="no sets of layers have equal bytes: 5 of 384 bytes a token, 7 of 256"):
-        page_layout(settings(page_sizes="gcd"), odd, 2)
+        plan_page_layout(settings(page_sizes="gcd"), odd, 2)
 
 
 def test_a_large_page_beyond_its_limit_is_refused_with_the_padded_plan() -> None:
@@ -126,7 +126,7 @@ def test_a_large_page_beyond_its_limit_is_refused_with_the_padded_plan() -> None
     with pytest.raises(StartupError, match=r"a large page would have [\d,]+ bytes \([\d,]+ with pages that are padded"):
         planned(many(MINISTRAL, layers), kv_gib=1)
     config = settings(page_sizes="max")
-    assert page_layout(config, many(MINISTRAL, layers), 2).large_bytes == 0
+    assert plan_page_layout(config, many(MINISTRAL, layers), 2).large_bytes == 0
 
 
 def test_fewer_large_pages_than_layer_types_are_refused() -> None:
@@ -134,20 +134,20 @@ def test_fewer_large_pages_than_layer_types_are_refused() -> None:
         planned(kv_gib=1 / 512)
     assert "--page-sizes max" in raised.value.remedy
     with pytest.raises(StartupError, match="each of 2 groups of layers needs one"):
-        build_memory(settings().sized("cpu"), MINISTRAL, Size(16, 16, 2, LARGE))
+        build_memory(settings().with_device_defaults("cpu"), MINISTRAL, MemorySize(16, 16, 2, LARGE))
 
 
 def test_pages_that_no_view_of_16_bytes_takes_are_refused() -> None:
     """8 heads of 3 numbers of 2 bytes, of one token: 48 bytes of keys. Of 9 they are 54."""
     for heads, taken in ((8, True), (9, False)):
         spec = many(MINISTRAL, (LayerSpec(heads, 3), LayerSpec(heads, 3), LayerSpec(heads, 3, window=9)))
-        memory = build_memory(settings(page_size=1).sized("cpu"), spec, Size(64, 16, 2))
-        assert memory.geometry.large_bytes > 0
+        memory = build_memory(settings(page_size=1).with_device_defaults("cpu"), spec, MemorySize(64, 16, 2))
+        assert memory.kv_config.large_bytes > 0
         if taken:
-            check_geometry(memory.geometry, spec)
+            check_kv_cache_config(memory.kv_config, spec)
         else:
             with pytest.raises(StartupError, match="of keys of 54 bytes a layer"):
-                check_geometry(memory.geometry, spec)
+                check_kv_cache_config(memory.kv_config, spec)
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
@@ -159,9 +159,9 @@ def test_every_named_shape_has_a_plan(name: str, page_size: int, monkeypatch: py
     config = settings(kv_gib=40, page_size=page_size, max_num_seqs=64)
     plan = plan_memory(config, spec, name, "bfloat16", 2, "cuda")
     assert 40 * GIB - max(16 * 2**20, 40 * GIB // 512) < plan.kv_bytes <= 40 * GIB
-    memory = build_memory(config, spec, Size(plan.kv_tokens, plan.max_len, 2, plan.kv_bytes))
+    memory = build_memory(config, spec, MemorySize(plan.kv_tokens, plan.max_len, 2, plan.kv_bytes))
     assert memory.fits([plan.max_len])
-    assert plan.kv_bytes <= memory.geometry.bytes <= plan.kv_bytes + max(16 * 2**20, 40 * GIB // 512)
+    assert plan.kv_bytes <= memory.kv_config.bytes <= plan.kv_bytes + max(16 * 2**20, 40 * GIB // 512)
 
 
 SEEING = [name for name in CONFIGS if read_spec(named_config(name)).vision is not None]
@@ -176,13 +176,13 @@ def test_every_named_shape_that_sees_has_a_plan(name: str, mode: str, monkeypatc
     assert spec.vision is not None
     config = settings(vision_cache=mode, max_num_seqs=64, kv_gib=40)
     plan = plan_memory(config, spec, name, "bfloat16", 2, "cuda")
-    assert plan.weights == 2 * (spec.parameters + spec.vision.parameters)
-    less = plan_memory(config, spec, name, "bfloat16", 2, "cuda", saved=spec.parameters)
-    assert less.weights == plan.weights - spec.parameters
-    memory = build_memory(config, spec, Size(plan.kv_tokens, plan.max_len, 2, plan.kv_bytes))
-    kinds = {group.kind for group in memory.geometry.groups}
-    assert ("vision" in kinds) == (mode == "pages" and spec.takes_places)
-    assert memory.geometry.sight == (mode if spec.takes_places else "")
-    rows = spec.vision.most_rows
-    media = (Medium(bytes(32), 1, rows if spec.takes_places else 1, rows),)
+    assert plan.weight_bytes == 2 * (spec.parameters + spec.vision.parameters)
+    less = plan_memory(config, spec, name, "bfloat16", 2, "cuda", quantization_savings=spec.parameters)
+    assert less.weight_bytes == plan.weight_bytes - spec.parameters
+    memory = build_memory(config, spec, MemorySize(plan.kv_tokens, plan.max_len, 2, plan.kv_bytes))
+    kinds = {group.kind for group in memory.kv_config.groups}
+    assert ("vision" in kinds) == (mode == "pages" and spec.images_replace_tokens)
+    assert memory.kv_config.sight == (mode if spec.images_replace_tokens else "")
+    rows = spec.vision.max_embeds
+    media = (ImageItem(bytes(32), 1, rows if spec.images_replace_tokens else 1, rows),)
     assert memory.fits([min(rows + 300, plan.max_len)], rows + 50, media)

@@ -23,13 +23,13 @@ import quire.parallel.remote
 from quire import LLM
 from quire.config import EngineConfig
 from quire.errors import EngineDead
-from quire.parallel.frames import Hello
+from quire.parallel.frames import InitMessage
 from quire.parallel.remote import RemoteRunner
-from quire.shard import _loaded, build_rank
-from quire.source import read_source
-from quire.vocabulary.layout import Part
-from quire.vocabulary.plan import Copy
-from quire.vocabulary.specs import Geometry
+from quire.shard import _load_model, build_rank_runner
+from quire.source import read_checkpoint
+from quire.vocabulary.layout import Shard
+from quire.vocabulary.plan import PageCopy
+from quire.vocabulary.specs import KVCacheConfig
 
 THREE = {"num_hidden_layers": 3}
 DEEP: dict[str, Any] = {
@@ -55,7 +55,7 @@ def test_two_stages_say_what_one_says(folders: Any, case: str) -> None:
     pp = 3 if case == "virtual" else 2  # whose stages have as many layers each
     one, several = both(folders("llama"), 1, pp=pp, **CASES[case])
     for engine in (one, several):
-        assert (engine.scheduler.preemptions > 0) == (case in ("recompute", "swap"))
+        assert (engine.scheduler.num_preemptions > 0) == (case in ("recompute", "swap"))
         assert case != "chunks" or engine.scheduler.memory.account().sharing.hits > 0
 
 
@@ -76,13 +76,13 @@ def test_chunks_of_a_prompt_go_beside_rows_that_draw(folders: Any) -> None:
         engine.add(str(i), [3, 1, i], long)
     for _ in range(16):
         for output in engine.step():
-            lengths[output.request] += len(output.tokens)
+            lengths[output.request_id] += len(output.tokens)
     assert max(lengths.values()) - min(lengths.values()) <= 2, "each gets its tokens in turn"
     engine.add("long", [j % 97 for j in range(100)], long)
     steps, first = 0, None
     while first is None:
         steps += 1
-        first = next((output for output in engine.step() if output.request == "long" and output.tokens), None)
+        first = next((output for output in engine.step() if output.request_id == "long" and output.tokens), None)
     engine.close()
     assert steps <= 12  # 100 tokens in chunks of 12 or more, and the steps in flight; 17 with one in every second step
 
@@ -106,7 +106,7 @@ def test_stages_are_processes_and_one_that_is_killed_ends_all(folders: Any) -> N
     )
     assert said == expected
     runner: Any = llm.engine.runner
-    pids = [side.child.process.pid for side in runner.sides]
+    pids = [side.child.process.pid for side in runner.ranks]
     os.kill(pids[0], signal.SIGKILL)
     with pytest.raises(EngineDead, match=r"rank 0 was ended by signal 9 \(SIGKILL\)"):
         llm.generate(PROMPTS, PARAMS[0])
@@ -114,10 +114,12 @@ def test_stages_are_processes_and_one_that_is_killed_ends_all(folders: Any) -> N
     llm.close()
 
 
-def weights_of(folder: Path, part: Part, **settings: Any) -> Any:
+def weights_of(folder: Path, part: Shard, **settings: Any) -> Any:
     """The model of a part, loaded and not prepared yet, and its weights by their names."""
     config = EngineConfig(model=str(folder), device="cpu", **settings)
-    model = _loaded(config, read_source(config).divided(part), torch.float32, torch.device("cpu"), False, part)
+    model = _load_model(
+        config, read_checkpoint(config).for_shard(part), torch.float32, torch.device("cpu"), False, part
+    )
     return model, dict(model.named_parameters())
 
 
@@ -127,10 +129,10 @@ def weights_of(folder: Path, part: Part, **settings: Any) -> Any:
 def test_weights_of_stages_are_those_of_the_whole(folders: Any, family: str, tp: int, pp: int, dummy: bool) -> None:
     """Bit for bit, wherever a layer is, and nothing is missing: of tied heads too."""
     for rank in range(tp):
-        _, whole = weights_of(folders(family), Part(rank, tp), dummy_weights=dummy)
+        _, whole = weights_of(folders(family), Shard(rank, tp), dummy_weights=dummy)
         found: set[str] = set()
         for stage in range(pp):
-            _, own = weights_of(folders(family), Part(rank, tp, stage, pp), dummy_weights=dummy)
+            _, own = weights_of(folders(family), Shard(rank, tp, stage, pp), dummy_weights=dummy)
             for name, weight in own.items():
                 assert torch.equal(weight, whole[name]), name
             found |= own.keys()
@@ -139,7 +141,7 @@ def test_weights_of_stages_are_those_of_the_whole(folders: Any, family: str, tp:
 
 def test_a_stage_reads_its_layers_only(folders: Any) -> None:
     """And nothing of others' layers; the first and the last both have a head that is tied."""
-    read = [weights_of(folders("llama"), Part(0, 1, stage, 3))[0].read_bytes for stage in range(3)]
+    read = [weights_of(folders("llama"), Shard(0, 1, stage, 3))[0].read_bytes for stage in range(3)]
     embedding, norm = 97 * 32 * 4, 32 * 4
     layer = (32 * 32 * 2 + 16 * 32 * 2 + 3 * 32 * 48 + 2 * 32) * 4
     assert read == [embedding + layer + norm, layer + norm, embedding + layer + norm]
@@ -150,8 +152,8 @@ def changed(threads: None, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callabl
     """Have something done to each rank's runner, once it is built."""
 
     def change(how: Callable[[Any], None]) -> None:
-        def built(hello: Hello) -> Any:
-            runner = build_rank(hello)
+        def built(hello: InitMessage) -> Any:
+            runner = build_rank_runner(hello)
             how(runner)
             return runner
 
@@ -170,7 +172,7 @@ FAULTS: dict[str, str] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_bugs_are_noticed(folders: Any, changed: Any, fault: str) -> None:
-    changed(lambda runner: plant(runner, fault) if runner.part.starts else None)
+    changed(lambda runner: plant(runner, fault) if runner.shard.is_first_stage else None)
     if fault.startswith("what is to be added"):  # by tokens alone
         with pytest.raises(AssertionError, match=FAULTS[fault]):
             both(folders("llama"), 1, 1, pp=2)
@@ -185,13 +187,15 @@ def plant(runner: Any, fault: str) -> None:
     send, bind = runner.pipes.send, runner.bind
 
     def twice(x: torch.Tensor, delta: torch.Tensor | None) -> None:
-        runner.pipes.given += 1
+        runner.pipes.num_sent += 1
         send(x, delta)
 
-    def bound(geometry: Geometry) -> None:
+    def bound(geometry: KVCacheConfig) -> None:
         bind(geometry)
-        replay = runner.store.replay
-        runner.store.replay = lambda journal: replay(tuple(entry for entry in journal if type(entry) is not Copy))
+        replay = runner.store.apply_page_ops
+        runner.store.apply_page_ops = lambda journal: replay(
+            tuple(entry for entry in journal if type(entry) is not PageCopy)
+        )
 
     if fault.startswith("a journal"):
         runner.bind = bound

@@ -15,13 +15,26 @@ from geometries import one_size
 import quire
 from quire import SamplingParams
 from quire.cli import main
-from quire.control.runners import Holding
+from quire.control.runners import DeferredMaskRunner
 from quire.errors import LogError, StartupError
-from quire.plan_log import LENGTH, MAGIC, MOST_IN_FLIGHT, Logged, PlanLog, logged
-from quire.plan_replay import Replay, compare, differing, replay
+from quire.plan_log import LENGTH, MAGIC, MAX_IN_FLIGHT, LoggingRunner, PlanLog, with_plan_log
+from quire.plan_replay import PlanReplayer, compare_files, iter_differences, replay
 from quire.sim.echo import EchoRunner
-from quire.vocabulary.plan import Birth, Copy, In, Out, Poison, Row, Sampled, Sampling, StepPlan, StepResult, Table, Top
-from quire.vocabulary.wire import decode, encode
+from quire.vocabulary.plan import (
+    DeviceSamplingParams,
+    PageCopy,
+    Poison,
+    SeqSlice,
+    SliceResult,
+    SlotInit,
+    StepPlan,
+    StepResult,
+    SwapIn,
+    SwapOut,
+    TableWrite,
+    TopLogprobs,
+)
+from quire.vocabulary.wire import decode_frame, encode_frame
 
 PROMPT = "Once upon a time, there was a"
 SMALL = one_size(((0, 1), None), ((2,), 8), pages=40, page_bytes=64, slots=5, width=8, tokens=4, host=6)
@@ -46,7 +59,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, np.ndarray]:
     return path, serve(path)
 
 
-def replayed(path: Path) -> Replay:
+def replayed(path: Path) -> PlanReplayer:
     with PlanLog(path) as log:
         return replay(log)
 
@@ -55,8 +68,8 @@ def refused(path: Path) -> LogError:
     """Why a log can't be replayed."""
     with pytest.raises(LogError) as error:
         replayed(path)
-    assert 0 <= error.value.at <= path.stat().st_size
-    assert f"byte {error.value.at}" in str(error.value)
+    assert 0 <= error.value.offset <= path.stat().st_size
+    assert f"byte {error.value.offset}" in str(error.value)
     return error.value
 
 
@@ -72,10 +85,10 @@ def frames(path: Path) -> list[bytes]:
 
 def written(path: Path, *messages: StepPlan | StepResult, geometry: Any = SMALL) -> Path:
     """A log of an EchoRunner that was given nothing."""
-    logged = Logged(EchoRunner(), path, 512)
+    logged = LoggingRunner(EchoRunner(), path, 512)
     logged.bind(geometry)
     for message in messages:
-        logged._write(encode(message))
+        logged._write(encode_frame(message))
     logged.close()
     return path
 
@@ -85,7 +98,9 @@ def test_a_served_log_replays_to_the_tables_of_its_runner(served: tuple[Path, np
     done = replayed(path)
     assert np.array_equal(np.array([group.table for group in done.echo.groups]), tables)
     assert done.counts["forks"] > 5
-    assert all(done.entries[kind.__name__] for kind in (Table, Copy, Out, In, Poison)), done.entries
+    assert all(done.op_counts[kind.__name__] for kind in (TableWrite, PageCopy, SwapOut, SwapIn, Poison)), (
+        done.op_counts
+    )
     assert done.counts["collected"] == done.counts["steps"]
 
 
@@ -117,24 +132,24 @@ def test_logs_of_the_same_requests_are_the_same_and_of_others_differ(
     path, _ = served
     again, other = tmp_path / "again", tmp_path / "other"
     serve(again)
-    assert compare(path, again) is None
+    assert compare_files(path, again) is None
     serve(other, temperature=0.9)
-    assert compare(path, other) == "step 0: plan.births[0].sampling.temperature is 0.8 and 0.9"
+    assert compare_files(path, other) == "step 0: plan.new_slots[0].sampling.temperature is 0.8 and 0.9"
     assert main(["replay", str(path), "--against", str(other)]) == 1
     parts = frames(path)
-    last = decode(parts[-1][LENGTH.size :])
+    last = decode_frame(parts[-1][LENGTH.size :])
     assert isinstance(last, StepResult)
-    changed = last.samples[-1]._replace(tokens=(99,))
-    frame = encode(last._replace(samples=(*last.samples[:-1], changed), seconds=1.0))
+    changed = last.slice_results[-1]._replace(tokens=(99,))
+    frame = encode_frame(last._replace(slice_results=(*last.slice_results[:-1], changed), seconds=1.0))
     other.write_bytes(b"".join(parts[:-1]) + LENGTH.pack(len(frame)) + frame)
     steps = (len(parts) - 1) // 2
-    found = compare(path, other)
+    found = compare_files(path, other)
     assert found is not None
-    assert found.startswith(f"step {steps - 1}: result.samples[{len(last.samples) - 1}].tokens")
+    assert found.startswith(f"step {steps - 1}: result.slice_results[{len(last.slice_results) - 1}].tokens")
     other.write_bytes(b"".join(parts[:-2]))
-    assert compare(path, other) == f"step {steps - 1}: only {path} has it"
+    assert compare_files(path, other) == f"step {steps - 1}: only {path} has it"
     other.write_bytes(b"".join(parts[:-1]))
-    assert compare(path, other) == f"step {steps - 1}: only one of them has a result: the first"
+    assert compare_files(path, other) == f"step {steps - 1}: only one of them has a result: the first"
 
 
 def test_what_is_truncated_is_refused_wherever_it_ends(served: tuple[Path, np.ndarray], tmp_path: Path) -> None:
@@ -151,7 +166,7 @@ def test_what_is_truncated_is_refused_wherever_it_ends(served: tuple[Path, np.nd
             continue
         error = refused(cut)
         assert "truncated" in str(error)
-        assert error.at <= end
+        assert error.offset <= end
 
 
 def test_what_is_damaged_is_refused_or_a_log(served: tuple[Path, np.ndarray], tmp_path: Path) -> None:
@@ -180,10 +195,10 @@ def test_other_versions_and_geometries_are_refused(served: tuple[Path, np.ndarra
     assert f"byte {len(MAGIC)}: the header can't be read" in str(refused(other))
     written(other, StepPlan((), (), ()))
     with pytest.raises(LogError, match=r"it is of another geometry than .*: (vocab_size|geometry\.bytes)"):
-        compare(path, other)
+        compare_files(path, other)
     smaller = written(tmp_path / "smaller", geometry=replace(SMALL, slots=4))
     with pytest.raises(LogError, match=r"of another geometry than .*: geometry\.slots is 5 and 4"):
-        compare(other, smaller)
+        compare_files(other, smaller)
 
 
 def test_a_header_is_bounded(tmp_path: Path) -> None:
@@ -192,14 +207,14 @@ def test_a_header_is_bounded(tmp_path: Path) -> None:
     assert "the header of 4294967295 bytes, at most" in str(refused(path))
     for group in ({"table_width": 2**40}, {"run_tokens": 0}, {"host_ids": range(1, 2**40)}):
         geometry = replace(SMALL, groups=(replace(SMALL.groups[0], **group),))
-        logged = Logged(EchoRunner(blind=True), path, 512)
+        logged = LoggingRunner(EchoRunner(is_constant=True), path, 512)
         logged.bind(geometry)
         logged.close()
         assert "the header can't be read: ValueError" in str(refused(path))
 
 
-BORN = Birth(1, 7, -1, Sampling(), 3, 4)
-HELD = Table(1, 0, 0, (5, 6)), Table(1, 1, 0, (7, 8))
+BORN = SlotInit(1, 7, -1, DeviceSamplingParams(), 3, 4)
+HELD = TableWrite(1, 0, 0, (5, 6)), TableWrite(1, 1, 0, (7, 8))
 
 
 @pytest.mark.parametrize(
@@ -207,37 +222,46 @@ HELD = Table(1, 0, 0, (5, 6)), Table(1, 1, 0, (7, 8))
     [
         (StepPlan((BORN._replace(slot=5),), (), ()), r"births\[0\]: slot 5 is none of the 5"),
         (StepPlan((BORN._replace(slot=0),), (), ()), r"births\[0\]: slot 0 is none"),
-        (StepPlan((BORN._replace(sampling=None, parent=2),), (), ()), "slot 1 inherits from slot 2, which was never"),
-        (StepPlan((BORN._replace(sampling=Sampling(min_p=1, top_k=1, presence_penalty=1.0)),), (), ()), "its history"),
-        (StepPlan((), (Table(1, 2, 0, (5,)),), ()), r"journal\[0\]: there is no group 2"),
-        (StepPlan((), (Table(1, 0, 7, (5, 6)),), ()), r"journal\[0\]: places 7 on for 2 pages, of 8"),
-        (StepPlan((), (Table(1, 0, -1, (5,)),), ()), r"journal\[0\]: places -1 on"),
-        (StepPlan((), (Table(1, 0, 0, (40,)),), ()), r"journal\[0\]: page 40 is none of group 0"),
-        (StepPlan((), (), (), (Copy(0, 0, 3),)), r"ahead\[0\]: page 0 is none of group 0"),
+        (
+            StepPlan((BORN._replace(sampling=None, parent_slot=2),), (), ()),
+            "slot 1 inherits from slot 2, which was never",
+        ),
+        (
+            StepPlan((BORN._replace(sampling=DeviceSamplingParams(min_p=1, top_k=1, presence_penalty=1.0)),), (), ()),
+            "its history",
+        ),
+        (StepPlan((), (TableWrite(1, 2, 0, (5,)),), ()), r"journal\[0\]: there is no group 2"),
+        (StepPlan((), (TableWrite(1, 0, 7, (5, 6)),), ()), r"journal\[0\]: places 7 on for 2 pages, of 8"),
+        (StepPlan((), (TableWrite(1, 0, -1, (5,)),), ()), r"journal\[0\]: places -1 on"),
+        (StepPlan((), (TableWrite(1, 0, 0, (40,)),), ()), r"journal\[0\]: page 40 is none of group 0"),
+        (StepPlan((), (), (), (PageCopy(0, 0, 3),)), r"ahead\[0\]: page 0 is none of group 0"),
         (StepPlan((), (Poison(0, -3),), ()), r"journal\[0\]: page -3 is none"),
-        (StepPlan((), (Out(1, 5, 7),), ()), r"journal\[0\]: host page 7 is none of group 1"),
-        (StepPlan((), HELD, (Row(1, (4, 5), 0, 1),)), r"rows\[0\]: slot 1 was never born"),
-        (StepPlan((BORN,), HELD[:1], (Row(1, (4, 5), 0, 1),)), r"no real page for some position below 2 in group 1"),
-        (StepPlan((BORN,), HELD, (Row(1, (4,) * 9, 0, 1),)), r"no real page for some position below 9"),
-        (StepPlan((BORN,), HELD, (Row(1, (4,), 7, 1, (), (5,)),)), r"no real page for some position below 9"),
-        (StepPlan((BORN,), HELD, (Row(1, (4,), 100, 1),)), r"no real page for some position below 101"),
-        (StepPlan((BORN,), HELD, (Row(1, (4,), -1, 1),)), r"rows\[0\]: 1 tokens from position -1 on"),
-        (StepPlan((BORN,), HELD, (Row(1, (4,), 0, 2),)), r"samples\[0\]: 1 tokens, and 2 were to be drawn"),
+        (StepPlan((), (SwapOut(1, 5, 7),), ()), r"journal\[0\]: host page 7 is none of group 1"),
+        (StepPlan((), HELD, (SeqSlice(1, (4, 5), 0, 1),)), r"rows\[0\]: slot 1 was never born"),
+        (
+            StepPlan((BORN,), HELD[:1], (SeqSlice(1, (4, 5), 0, 1),)),
+            r"no real page for some position below 2 in group 1",
+        ),
+        (StepPlan((BORN,), HELD, (SeqSlice(1, (4,) * 9, 0, 1),)), r"no real page for some position below 9"),
+        (StepPlan((BORN,), HELD, (SeqSlice(1, (4,), 7, 1, (), (5,)),)), r"no real page for some position below 9"),
+        (StepPlan((BORN,), HELD, (SeqSlice(1, (4,), 100, 1),)), r"no real page for some position below 101"),
+        (StepPlan((BORN,), HELD, (SeqSlice(1, (4,), -1, 1),)), r"rows\[0\]: 1 tokens from position -1 on"),
+        (StepPlan((BORN,), HELD, (SeqSlice(1, (4,), 0, 2),)), r"samples\[0\]: 1 tokens, and 2 were to be drawn"),
         (StepPlan((BORN,), HELD, ()), "1 samples for 0 rows"),
     ],
 )
 def test_steps_that_do_not_hold_together_are_named(plan: StepPlan, why: str, tmp_path: Path) -> None:
     fine = StepPlan((), (), ()), StepResult((), 0.0)
-    path = written(tmp_path / "log", *fine, plan, StepResult((Sampled((3,)),), 0.0))
+    path = written(tmp_path / "log", *fine, plan, StepResult((SliceResult((3,)),), 0.0))
     error = refused(path)
-    with pytest.raises(LogError, match=rf"byte {error.at}: step 1, .*{why}"):
+    with pytest.raises(LogError, match=rf"byte {error.offset}: step 1, .*{why}"):
         raise error
-    assert error.at == sum(map(len, frames(path)[:3]))
+    assert error.offset == sum(map(len, frames(path)[:3]))
 
 
 def test_a_window_needs_no_pages_behind_it(tmp_path: Path) -> None:
-    tables = Table(1, 0, 0, (5, 6, 9, 10, 11)), Table(1, 1, 2, (7, 8, 4))
-    plan = StepPlan((BORN,), tables, (Row(1, (4,), 16, 1),))
+    tables = TableWrite(1, 0, 0, (5, 6, 9, 10, 11)), TableWrite(1, 1, 2, (7, 8, 4))
+    plan = StepPlan((BORN,), tables, (SeqSlice(1, (4,), 16, 1),))
     assert replayed(written(tmp_path / "log", plan)).counts["collected"] == 0
 
 
@@ -245,43 +269,43 @@ def test_two_replayers_that_disagree_are_noticed(
     served: tuple[Path, np.ndarray], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, _ = served
-    real = EchoRunner.replay
+    real = EchoRunner.apply
 
     def lossy(runner: EchoRunner, entry: Any) -> None:
-        if isinstance(entry, Table) and entry.pages:
+        if isinstance(entry, TableWrite) and entry.pages:
             entry = entry._replace(pages=(entry.pages[0] % 50 + 1, *entry.pages[1:]))
         real(runner, entry)
 
-    monkeypatch.setattr(EchoRunner, "replay", lossy)
+    monkeypatch.setattr(EchoRunner, "apply", lossy)
     assert "is one page here and another one there" in str(refused(path))
 
 
 def test_results_belong_to_plans(tmp_path: Path) -> None:
     path = written(tmp_path / "log", StepResult((), 0.0))
     assert "after 0 steps, a result without a plan" in str(refused(path))
-    path = written(tmp_path / "log", *[StepPlan((), (), ())] * (MOST_IN_FLIGHT + 1))
+    path = written(tmp_path / "log", *[StepPlan((), (), ())] * (MAX_IN_FLIGHT + 1))
     assert "plans wait for their results" in str(refused(path))
 
 
 def test_a_log_that_cannot_be_written_is_refused_at_start(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match=r"--log-plans .* can't be written: Is a directory\. Give another file"):
-        Logged(EchoRunner(), tmp_path, 512)
+        LoggingRunner(EchoRunner(), tmp_path, 512)
 
 
 def test_differences_have_names() -> None:
-    top = Top(1, float("nan"), 1)
-    assert list(differing(top, Top(1, float("nan"), 1), "top")) == []
-    assert list(differing(top, top._replace(rank=2), "top")) == ["top.rank is 1 and 2"]
-    assert list(differing((Copy(0, 1, 2),), (Out(0, 1, 2),), "x")) == [
-        "x[0] is Copy(group=0, src=1, dst=2) and Out(group=0, page=1, host=2)"
+    top = TopLogprobs(1, float("nan"), 1)
+    assert list(iter_differences(top, TopLogprobs(1, float("nan"), 1), "top")) == []
+    assert list(iter_differences(top, top._replace(rank=2), "top")) == ["top.rank is 1 and 2"]
+    assert list(iter_differences((PageCopy(0, 1, 2),), (SwapOut(0, 1, 2),), "x")) == [
+        "x[0] is PageCopy(group=0, src=1, dst=2) and SwapOut(group=0, page=1, host_page=2)"
     ]
-    assert list(differing((1,), (1, 2), "x")) == ["x has 1 and 2 of them"]
+    assert list(iter_differences((1,), (1, 2), "x")) == ["x has 1 and 2 of them"]
 
 
 def test_the_step_that_ended_a_runner_is_in_its_log(tmp_path: Path) -> None:
-    logged = Logged(EchoRunner(), tmp_path / "log", 512)
+    logged = LoggingRunner(EchoRunner(), tmp_path / "log", 512)
     logged.bind(SMALL)
-    plan = StepPlan((), (), (Row(3, (4, 5), 0, 1),))
+    plan = StepPlan((), (), (SeqSlice(3, (4, 5), 0, 1),))
     with pytest.raises(KeyError):
         logged.collect(logged.submit(plan))  # slot 3 was never born
     logged.close()
@@ -297,6 +321,6 @@ def test_a_log_can_hold_steps_if_its_runner_can(tmp_path: Path) -> None:
         def close(self) -> None: ...
 
     for runner, holds in ((Plain(), False), (EchoRunner(), True)):
-        log = logged(runner, tmp_path / "log", 512)
-        assert isinstance(log, Holding) is holds is isinstance(runner, Holding)
+        log = with_plan_log(runner, tmp_path / "log", 512)
+        assert isinstance(log, DeferredMaskRunner) is holds is isinstance(runner, DeferredMaskRunner)
         log.close()

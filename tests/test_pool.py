@@ -81,8 +81,8 @@ def memory(llm: LLM) -> PagedMemory:
 
 def share(llm: LLM) -> float:
     """Of the pool, what pages of this model's sequences take."""
-    part = memory(llm).pages
-    return part.held / memory(llm).account().usage.total
+    part = memory(llm).page_pool
+    return part.used_bytes / memory(llm).account().usage.total
 
 
 def watch(llm: LLM, *others: LLM) -> list[float]:
@@ -141,7 +141,7 @@ def test_loads_that_alternate_each_have_most_of_the_memory(
         for llm, said in zip(models, alone):
             assert tokens(llm, ROUNDS[0][:3], BEAMS) == said[3]
         assert min(map(max, seen)) > 0.7
-        assert memory(models[0]).pages.evictions > 0
+        assert memory(models[0]).page_pool.evictions > 0
         for llm in models:
             assert memory(llm).account().usage.used == 0
         if settings.get("preemption") == "swap":
@@ -244,7 +244,7 @@ def test_however_the_memory_is_cut_tokens_are_the_same(folders: Folders, page_si
         settings |= {"kv_tokens": 192, "max_num_batched_tokens": 37}
         with LLM.of(build(config(folders.windowed, **settings))) as starved:
             greedy.append(tokens(starved, asked, LONG))
-            assert starved.engine.scheduler.preemptions > 0
+            assert starved.engine.scheduler.num_preemptions > 0
             starved.engine.scheduler.memory.check()
     assert all(said == greedy[0] for said in greedy)
     assert all(said == beams[0] for said in beams)

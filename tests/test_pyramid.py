@@ -14,7 +14,7 @@ from dense_pyramid import dense_logprobs
 
 from quire import LLM, SamplingParams
 from quire.cli import main
-from quire.data.runner.rehearsal import _ends
+from quire.data.runner.rehearsal import _long_prompt_plans
 from quire.errors import InputError, StartupError
 
 CONFIG: dict[str, Any] = {
@@ -110,7 +110,7 @@ def test_preemption(folder: Path, roomy: list[list[int]], page: int, chunk: int,
     starved = {"kv_tokens": 144, "max_model_len": 128, "swap_gib": 0.01, "debug": True}
     with opened(folder, page_size=page, max_num_batched_tokens=chunk, preemption=way, depth=depth, **starved) as llm:
         tokens = [result.outputs[0].token_ids for result in served(llm, prompts(), params())]
-        assert llm.engine.scheduler.preempted[way] > 0
+        assert llm.engine.scheduler.preemption_counts[way] > 0
     assert tokens == roomy
 
 
@@ -139,7 +139,7 @@ def test_forks(folder: Path, said: Said, page: int, memory: str, way: str) -> No
     starved |= {"page_size": page, "memory": memory, "preemption": way, "depth": 2}
     with opened(folder, max_num_batched_tokens=32, **starved) as llm:
         again = served(llm, asked, how)
-        assert llm.engine.scheduler.preempted[way] > 0
+        assert llm.engine.scheduler.preemption_counts[way] > 0
     assert [[o.token_ids for o in r.outputs] for r in again] == [[o.token_ids for o in r.outputs] for r in expected]
 
 
@@ -151,7 +151,7 @@ def test_beams(folder: Path) -> None:
     for way in ("recompute", "swap"):
         with opened(folder, max_num_batched_tokens=32, preemption=way, **starved) as llm:
             tokens = [[output.token_ids for output in result.outputs] for result in served(llm, asked, how)]
-            assert llm.engine.scheduler.preempted[way] > 0
+            assert llm.engine.scheduler.preemption_counts[way] > 0
         assert tokens == expected
 
 
@@ -179,11 +179,11 @@ def test_plans_are_logged_and_replayed(folder: Path, tmp_path: Path, capsys: pyt
 def test_a_rehearsal_leaves_no_trace(folder: Path, roomy: list[list[int]]) -> None:
     with opened(folder) as llm:
         runner = llm.engine.runner
-        plans = list(_ends(runner, 64))
+        plans = list(_long_prompt_plans(runner, 64))
         assert len(plans) == 2
         for plan in plans:
             runner.collect(runner.submit(plan))
-        assert runner.prompts.lengths[0] == 1
+        assert runner.prompt_lengths.lengths[0] == 1
         assert runner.store.buffer.isfinite().all()
         runner.store.clear_scratch()
         assert [result.outputs[0].token_ids for result in served(llm, prompts(), params())] == roomy
@@ -194,9 +194,9 @@ def test_pages_are_released_when_the_prompt_is_whole(folder: Path) -> None:
         engine, memory = llm.engine, llm.engine.scheduler.memory
         engine.add("one", prompts()[4], params())
         held = []
-        while engine.unfinished:
+        while engine.has_unfinished_requests:
             engine.step()
-            for resident in memory.residents.values():
+            for resident in memory.seq_pages.values():
                 held.append([len(table) for table in resident.tables])
             memory.check()
         # 40, 24, all or 9 tokens of 90 are kept, in pages of 4; the first output takes a place in the step after.
@@ -211,7 +211,7 @@ def test_what_is_refused(folder: Path, tmp_path: Path) -> None:
         assert refused.value.param == "prompt_logprobs"
         with pytest.raises(InputError, match="prefix 'system'"):
             llm.engine.register_prefix("system", [5] * 50)
-        assert not llm.engine.unfinished
+        assert not llm.engine.has_unfinished_requests
     with pytest.raises(StartupError, match=r"--max-num-batched-tokens is 7, .* last 8 tokens"):
         opened(folder, max_num_batched_tokens=7)
     with pytest.raises(StartupError, match="--prefix-tokens is 16"):

@@ -19,7 +19,7 @@ import transformers
 from internlm2_files import as_internlm2
 from test_tensor_parallel import PROMPTS, engine_of, saver
 
-from quire.config import MEMORIES, RESERVED
+from quire.config import MEMORIES, RESERVED_MEMORIES
 from quire.control.engine import Engine
 from quire.errors import InputError
 from quire.vocabulary.params import SamplingParams
@@ -80,7 +80,7 @@ GRID = Case((2, 4), MEMORIES, (4096, 192), (1, 2, 3), (7, 64), (True, False), ("
 
 def covering(family: str) -> Iterator[Case]:
     """Cases in which every two values of different settings meet, those first that have most of such pairs."""
-    refused = (*RESERVED, "virtual") if family in STATEFUL else ("virtual",) if family in UNLIKE else ()
+    refused = (*RESERVED_MEMORIES, "virtual") if family in STATEFUL else ("virtual",) if family in UNLIKE else ()
     memories = [memory for memory in MEMORIES if memory not in refused]
     rng, values = random.Random(family), GRID._replace(memory=memories)  # type: ignore[arg-type]
     every = [Case(*one) for one in product(*values)]  # type: ignore[arg-type]
@@ -127,9 +127,9 @@ def told(engine: Engine, more: int, rounds: int) -> dict[tuple[str, int], list[i
                     engine.add(name, prompt, kinds[j % len(KINDS)])
                 except InputError as error:
                     found[name, 0] = str(error)
-        while engine.unfinished:
+        while engine.has_unfinished_requests:
             for output in engine.step():
-                found.setdefault((output.request, output.branch), []).extend(output.tokens)
+                found.setdefault((output.request_id, output.branch), []).extend(output.tokens)
     return found
 
 
@@ -149,6 +149,6 @@ def test_greedy_tokens_are_one_ranks(folders: Any, family: str, case: Case) -> N
     in_pages = case.memory in ("paged", "uniform")
     for engine in (one, several):
         if in_pages and case.kv_tokens == 192 and family not in WINDOWS:
-            assert engine.scheduler.preemptions > 0
+            assert engine.scheduler.num_preemptions > 0
         if case.hits and case.memory == "paged" and case.kv_tokens == 4096:
             assert engine.scheduler.memory.account().sharing.hits > 0

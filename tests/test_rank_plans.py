@@ -12,34 +12,34 @@ import torch
 
 from quire import budget
 from quire.budget import GIB, MemoryPlan, plan_memory
-from quire.build import plan
-from quire.cli import main, parse
+from quire.build import describe_memory_plan
+from quire.cli import main, parse_arguments
 from quire.cli.flags import config_from
 from quire.config import EngineConfig
-from quire.control.memory import Size, build_memory
+from quire.control.memory import MemorySize, build_memory
 from quire.data.kernels.peer_sizes import peer_bytes
-from quire.data.models import read_spec, resolve
+from quire.data.models import read_spec, resolve_model_class
 from quire.data.models.configs import named_config
-from quire.data.models.quantization import MADE
-from quire.data.weights.fp8 import in_fp8, places, saved_bytes
+from quire.data.models.quantization import FP8_ON_LOAD
+from quire.data.weights.fp8 import create_fp8_model, saved_bytes, scale_attributes
 from quire.errors import StartupError
 from quire.reproduce.contiguous_sizes import TABLE_8
-from quire.vocabulary.layout import Part
-from quire.vocabulary.specs import Geometry, ModelSpec
+from quire.vocabulary.layout import Shard
+from quire.vocabulary.specs import KVCacheConfig, ModelSpec
 
 KIB, MIB = 2**10, 2**20
 
 
 def spec_of(name: str, ranks: int = 1) -> ModelSpec:
     """Of the last rank."""
-    return read_spec(named_config(name), Part(ranks - 1, ranks))
+    return read_spec(named_config(name), Shard(ranks - 1, ranks))
 
 
 def planned(name: str, device_gib: float | None = None, **settings: Any) -> MemoryPlan:
     """As a rank plans, in numbers of two bytes."""
     config = EngineConfig(model_config=name, **settings)
     bytes_ = None if device_gib is None else int(device_gib * GIB)
-    return plan_memory(config.of_rank(), spec_of(name, config.tp), name, "float16", 2, "cuda", 0, bytes_)
+    return plan_memory(config.per_rank(), spec_of(name, config.tp), name, "float16", 2, "cuda", 0, bytes_)
 
 
 # name, ranks, GiB of a device, tokens of a step; Table 1's GB of parameters, GB for KV, thousands of slots
@@ -57,13 +57,13 @@ def test_table_1_on_its_devices(
     assert round(kv_gib) == cache
     assert plan.kv_tokens == kv_gib * GIB // (ranks * plan.token_bytes) // 16 * 16
     assert round(plan.kv_tokens / 1000, 1) == slots
-    assert ranks * plan.weights / 1e9 == pytest.approx(parameters, rel=0.012)
+    assert ranks * plan.weight_bytes / 1e9 == pytest.approx(parameters, rel=0.012)
     whole = spec_of(name)
     assert ranks * plan.token_bytes == whole.token_bytes(2)
     assert plan.kv_bytes == plan.kv_tokens * plan.token_bytes
     # Norms, positions and biases behind sums are everywhere; the last rank's rows of the vocabulary are padded.
     copied = whole.hidden * (2050 + len(whole.layers) * 6 + 2)
-    rows = ranks * Part(0, ranks).padded(50272) - 50272
+    rows = ranks * Shard(0, ranks).padded_vocab_rows(50272) - 50272
     assert ranks * plan.parameters == whole.parameters + (ranks - 1) * copied + rows * whole.hidden
 
 
@@ -74,23 +74,23 @@ def test_table_1_on_its_devices(
 ])  # fmt: skip
 def test_planned_weights_are_those_of_a_ranks_model(name: str, ranks: int) -> None:
     config, meta = named_config(name), torch.device("meta")
-    made: Any = resolve(config)
+    made: Any = resolve_model_class(config)
     for rank in (0, ranks - 1):
-        shard = made(config, torch.bfloat16, meta, part=Part(rank, ranks))
+        shard = made(config, torch.bfloat16, meta, shard=Shard(rank, ranks))
         spec = spec_of(name, ranks)
         eyes = 0 if spec.vision is None else spec.vision.parameters  # whole on each
         assert sum(one.numel() for one in shard.parameters()) == spec.parameters + eyes
         assert eyes == (0 if spec.vision is None else spec_of(name).vision.parameters)
 
 
-def mapped(name: str, ranks: int, kib: int, layout: str = "layer") -> tuple[MemoryPlan, Geometry]:
+def mapped(name: str, ranks: int, kib: int, layout: str = "layer") -> tuple[MemoryPlan, KVCacheConfig]:
     """Memory that is mapped, as a rank has it: of several, 64 GiB together."""
     settings: dict[str, Any] = {"virtual_layout": layout, "virtual_page_kib": kib, "max_num_seqs": 8, "tp": ranks}
     settings["memory"] = "virtual"
     plan = planned(name, 80, kv_gib=64 if ranks > 1 else 4, max_num_batched_tokens=512, **settings)
-    config = EngineConfig(**settings, swap_gib=0).sized("cuda").of_rank()
-    size = Size(plan.kv_tokens, plan.max_len, 2, plan.kv_bytes)
-    return plan, build_memory(config, spec_of(name, ranks), size).geometry
+    config = EngineConfig(**settings, swap_gib=0).with_device_defaults("cuda").per_rank()
+    size = MemorySize(plan.kv_tokens, plan.max_len, 2, plan.kv_bytes)
+    return plan, build_memory(config, spec_of(name, ranks), size).kv_config
 
 
 @pytest.mark.parametrize(("name", "ranks"), [*TABLE_8, ("yi-6b", 4), ("llama3-8b", 4), ("yi-34b", 4)])
@@ -108,11 +108,11 @@ def test_table_8_by_rank(name: str, ranks: int) -> None:
 
 def test_sums_over_ranks() -> None:
     """--kv-gib and --swap-gib are; --kv-tokens are in every rank."""
-    config = EngineConfig(tp=4, kv_gib=8, swap_gib=2, max_num_seqs=8).sized("cuda").of_rank()
+    config = EngineConfig(tp=4, kv_gib=8, swap_gib=2, max_num_seqs=8).with_device_defaults("cuda").per_rank()
     plan = planned("llama3-8b", 80, tp=4, kv_gib=8)
     assert (4 * plan.kv_bytes, plan.kv_tokens) == (8 * GIB, 8 * GIB // spec_of("llama3-8b").token_bytes(2))
-    size = Size(plan.kv_tokens, plan.max_len, 2, plan.kv_bytes)
-    geometry = build_memory(config, spec_of("llama3-8b", 4), size).geometry
+    size = MemorySize(plan.kv_tokens, plan.max_len, 2, plan.kv_bytes)
+    geometry = build_memory(config, spec_of("llama3-8b", 4), size).kv_config
     page = geometry.groups[0].page_bytes
     assert 0 <= 2 * GIB - 4 * geometry.host_bytes < 4 * page
     assert 4 * geometry.bytes == 8 * GIB + 4 * page, "and a scratch page each"
@@ -127,7 +127,7 @@ def test_the_gpu_with_the_least_room_decides(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(there))
     two = planned("llama3-8b", tp=2, max_num_seqs=1024)
     assert (two.device_bytes, two.free_bytes) == (80 * GIB, 40 * GIB)
-    room = 32 * GIB - two.weights - two.activations - two.peers
+    room = 32 * GIB - two.weight_bytes - two.activation_bytes - two.peer_bytes
     assert two.kv_tokens == room // two.token_bytes // 16 * 16
     with pytest.raises(StartupError, match="on cuda, each of 4 ranks"):
         planned("llama3-8b", tp=4)  # of these the last has 0.4 GiB
@@ -140,13 +140,13 @@ def test_what_ranks_will_exchange_through_takes_room() -> None:
     """Of GPUs that aren't opened yet: of those that are it is missing from what is free."""
     absent = planned("llama3-8b", 40, tp=2, max_num_seqs=1024)
     spec, config = spec_of("llama3-8b", 2), EngineConfig(tp=2, max_num_seqs=1024)
-    there = plan_memory(config.of_rank(), spec, "m", "float16", 2, "cuda", seen=(40 * GIB, 40 * GIB, "GPU 0"))
-    assert (absent.peers, there.peers) == (peer_bytes(2), 0)
+    there = plan_memory(config.per_rank(), spec, "m", "float16", 2, "cuda", measured=(40 * GIB, 40 * GIB, "GPU 0"))
+    assert (absent.peer_bytes, there.peer_bytes) == (peer_bytes(2), 0)
     assert peer_bytes(2) > 384 * MIB
-    assert abs(there.kv_bytes - absent.kv_bytes - absent.peers) < 16 * absent.token_bytes, "to a page"
-    taken = absent.weights + absent.activations + absent.kv_bytes
-    assert 0 <= int(0.9 * 40 * GIB) - taken - absent.peers < 16 * absent.token_bytes
-    budget.check_again(config, absent, (40 * GIB, taken, "GPU 0"))  # ranks that were started have it
+    assert abs(there.kv_bytes - absent.kv_bytes - absent.peer_bytes) < 16 * absent.token_bytes, "to a page"
+    taken = absent.weight_bytes + absent.activation_bytes + absent.kv_bytes
+    assert 0 <= int(0.9 * 40 * GIB) - taken - absent.peer_bytes < 16 * absent.token_bytes
+    budget.check_still_fits(config, absent, (40 * GIB, taken, "GPU 0"))  # ranks that were started have it
     text = "384.0 MiB of exchange"
     with pytest.raises(StartupError, match=f"{text} and 40.00 GiB of KV cache don't fit"):
         planned("llama3-8b", 40, tp=2, kv_gib=80)
@@ -167,7 +167,7 @@ def test_who_exchanges_through_peers_memory(settings: dict[str, Any], line: bool
 
 def said(name: str, device_gib: float | None, **settings: Any) -> dict[str, str]:
     """The lines of a plan, by what they begin with."""
-    lines = plan(EngineConfig(model_config=name, **settings), device_gib)
+    lines = describe_memory_plan(EngineConfig(model_config=name, **settings), device_gib)
     return {line[:12].strip(): line[13:] for line in lines}
 
 
@@ -194,24 +194,25 @@ def test_plans_in_the_documents() -> None:
     found = re.findall(r"^    \$ quire (plan .*)\n((?:    .*\n)+)", text, re.MULTILINE)
     assert len(found) >= 4
     for command, shown in found:
-        args = parse(command.split())
-        assert "".join(f"    {line}\n" for line in plan(config_from(args), args.device_gib)) == shown
+        args = parse_arguments(command.split())
+        assert "".join(f"    {line}\n" for line in describe_memory_plan(config_from(args), args.device_gib)) == shown
 
 
-@pytest.mark.parametrize("part", [Part(1, 4), Part(0, 2, 1, 2)], ids=str)
+@pytest.mark.parametrize("part", [Shard(1, 4), Shard(0, 2, 1, 2)], ids=str)
 @pytest.mark.parametrize("name", ["llama3-8b", "jamba-52b", "gemma-2-9b"])
-def test_a_ranks_weights_in_fp8_to_the_byte(name: str, part: Part) -> None:
+def test_a_ranks_weights_in_fp8_to_the_byte(name: str, part: Shard) -> None:
     """With their scales; what isn't rounded stays in two bytes."""
     config = named_config(name)
-    made = in_fp8(config, torch.bfloat16, torch.device("meta"), MADE, part)
+    made = create_fp8_model(config, torch.bfloat16, torch.device("meta"), FP8_ON_LOAD, part)
     held = sum(weight.nbytes for weight in made.parameters())
     for module in made.modules():
-        held += sum(getattr(module, scales).nbytes for scales in places(module).values()
+        held += sum(getattr(module, scales).nbytes for scales in scale_attributes(module).values()
                     if getattr(module, scales) is not None)  # fmt: skip
     plain = sum(
-        weight.nbytes for weight in resolve(config)(config, torch.bfloat16, torch.device("meta"), part).parameters()
+        weight.nbytes
+        for weight in resolve_model_class(config)(config, torch.bfloat16, torch.device("meta"), part).parameters()
     )
-    assert held == plain - saved_bytes(config, MADE, 2, part)
+    assert held == plain - saved_bytes(config, FP8_ON_LOAD, 2, part)
 
 
 @pytest.mark.parametrize(("name", "settings", "cause", "remedy"), [
@@ -243,5 +244,5 @@ def test_the_flag_is_the_plans(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *flags]) == 0
     assert "8.00 GiB of KV = the same 65,536 tokens" in capsys.readouterr().out
     with pytest.raises(SystemExit):
-        parse(["serve", *flags])
+        parse_arguments(["serve", *flags])
     assert "Unknown argument '--device-gib'" in capsys.readouterr().err

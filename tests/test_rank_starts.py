@@ -17,14 +17,14 @@ from quire import build as building
 from quire import reserve as module
 from quire.build import build
 from quire.config import EngineConfig
-from quire.data.kernels.cpu.memory import memory
+from quire.data.kernels.cpu.memory import weight_arena
 from quire.errors import StartupError
-from quire.link.child import Child
+from quire.link.child import ChildProcess
 from quire.parallel import devices, remote
-from quire.parallel.sides import Keeper
-from quire.reserve import GPUS, reserve
-from quire.source import Source, read_source
-from quire.text.renderer import Renderer
+from quire.parallel.sides import RankLaunchThread
+from quire.reserve import GPU_DEVICE_FILES, preallocate_weights
+from quire.source import Checkpoint, read_checkpoint
+from quire.text.renderer import TemplateProcess
 
 UNEVEN = {"pp": 3, "memory": "virtual"}
 
@@ -38,7 +38,7 @@ class Stand:
         """They are there at once."""
         Stand.started += 1
 
-    def abandon(self) -> None:
+    def kill(self) -> None:
         """Counts."""
         Stand.ended += 1
 
@@ -52,7 +52,16 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> type[Stand]:
 
 
 @pytest.mark.parametrize(
-    "step", ["read_source", "ranks_of", "reserve", "import_module", "read_text", "read_sight", "build_engine"]
+    "step",
+    [
+        "read_checkpoint",
+        "start_ranks",
+        "preallocate_weights",
+        "import_module",
+        "read_tokenizer_and_template",
+        "read_image_loader",
+        "build_engine",
+    ],
 )
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), StartupError("no"), RuntimeError("no")])
 def test_whatever_goes_wrong_ends_them(
@@ -65,13 +74,13 @@ def test_whatever_goes_wrong_ends_them(
         import_module("torch")
     monkeypatch.setattr(building, "build_engine", lambda *_, **__: pytest.fail("an engine is built"))
     monkeypatch.setattr(building, step, wrong)
-    made: list[Renderer] = []
-    monkeypatch.setattr("quire.text.renderer.Renderer", lambda: made.append(Renderer()) or made[0])
+    made: list[TemplateProcess] = []
+    monkeypatch.setattr("quire.text.renderer.TemplateProcess", lambda: made.append(TemplateProcess()) or made[0])
     with pytest.raises(type(error)) as raised:
         build(EngineConfig(tp=2, device="cpu"))
     assert raised.value is error
-    assert ranks.ended == (step not in ("read_source", "ranks_of"))
-    assert [one._end.alive for one in made] == [False], "the process that renders chat templates"
+    assert ranks.ended == (step not in ("read_checkpoint", "start_ranks"))
+    assert [one._kill.alive for one in made] == [False], "the process that renders chat templates"
 
 
 @pytest.mark.parametrize(
@@ -89,7 +98,7 @@ def test_what_is_refused_starts_none(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, settings: dict[str, Any], told: str
 ) -> None:
     monkeypatch.setattr(remote, "RemoteRunner", lambda *_, **__: pytest.fail("ranks are started"))
-    monkeypatch.setattr(devices, "FILES", f"{tmp_path}/nvidia[0-9]*")
+    monkeypatch.setattr(devices, "GPU_DEVICE_FILES", f"{tmp_path}/nvidia[0-9]*")
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(StartupError, match=told):
         build(EngineConfig(**{"device": "cpu"} | settings))
@@ -113,32 +122,32 @@ NAMED = [
 
 
 @pytest.fixture(scope="module")
-def tiny() -> Source:
-    return read_source(EngineConfig(tp=2))
+def tiny() -> Checkpoint:
+    return read_checkpoint(EngineConfig(tp=2))
 
 
-def started_on(config: EngineConfig, source: Source, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
+def started_on(config: EngineConfig, source: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
     """The device of the ranks that an engine has, and what is said where it has none."""
     assembled: list[Any] = []
-    monkeypatch.setattr(building, "_assembled", lambda config, *rest: assembled.append((config, rest[-1])))
+    monkeypatch.setattr(building, "_assemble", lambda config, *rest: assembled.append((config, rest[-1])))
     try:
-        building.build_engine(config, source, (), ranks=building.ranks_of(config, source))
+        building.build_engine(config, source, (), remote_runner=building.start_ranks(config, source))
     except StartupError as error:
         return "", error.cause
     ((config, ranks),) = assembled
-    return (building.device_of(config), "") if type(ranks) is Stand else ("", "no ranks, and no refusal")
+    return (building.choose_device(config), "") if type(ranks) is Stand else ("", "no ranks, and no refusal")
 
 
 @pytest.mark.parametrize("device", ["cpu", "auto", "cuda"])
 @pytest.mark.parametrize("files", FILES)
 def test_torch_alone_says_what_there_is(
-    ranks: type[Stand], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny: Source, files: str, device: str
+    ranks: type[Stand], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny: Checkpoint, files: str, device: str
 ) -> None:
     """Whatever files and variables say, there are ranks on the device that torch finds, one set of them, or a refusal
     that tells what it finds, and none: ranks are started sooner or later, that's all."""
     for name in FILES[files]:
         (tmp_path / name).touch()
-    monkeypatch.setattr(devices, "FILES", f"{tmp_path}/nvidia[0-9]*")
+    monkeypatch.setattr(devices, "GPU_DEVICE_FILES", f"{tmp_path}/nvidia[0-9]*")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     for named, found, shared in product(NAMED, (0, 1, 2, 8), ("", "1")):
         monkeypatch.setenv("QUIRE_SHARE_GPU", shared)
@@ -157,25 +166,25 @@ def test_torch_alone_says_what_there_is(
 
 
 def test_an_interrupt_while_they_start_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[Child] = []
+    started: list[ChildProcess] = []
     interrupted = threading.Event()
 
-    def start() -> list[Child]:
+    def start() -> list[ChildProcess]:
         interrupted.wait(60)
-        started.append(Child(1, IDLE))
+        started.append(ChildProcess(1, IDLE))
         return started
 
     def interrupt() -> None:
         interrupted.set()
         raise KeyboardInterrupt
 
-    keeper = Keeper(start)
-    monkeypatch.setattr(keeper._up, "wait", interrupt)
+    keeper = RankLaunchThread(start)
+    monkeypatch.setattr(keeper._launched, "wait", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        keeper.children()
+        keeper.wait_for_children()
     keeper.join(60)
     assert not keeper.is_alive()
-    assert started[0].ended()
+    assert started[0].has_exited()
     assert started[0].connections[0].fileno() == -1
 
 
@@ -188,21 +197,21 @@ CONFIG = EngineConfig(device="cpu")
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The sizes that are asked for, on a machine with kernels."""
     sizes: list[int] = []
-    monkeypatch.setattr(module, "memory", lambda: SimpleNamespace(ahead=sizes.append))
-    monkeypatch.setattr(module.kernels, "suited", lambda name: Path("avx2.so"))
+    monkeypatch.setattr(module, "weight_arena", lambda: SimpleNamespace(prefault=sizes.append))
+    monkeypatch.setattr(module.kernels, "find_library", lambda name: Path("avx2.so"))
     return sizes
 
 
 @pytest.fixture
-def source() -> Source:
-    return read_source(CONFIG)
+def source() -> Checkpoint:
+    return read_checkpoint(CONFIG)
 
 
-def test_as_much_as_weights_take(asked: list[int], source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
-    reserve(CONFIG, source)
-    reserve(replace(CONFIG, quantization="int4"), source)
+def test_as_much_as_weights_take(asked: list[int], source: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    preallocate_weights(CONFIG, source)
+    preallocate_weights(replace(CONFIG, quantization="int4"), source)
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1 << 10))
-    reserve(CONFIG, source)
+    preallocate_weights(CONFIG, source)
     plain, few, little = asked
     assert 0.5 < plain / (2 * source.spec.parameters) <= 1.1
     assert few < plain / 3
@@ -210,26 +219,26 @@ def test_as_much_as_weights_take(asked: list[int], source: Source, monkeypatch: 
 
 
 def test_nothing_where_a_gpu_may_compute(
-    asked: list[int], source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    asked: list[int], source: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor of a link to nothing: whoever reads it says so."""
-    monkeypatch.setattr("os.path.exists", lambda path: path in GPUS)
-    reserve(EngineConfig(), source)
+    monkeypatch.setattr("os.path.exists", lambda path: path in GPU_DEVICE_FILES)
+    preallocate_weights(EngineConfig(), source)
     assert asked == []
-    reserve(CONFIG, source)
+    preallocate_weights(CONFIG, source)
     assert len(asked) == 1
     (tmp_path / "model.safetensors").symlink_to(tmp_path / "gone")
-    reserve(CONFIG, source._replace(folder=tmp_path))
+    preallocate_weights(CONFIG, source._replace(path=tmp_path))
     assert asked[1:] == [0]
 
 
 def test_a_start_that_fails_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(*_: object) -> None:
-        memory().ahead(1 << 20)
+        weight_arena().prefault(1 << 20)
         raise StartupError("it fails", "Nothing")
 
-    monkeypatch.setattr("quire.build.read_text", failing)
-    memory().settle()
+    monkeypatch.setattr("quire.build.read_tokenizer_and_template", failing)
+    weight_arena().finish_block()
     with pytest.raises(StartupError, match="it fails"):
         build(EngineConfig(device="cpu", skip_tokenizer_init=True))
-    assert (memory().thread, memory().block, memory().ready) == (None, None, 0)
+    assert (weight_arena().thread, weight_arena().block, weight_arena().prefaulted) == (None, None, 0)

@@ -13,12 +13,12 @@ import test_equality
 from test_fp8_engine import SEED, negative_logs
 from test_tapes import all_of, an_engine, tapes_of
 
-from quire.build import build, plan
+from quire.build import build, describe_memory_plan
 from quire.config import EngineConfig
 from quire.data.kernels.cpu.loading import library
 from quire.errors import StartupError
-from quire.formats import model_id
-from quire.source import read_source
+from quire.formats import kv_namespace
+from quire.source import read_checkpoint
 from quire.vocabulary.params import SamplingParams
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))  # the training tools are scripts
@@ -52,7 +52,7 @@ def test_tokens_do_not_depend_on_where_cells_lie(oracle, family: str, dtype: str
         tokens = 64 if asked == "greedy" else 160
         engine = an_engine(model, preemption=preemption, kv_tokens=tokens, **LITTLE, **settings)
         assert all_of(engine, prompts, params) == expected
-        assert engine.scheduler.preemptions > 0
+        assert engine.scheduler.num_preemptions > 0
     again = an_engine(model, page_size=4, kv_tokens=2048, **settings)
     for _ in range(2):
         assert all_of(again, prompts, params) == expected
@@ -72,7 +72,9 @@ def test_perplexity_of_the_bundled_model() -> None:
 @native
 def test_a_plan_counts_them(capsys: pytest.CaptureFixture[str]) -> None:
     """The 125M shape has 12 layers of 4 key heads of 64: 12,288 bytes a token in bf16."""
-    lines = plan(EngineConfig(model_config="llama-125m", dtype="bfloat16", kv_gib=0.25, kv_cache_dtype="int8"))
+    lines = describe_memory_plan(
+        EngineConfig(model_config="llama-125m", dtype="bfloat16", kv_gib=0.25, kv_cache_dtype="int8")
+    )
     token = 12 * 2 * 4 * (64 + 4)
     [line] = [line for line in lines if line.startswith("KV cache")]
     assert f"{2**28 // (16 * token) * 16:,} tokens of {token:,} bytes" in line
@@ -94,7 +96,7 @@ def test_a_plan_counts_them(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_cannot_be_is_refused(settings: dict[str, Any], words: str) -> None:
     usual = {"kv_cache_dtype": "int8", "device": "cpu", "dtype": "bfloat16", "kv_gib": 0.01}
     with pytest.raises(StartupError, match="--kv-cache-dtype is ") as failure:
-        plan(EngineConfig(**{**usual, **settings}))
+        describe_memory_plan(EngineConfig(**{**usual, **settings}))
     assert words in str(failure.value)
 
 
@@ -106,17 +108,17 @@ def test_without_kernels_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
             build(EngineConfig(kv_cache_dtype="int8", device="cpu"))
     finally:
         library.cache_clear()
-    monkeypatch.setattr("quire.build.device_of", lambda config: "cuda")
+    monkeypatch.setattr("quire.build.choose_device", lambda config: "cuda")
     with pytest.raises(StartupError, match=r"--kv-cache-dtype is int8, .* --device is cuda\. Leave it out"):
-        plan(EngineConfig(kv_cache_dtype="int8"))
+        describe_memory_plan(EngineConfig(kv_cache_dtype="int8"))
 
 
 def test_keys_in_8_bits_are_not_found_by_others() -> None:
     config = EngineConfig(kv_cache_dtype="int8")
-    source = read_source(config)
+    source = read_checkpoint(config)
     others = [
         EngineConfig(),
         EngineConfig(quantization="int8"),
         EngineConfig(quantization="int8", kv_cache_dtype="int8"),
     ]
-    assert len({model_id(one, source, "bfloat16") for one in (config, *others)}) == 4
+    assert len({kv_namespace(one, source, "bfloat16") for one in (config, *others)}) == 4

@@ -19,7 +19,7 @@ from quire.build import build
 from quire.config import EngineConfig
 from quire.control.engine import Engine
 from quire.errors import InputError, PromptTooLong
-from quire.vocabulary.plan import Encode, StepPlan, Top
+from quire.vocabulary.plan import ImageEncoding, StepPlan, TopLogprobs
 
 NEW = 6
 SETTINGS: dict[str, Any] = {"kv_tokens": 2048, "max_num_seqs": 8, "threads": 1, "debug": True, "max_model_len": 1024}
@@ -64,22 +64,22 @@ def engine_of(model: Model, **settings: Any) -> Engine:
 
 def run(
     engine: Engine, given: Sequence[Prompt], params: SamplingParams
-) -> Iterator[tuple[Prompt, list[int], list[Top]]]:
+) -> Iterator[tuple[Prompt, list[int], list[TopLogprobs]]]:
     """Each branch's prompt and tokens, and what was said of these."""
     for i, prompt in enumerate(given):
         pixels = [one.pixels for one in prompt.pictures]
-        engine.add(str(i), prompt.tokens, params, media=prompt.media, pixels=pixels)
+        engine.add(str(i), prompt.tokens, params, images=prompt.media, pixels=pixels)
     for request, tokens, tops in finished(engine):
         yield given[int(request)], tokens, tops
 
 
-def encoded(engine: Engine) -> list[Encode]:
+def encoded(engine: Engine) -> list[ImageEncoding]:
     """What the engine's plans say of pictures, from now on."""
-    entries: list[Encode] = []
+    entries: list[ImageEncoding] = []
     submit = engine.runner.submit
 
     def noted(plan: StepPlan) -> Any:
-        entries.extend(entry for entry in plan.journal if isinstance(entry, Encode))
+        entries.extend(entry for entry in plan.page_ops if isinstance(entry, ImageEncoding))
         return submit(plan)
 
     engine.runner.submit = noted
@@ -100,7 +100,7 @@ def long_prompts(model: Model, case: str) -> list[Prompt]:
 def check(
     model: Model, case: str, branches: int = 2, within: float = 1e-4, given: list[Prompt] | None = None,
     preemption: str | None = None, **settings: Any,
-) -> list[Encode]:  # fmt: skip
+) -> list[ImageEncoding]:  # fmt: skip
     """Twice: the second time prompts, and pictures, may be found in memory. What was encoded."""
     engine = engine_of(model, **settings, **({} if preemption is None else {"preemption": preemption, "depth": 1}))
     entries = encoded(engine)
@@ -113,10 +113,10 @@ def check(
         assert len({tuple(tokens) for _, tokens, _ in answers}) > len(given), "branches part"
         for prompt, tokens, tops in answers:
             assert_said(tops, model.logprobs(prompt, tokens)[:-1], within)
-    assert preemption is None or engine.scheduler.preempted[preemption] > 0
+    assert preemption is None or engine.scheduler.preemption_counts[preemption] > 0
     if not {"tp", "pp"} & settings.keys():
-        assert not engine.runner.pictures.held, "pictures are let go with their requests"
-        assert not engine.runner.pictures.coming
+        assert not engine.runner.image_inputs.pixels_by_key, "pictures are let go with their requests"
+        assert not engine.runner.image_inputs.partial_images
     engine.close()
     return entries
 
@@ -162,15 +162,15 @@ def test_a_device_that_encodes_does_not_wait(saved: Any, monkeypatch: pytest.Mon
     model = saved("llava")
     engine = engine_of(model)
     runner, said = engine.runner, list[str]()
-    encode = runner.pictures.encode
+    encode = runner.image_inputs.encode
 
     marks = SimpleNamespace(
-        begin=lambda: said.append("begin") or "mark",
-        end=lambda began, replayed: said.append(f"{began}, {'replayed' if replayed else 'launched'}"),
-        collected=lambda span: 0.0,
+        start_step=lambda: said.append("begin") or "mark",
+        end_step=lambda began, replayed: said.append(f"{began}, {'replayed' if replayed else 'launched'}"),
+        collect=lambda span: 0.0,
     )
-    monkeypatch.setattr(runner, "idle", marks)
-    monkeypatch.setattr(runner.pictures, "encode", lambda entries: said.append("encode") or encode(entries))
+    monkeypatch.setattr(runner, "idle_timer", marks)
+    monkeypatch.setattr(runner.image_inputs, "encode", lambda entries: said.append("encode") or encode(entries))
     list(run(engine, prompts(model, "llava")[:1], sampled(temperature=0)))
     engine.close()
     assert said[:3] == ["begin", "encode", "mark, launched"]
@@ -218,7 +218,7 @@ def test_logits_without_caching(saved: Any, case: str, vision_cache: str) -> Non
     settings = {"vision_cache": vision_cache, "page_size": 4, "max_num_batched_tokens": chunk}
     entries = check(saved(case), case, enable_prefix_caching=False, **settings)
     parts = 2 * sum(one.parts for prompt in given for one in prompt.pictures)
-    total = sum(entry.parts for entry in entries)
+    total = sum(entry.num_parts for entry in entries)
     assert total > parts if vision_cache == "off" and case != "paligemma" else total >= parts
 
 
@@ -252,7 +252,7 @@ def test_a_picture_is_encoded_once(saved: Any, case: str, vision_cache: str) -> 
     assert shown.parts > 2
     for seed in (1, 2):
         list(run(engine, [model.prompt(words(3, seed), shown, words(3, 0))], params))
-    spans = [(entry.first, entry.first + entry.parts) for entry in entries]
+    spans = [(entry.first_part, entry.first_part + entry.num_parts) for entry in entries]
     once = [span for i, span in enumerate(spans) if i == 0 or span[0]]
     assert [start for start, _ in once[1:]] == [end for _, end in once[:-1]] or vision_cache == "inside"
     parts = sum(stop - start for start, stop in spans)
@@ -264,14 +264,14 @@ def test_parts_of_a_picture_are_let_go_with_its_request(saved: Any) -> None:
     model = saved("llava")
     engine = engine_of(model, max_num_batched_tokens=16, depth=1)
     given = model.prompt(words(3, 0), model.shown(60, 50, 1))
-    engine.add("a", given.tokens, sampled(), media=given.media, pixels=[one.pixels for one in given.pictures])
+    engine.add("a", given.tokens, sampled(), images=given.media, pixels=[one.pixels for one in given.pictures])
     engine.step()
     engine.step()
-    assert engine.runner.pictures.coming
+    assert engine.runner.image_inputs.partial_images
     engine.abort("a")
-    while engine.unfinished:
+    while engine.has_unfinished_requests:
         engine.step()
-    assert not engine.runner.pictures.coming
+    assert not engine.runner.image_inputs.partial_images
 
 
 @pytest.mark.share(30)

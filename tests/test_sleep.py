@@ -16,7 +16,7 @@ from quire import LLM, SamplingParams
 from quire.config import EngineConfig
 from quire.data.kernels.cpu import linear as cpu_linear
 from quire.data.layers import linear
-from quire.data.runner.parked import Parked, tensors
+from quire.data.runner.parked import OffloadedWeights, device_tensors
 from quire.errors import Asleep, InputError, StartupError
 
 PARAMS = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -50,7 +50,7 @@ def test_nights(memory: str) -> None:
         if more.get("prefix_tokens"):
             llm.register_prefix("rules", RULES)
         model = weakref.ref(llm.engine.runner.model)
-        plan, held = llm.built.plan, sum(map(len, PROMPTS)) * llm.built.plan.token_bytes
+        plan, held = llm.built.memory_plan, sum(map(len, PROMPTS)) * llm.built.memory_plan.token_bytes
         awake = dirty()
         llm.sleep()
         first = dirty()
@@ -64,7 +64,7 @@ def test_nights(memory: str) -> None:
         assert hits(llm) - before == (40 if more.get("prefix_tokens") else 0), "more than the registered prefix"
         llm.sleep(2)
         assert model() is None
-        assert first - dirty() > 0.8 * plan.weights, "the weights are there still"
+        assert first - dirty() > 0.8 * plan.weight_bytes, "the weights are there still"
         llm.wake_up(["weights"])
         with pytest.raises(Asleep):
             tokens(llm)
@@ -94,8 +94,8 @@ def test_other_weights_come_again_too(settings: dict[str, Any]) -> None:
 def test_every_rank_sleeps() -> None:
     with LLM("tiny", **SETTINGS, tp=2) as llm:
         wanted, runner = tokens(llm), llm.engine.runner
-        held = sum(map(len, PROMPTS)) * llm.built.plan.token_bytes
-        for level, least in ((1, held), (2, held + llm.built.plan.weights)):
+        held = sum(map(len, PROMPTS)) * llm.built.memory_plan.token_bytes
+        for level, least in ((1, held), (2, held + llm.built.memory_plan.weight_bytes)):
             awake = runner.used
             llm.sleep(level)
             for before, now in zip(awake, runner.used, strict=True):
@@ -116,7 +116,7 @@ def test_a_checkpoint_that_is_gone_is_waited_for(tmp_path: Path) -> None:
         for _ in range(2):
             with pytest.raises(StartupError):
                 llm.wake_up()
-            assert llm.engine.rest.away == ("weights", "kv_cache")
+            assert llm.engine.sleep_controller.released_tags == ("weights", "kv_cache")
         (tmp_path / "elsewhere").rename(weights)
         llm.wake_up()
         assert tokens(llm) == wanted
@@ -127,11 +127,11 @@ def test_without_room_for_pages_it_sleeps_on(monkeypatch: pytest.MonkeyPatch) ->
         wanted, runner = tokens(llm), llm.engine.runner
         llm.sleep()
         with monkeypatch.context() as patched:
-            patched.setattr(type(runner), "_sampler", lambda self, slots: 1 / 0)
+            patched.setattr(type(runner), "_make_sampler", lambda self, slots: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 llm.wake_up()
         assert not hasattr(runner, "store"), "half of it is there"
-        assert llm.engine.rest.away == ("kv_cache",)
+        assert llm.engine.sleep_controller.released_tags == ("kv_cache",)
         llm.wake_up()
         assert tokens(llm) == wanted
 
@@ -140,15 +140,17 @@ def test_weights_leave_a_device_and_come_back(monkeypatch: pytest.MonkeyPatch) -
     """What is done with those on a GPU, here with a CPU's that aren't packed."""
     monkeypatch.setenv("QUIRE_CPU_KERNELS", "off")
     monkeypatch.setattr(cpu_linear, "supports", lambda weight: False)
-    monkeypatch.setattr(linear, "pack", lambda weight, bias: None)
+    monkeypatch.setattr(linear, "pack_onednn", lambda weight, bias: None)
     with LLM("tiny", **SETTINGS, attention="sdpa", dtype="float32") as llm:
         wanted, runner = tokens(llm), llm.engine.runner
         llm.sleep()
-        parked = Parked(runner.model, torch.device("cpu"))
-        assert parked.size > 0.95 * llm.built.plan.weights
-        left = [tensor for tensor in tensors(runner.model, torch.device("cpu")) if tensor.untyped_storage().nbytes()]
+        parked = OffloadedWeights(runner.model, torch.device("cpu"))
+        assert parked.nbytes > 0.95 * llm.built.memory_plan.weight_bytes
+        left = [
+            tensor for tensor in device_tensors(runner.model, torch.device("cpu")) if tensor.untyped_storage().nbytes()
+        ]
         assert not left, [tensor.shape for tensor in left]
-        parked.back()
+        parked.restore()
         llm.wake_up()
         assert tokens(llm) == wanted
 
@@ -171,5 +173,5 @@ def test_bad_levels_and_tags() -> None:
         for tags in (["weight"], "weights", ["kv_cache"], [1]):
             with pytest.raises(InputError, match="tags"):
                 llm.wake_up(tags)
-        assert llm.engine.rest.away == ("weights", "kv_cache")
+        assert llm.engine.sleep_controller.released_tags == ("weights", "kv_cache")
         llm.wake_up()

@@ -8,13 +8,13 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.config import EngineConfig
-from quire.data.weights.packaged import PACKAGED
-from quire.source import read_source
+from quire.data.weights.packaged import PACKAGED_MODELS
+from quire.source import read_checkpoint
 
 try:
-    distribution(PACKAGED["smollm2"].distribution)
+    distribution(PACKAGED_MODELS["smollm2"].distribution)
 except PackageNotFoundError:
-    pytest.skip(f"not installed: {PACKAGED['smollm2'].install}", allow_module_level=True)
+    pytest.skip(f"not installed: {PACKAGED_MODELS['smollm2'].install_command}", allow_module_level=True)
 
 GREEDY = SamplingParams(temperature=0, max_tokens=16)
 
@@ -27,6 +27,6 @@ def test_it_knows_the_capital_of_france() -> None:
 
 
 def test_its_name_and_what_suits_it() -> None:
-    source = read_source(EngineConfig(model="smollm2"))
-    assert (source.name, source.defaults) == ("smollm2", {"temperature": 0.0})
+    source = read_checkpoint(EngineConfig(model="smollm2"))
+    assert (source.name, source.default_sampling) == ("smollm2", {"temperature": 0.0})
     assert source.spec.parameters == 134_515_008

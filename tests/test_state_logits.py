@@ -14,9 +14,9 @@ import torch
 from test_unlike_logits import NEW, check, check_greedy, check_scored, engine_of, preempting, run
 
 from quire import SamplingParams
-from quire.data.models import read_spec, resolve
+from quire.data.models import read_spec, resolve_model_class
 from quire.data.weights.checkpoint import read_config
-from quire.data.weights.dummy import fill_dummy
+from quire.data.weights.dummy import fill_dummy_weights
 
 VOCAB = 89
 COMMON: dict[str, Any] = {
@@ -116,7 +116,7 @@ def test_logits_of_scored_prompts(saved: Any, case: str) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_weights_are_counted(saved: Any, case: str) -> None:
     config = read_config(saved(case).folder)
-    ours = resolve(config)(config, torch.float32, torch.device("meta"))
+    ours = resolve_model_class(config)(config, torch.float32, torch.device("meta"))
     count = sum(parameter.numel() for parameter in saved(case).model.parameters())
     assert read_spec(config).parameters == count == sum(parameter.numel() for parameter in ours.parameters())
 
@@ -124,13 +124,13 @@ def test_weights_are_counted(saved: Any, case: str) -> None:
 def test_dummy_weights_forget_as_an_untrained_model_does(saved: Any) -> None:
     """Steps from 0.001 to 0.1 and decays from 1 on: outputs stay finite, however long a sequence is."""
     config = read_config(saved("jamba").folder)
-    model = resolve(config)(config, torch.float32, torch.device("cpu"))
-    fill_dummy(model, 0)
+    model = resolve_model_class(config)(config, torch.float32, torch.device("cpu"))
+    fill_dummy_weights(model, 0)
     mixer = model.layers[0].mamba
     steps = torch.nn.functional.softplus(mixer.dt_bias)
     torch.testing.assert_close(steps[[0, -1]], torch.tensor([1e-3, 0.1]), rtol=1e-4, atol=0)
-    assert torch.equal(mixer.decay_log[5].exp().round(), torch.arange(1.0, 9.0))
-    assert (mixer.skip == 1).all()
+    assert torch.equal(mixer.A_log[5].exp().round(), torch.arange(1.0, 9.0))
+    assert (mixer.D == 1).all()
     engine = engine_of(saved("jamba"), dummy_weights=True, max_num_batched_tokens=512)
     found = list(run(engine, SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True), [LONG[0] + LONG[1]]))
     assert len(found[0][1]) == NEW
@@ -159,4 +159,4 @@ def test_beams(saved: Any, case: str, page_size: int, chunk: int, preemption: st
         for prompt in SHORT:
             found = [tokens for one, tokens, _ in answers if one is prompt]
             assert found == model.generate(prompt, num_beams=width, num_return_sequences=width)
-    assert preemption is None or engine.scheduler.preempted[preemption] > 0
+    assert preemption is None or engine.scheduler.preemption_counts[preemption] > 0

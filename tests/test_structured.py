@@ -76,7 +76,7 @@ def test_refusals(llm: LLM) -> None:
     refused("min_tokens can't be combined", structured_outputs=FORM, min_tokens=2)
     refused("different forms", structured_outputs=FORM, structured=Structured("regex", "a"))
     refused(r"uniqueItems.*at #/uniqueItems", structured_outputs=StructuredOutputsParams(json={"uniqueItems": True}))
-    assert not llm.engine.unfinished
+    assert not llm.engine.has_unfinished_requests
 
 
 def test_without_a_tokenizer() -> None:

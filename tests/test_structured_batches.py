@@ -31,4 +31,4 @@ def test_swapped(number: int, engines: list[LLM]) -> None:
 @pytest.mark.parametrize("number", range(1, BATCHES, 2))
 def test_recomputed(number: int, engines: list[LLM]) -> None:
     run(number, engines[0], engines[2])
-    assert not engines[2].engine.scheduler.preempted["swap"]
+    assert not engines[2].engine.scheduler.preemption_counts["swap"]

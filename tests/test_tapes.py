@@ -18,7 +18,7 @@ from quire.config import EngineConfig
 from quire.control.engine import Engine
 from quire.data.kernels.cpu.loading import library
 from quire.data.layers.norm import RMSNorm
-from quire.data.runner.tapes import DecodeTapes
+from quire.data.runner.tapes import RecordedDecodeSteps
 from quire.vocabulary.params import SamplingParams
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there are no kernels for this CPU (no compiler?)")
@@ -37,9 +37,9 @@ def an_engine(oracle: Oracle, tapes: bool = True, **settings: object) -> Engine:
     ).engine  # fmt: skip
 
 
-def tapes_of(engine: Engine) -> DecodeTapes:
-    tapes = engine.runner.graphs
-    assert isinstance(tapes, DecodeTapes)
+def tapes_of(engine: Engine) -> RecordedDecodeSteps:
+    tapes = engine.runner.decode_graphs
+    assert isinstance(tapes, RecordedDecodeSteps)
     return tapes
 
 
@@ -48,10 +48,10 @@ def all_of(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> 
     for i, prompt in enumerate(prompts):
         engine.add(str(i), prompt, params)
     found: Answers = {}
-    while engine.unfinished:
+    while engine.has_unfinished_requests:
         for output in engine.step():
-            tops = [(top.token, top.logprob, top.ids, top.logprobs) for top in output.tops]
-            found.setdefault((output.request, output.branch), []).extend([*output.tokens, *tops])
+            tops = [(top.token, top.logprob, top.ids, top.logprobs) for top in output.top_logprobs]
+            found.setdefault((output.request_id, output.branch), []).extend([*output.tokens, *tops])
         engine.scheduler.memory.check()
     return found
 
@@ -63,7 +63,7 @@ def test_every_family_is_recorded_and_gives_transformers_tokens(oracle, family: 
     engine = an_engine(model)
     assert_equal(model, engine, model.prompts)
     tapes = tapes_of(engine)
-    assert not tapes.refused
+    assert not tapes.is_unsupported
     assert (6, "greedy") in tapes.programs, "the prompts' steps of six rows were replayed"
 
 
@@ -75,7 +75,7 @@ def test_all_sizes_equal_eager_steps(oracle, rows: int, dtype: str) -> None:
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     settings = {"max_num_seqs": 20, "dtype": dtype}
     engine, eager = an_engine(model, **settings), an_engine(model, False, **settings)
-    assert eager.runner.graphs is None
+    assert eager.runner.decode_graphs is None
     assert all_of(engine, prompts, params) == all_of(eager, prompts, params)
     size = 12 if rows == 11 else rows
     assert (size, "greedy") in tapes_of(engine).programs, "of eleven rows one is padding"
@@ -117,7 +117,7 @@ def test_what_torch_would_compute_is_refused_and_said_once(
     engine = an_engine(model)
     with caplog.at_level(logging.DEBUG, logger="quire.data.runner.tapes"):
         assert_equal(model, engine, model.prompts)
-    assert tapes_of(engine).refused
+    assert tapes_of(engine).is_unsupported
     assert not tapes_of(engine).programs
     assert "aten::mul_" in caplog.text
     said = [record for record in caplog.records if record.name == "quire.data.runner.tapes"]
@@ -135,9 +135,9 @@ from quire.vocabulary.params import SamplingParams
 
 with built(EngineConfig(device="cpu", kv_tokens=512, skip_tokenizer_init=True)) as made:
     made.engine.add("0", [1, 2, 3], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False))
-    while made.engine.unfinished:
+    while made.engine.has_unfinished_requests:
         made.engine.step()
-    print(sorted(made.engine.runner.graphs.models), [name for name in {heavy} if name in sys.modules])
+    print(sorted(made.engine.runner.decode_graphs.model_ops), [name for name in {heavy} if name in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     assert done.stdout.strip() == "[1] []", done.stderr

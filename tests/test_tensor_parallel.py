@@ -18,12 +18,12 @@ from quire.build import build
 from quire.config import EngineConfig
 from quire.control.engine import Engine
 from quire.errors import EngineDead, StartupError
-from quire.parallel.frames import Hello
+from quire.parallel.frames import InitMessage
 from quire.parallel.remote import RemoteRunner
-from quire.shard import build_rank
+from quire.shard import build_rank_runner
 from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.plan import Copy
-from quire.vocabulary.specs import Geometry
+from quire.vocabulary.plan import PageCopy
+from quire.vocabulary.specs import KVCacheConfig
 
 PROMPTS = [[(7 * i + j * j) % 97 for j in range(n)] for i, n in enumerate((1, 5, 16, 23, 37))]
 SETTINGS = {
@@ -74,9 +74,9 @@ def answers(engine: Engine, rounds: int) -> Iterator[Any]:
             for j in (i, i + again + 1):
                 engine.add(f"{i} {j}", prompt, PARAMS[j % len(PARAMS)])
         told: dict[tuple[str, int], list[int]] = {}
-        while engine.unfinished:
+        while engine.has_unfinished_requests:
             for output in engine.step():
-                told.setdefault((output.request, output.branch), []).extend(output.tokens)
+                told.setdefault((output.request_id, output.branch), []).extend(output.tokens)
         yield told
 
 
@@ -96,7 +96,7 @@ def both(folder: Path, tp: int, rounds: int = 2, **settings: Any) -> tuple[Engin
 def test_two_ranks_say_what_one_says(folders: Any, case: str) -> None:
     one, several = both(folders("llama"), 2, **CASES[case])
     for engine in (one, several):
-        assert (engine.scheduler.preemptions > 0) == (case in ("recompute", "swap"))
+        assert (engine.scheduler.num_preemptions > 0) == (case in ("recompute", "swap"))
         assert case != "chunks" or engine.scheduler.memory.account().sharing.hits > 0
 
 
@@ -123,16 +123,18 @@ def test_ranks_of_a_file_of_blocks_say_what_one_says(layout: dict[str, int], tmp
 def test_a_journal_entry_skipped_on_one_rank_is_named(folders: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though all draw the same tokens, of what they have in common."""
 
-    def built(hello: Hello) -> Any:
-        runner = build_rank(hello)
+    def built(hello: InitMessage) -> Any:
+        runner = build_rank_runner(hello)
         bind = runner.bind
 
-        def bound(geometry: Geometry) -> None:
+        def bound(geometry: KVCacheConfig) -> None:
             bind(geometry)
-            replay = runner.store.replay
-            runner.store.replay = lambda journal: replay(tuple(entry for entry in journal if type(entry) is not Copy))
+            replay = runner.store.apply_page_ops
+            runner.store.apply_page_ops = lambda journal: replay(
+                tuple(entry for entry in journal if type(entry) is not PageCopy)
+            )
 
-        if not hello.part.first:
+        if not hello.part.is_first_tp_rank:
             monkeypatch.setattr(runner, "bind", bound)
         return runner
 
@@ -152,9 +154,9 @@ def test_ranks_that_are_started_anew_say_the_same(
     """Whatever their caches held, and whatever was in flight: greedy and sampled requests, branches, beams."""
     left = iter((3, 9, 12))  # steps of each start
 
-    def built(hello: Hello) -> Any:
-        runner = build_rank(hello)
-        if not (hello.part.first and hello.part.starts) and (step := next(left, None)) is not None:
+    def built(hello: InitMessage) -> Any:
+        runner = build_rank_runner(hello)
+        if not (hello.part.is_first_tp_rank and hello.part.is_first_stage) and (step := next(left, None)) is not None:
             collect, steps = runner.collect, iter(range(1, step))
             monkeypatch.setattr(runner, "collect", lambda ticket: collect(ticket) if next(steps, 0) else 1 // 0)
         return runner

@@ -26,7 +26,7 @@ from quire import LLM, SamplingParams
 from quire.config import EngineConfig
 from quire.control.memory import gallery
 from quire.data.models.vision.llava import LlavaOneVision
-from quire.data.runner.pictures import Pictures
+from quire.data.runner.pictures import ImageInputs
 from quire.errors import StartupError
 
 FOLDER = Path(quire.__file__).parent / "assets" / "tiny-vision"
@@ -108,38 +108,38 @@ def test_a_tokenizer_that_means_another_token(tmp_path: Path) -> None:
 
 
 def pages_of_a_picture_of_that_size(patch: Patch) -> None:
-    patch.setattr(gallery, "names", lambda key, count: [bytes(32) + i.to_bytes(4) for i in range(count)])
-    patch.setattr(gallery, "one_of", lambda g, medium, count: (g, bytes([count])))
+    patch.setattr(gallery, "page_keys", lambda key, count: [bytes(32) + i.to_bytes(4) for i in range(count)])
+    patch.setattr(gallery, "encoding_key", lambda g, medium, count: (g, bytes([count])))
 
 
 def embeddings_of_a_neighbour(patch: Patch) -> None:
-    keep, late = Pictures._keep, list[Tensor]()
+    keep, late = ImageInputs._write_embeds, list[Tensor]()
 
-    def swapped(pictures: Pictures, entry: Any, rows: Tensor) -> None:
+    def swapped(pictures: ImageInputs, entry: Any, rows: Tensor) -> None:
         late.append(rows)
         keep(pictures, entry, next(other for other in late if len(other) == len(rows)))
 
-    patch.setattr(Pictures, "_keep", swapped)
+    patch.setattr(ImageInputs, "_write_embeds", swapped)
 
 
 def reading_each_page_one_too_far(patch: Patch) -> None:
-    cells, at = Pictures._cells, Pictures.of
+    cells, at = ImageInputs._embed_positions, ImageInputs.embedding_merger
 
-    def turned(pictures: Pictures, place: Any, first: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+    def turned(pictures: ImageInputs, place: Any, first: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         pages, offsets = cells(pictures, place, first, stop)
         return np.roll(pages, 16), np.roll(offsets, 16)
 
-    def reading(pictures: Pictures, flat: Any) -> Any:
+    def reading(pictures: ImageInputs, flat: Any) -> Any:
         with patch.context() as patched:
-            patched.setattr(Pictures, "_cells", turned)
+            patched.setattr(ImageInputs, "_embed_positions", turned)
             return at(pictures, flat)
 
-    patch.setattr(Pictures, "of", reading)
+    patch.setattr(ImageInputs, "embedding_merger", reading)
 
 
 def tiles_in_another_order(patch: Patch) -> None:
-    join = LlavaOneVision.join
-    patch.setattr(LlavaOneVision, "join", lambda eyes, features, grid: join(eyes, features.roll(1, 0), grid))
+    join = LlavaOneVision.assemble
+    patch.setattr(LlavaOneVision, "assemble", lambda eyes, features, grid: join(eyes, features.roll(1, 0), grid))
 
 
 PLANTED: dict[str, Callable[[Patch], None]] = {

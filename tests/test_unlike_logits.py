@@ -18,8 +18,8 @@ from quire import LLM, SamplingParams
 from quire.build import build
 from quire.config import EngineConfig
 from quire.control.engine import Engine
-from quire.vocabulary.plan import StepPlan, Top
-from quire.vocabulary.specs import Group
+from quire.vocabulary.plan import StepPlan, TopLogprobs
+from quire.vocabulary.specs import KVCacheGroup
 
 WINDOW, NEW = 7, 9
 SHAPE: dict[str, Any] = {
@@ -92,7 +92,7 @@ def preempting(engine: Engine, steps: set[int]) -> None:
     scheduler, inner, count = engine.scheduler, engine.scheduler.schedule, iter(range(1, 10**6))
 
     def schedule() -> StepPlan | None:
-        if next(count) in steps and scheduler.running and not scheduler.flight:
+        if next(count) in steps and scheduler.running and not scheduler.num_in_flight:
             scheduler._preempt(next(reversed(scheduler.running)))
         return inner()
 
@@ -101,7 +101,7 @@ def preempting(engine: Engine, steps: set[int]) -> None:
 
 def run(
     engine: Engine, params: SamplingParams, prompts: Sequence[list[int]] = PROMPTS
-) -> Iterator[tuple[list[int], list[int], list[Top]]]:
+) -> Iterator[tuple[list[int], list[int], list[TopLogprobs]]]:
     """Each branch's prompt and tokens, and what was said of these."""
     for i, prompt in enumerate(prompts):
         engine.add(str(i), prompt, params)
@@ -109,20 +109,20 @@ def run(
         yield prompts[int(request)], tokens, tops
 
 
-def finished(engine: Engine) -> Iterator[tuple[str, list[int], list[Top]]]:
+def finished(engine: Engine) -> Iterator[tuple[str, list[int], list[TopLogprobs]]]:
     """Each branch's request and tokens, and what was said of these."""
-    found: dict[tuple[str, int], tuple[list[int], list[Top]]] = {}
-    while engine.unfinished:
+    found: dict[tuple[str, int], tuple[list[int], list[TopLogprobs]]] = {}
+    while engine.has_unfinished_requests:
         for output in engine.step():
-            tokens, tops = found.setdefault((output.request, output.branch), ([], []))
+            tokens, tops = found.setdefault((output.request_id, output.branch), ([], []))
             tokens += output.tokens
-            tops += output.tops
+            tops += output.top_logprobs
         engine.scheduler.memory.check()
     for (request, _), (tokens, tops) in found.items():
         yield request, tokens, tops
 
 
-def assert_said(tops: list[Top], logprobs: torch.Tensor, within: float = 1e-4) -> None:
+def assert_said(tops: list[TopLogprobs], logprobs: torch.Tensor, within: float = 1e-4) -> None:
     for top, row in zip(tops, logprobs, strict=True):
         assert len(top.ids) == 20
         torch.testing.assert_close(torch.tensor(top.logprobs), row[list(top.ids)], atol=within, rtol=0)
@@ -144,7 +144,7 @@ def check(
         assert len({tuple(tokens) for _, tokens, _ in answers}) == branches * len(prompts), "branches part"
         for prompt, tokens, tops in answers:
             assert_said(tops, model.logprobs(prompt + tokens)[len(prompt) - 1 : -1], within)
-    assert preemption is None or engine.scheduler.preempted[preemption] > 0
+    assert preemption is None or engine.scheduler.preemption_counts[preemption] > 0
     assert (engine.scheduler.memory.account().sharing.hits > 0) == found
     engine.close()
 
@@ -153,18 +153,18 @@ def check_scored(model: Saved, prompt: list[int], **settings: Any) -> None:
     engine = engine_of(model, page_size=4, **settings)
     engine.add("0", prompt, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=20))
     outputs = []
-    while engine.unfinished:
+    while engine.has_unfinished_requests:
         outputs += engine.step()
-    (tops,) = [output.prompt_tops for output in outputs if output.prompt_tops]
+    (tops,) = [output.prompt_logprobs for output in outputs if output.prompt_logprobs]
     assert [top.token for top in tops] == prompt[1:]
     assert_said(list(tops), model.logprobs(prompt)[:-1])
 
 
-def check_greedy(model: Saved, prompts: Sequence[list[int]]) -> Sequence[Group]:
+def check_greedy(model: Saved, prompts: Sequence[list[int]]) -> Sequence[KVCacheGroup]:
     """The groups of layers of the engine that is made of the folder."""
     params = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, detokenize=False)
     with LLM(str(model.folder), skip_tokenizer_init=True, dtype="float32", threads=1, kv_tokens=2048) as llm:
-        groups = llm.engine.scheduler.memory.geometry.groups
+        groups = llm.engine.scheduler.memory.kv_config.groups
         results = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
     answers = [model.generate(prompt)[0] for prompt in prompts]
     assert [result.outputs[0].token_ids for result in results] == answers

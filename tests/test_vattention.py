@@ -34,8 +34,14 @@ def fake(cache: VAttention) -> FakeDriver:
 
 def state(cache: VAttention) -> tuple[object, ...]:
     """What a refused call must leave as it is."""
-    places = dict(fake(cache).places.mapped)
-    return [list(pages) for pages in cache.mapped], list(cache.lengths), list(cache.inactive), cache._free(), places
+    places = dict(fake(cache).mapping_table.page_by_address)
+    return (
+        [list(pages) for pages in cache.mapped],
+        list(cache.lengths),
+        list(cache.inactive),
+        cache._count_free(),
+        places,
+    )
 
 
 def counted(cache: VAttention) -> tuple[int, ...]:
@@ -46,12 +52,12 @@ def examine(cache: VAttention) -> None:
     """The driver has mapped, in every buffer, what the ledger says, and nothing else."""
     cache.check()
     wanted = {
-        cache._place(part, reqid, at): part * cache.pages + page - 1
-        for part in range(cache.buffers.parts)
+        cache._address_of(part, reqid, at): part * cache.pages + page - 1
+        for part in range(cache.buffers.num_buffers)
         for reqid, pages in enumerate(cache.mapped)
         for at, page in enumerate(pages)
     }
-    assert cache.driver.places.mapped == wanted  # type: ignore[attr-defined]
+    assert cache.driver.mapping_table.page_by_address == wanted  # type: ignore[attr-defined]
 
 
 Make = Callable[..., VAttention]
@@ -128,8 +134,8 @@ def test_addresses_of_a_large_model(kind: Callable[[int], Driver]) -> None:
     """§5.1.1: Yi-34B on one of two workers, 500 requests of 200K tokens: 12 TB, with one page of memory for each."""
     page, tokens = 2**21, 200 * 1024
     cache = init(60, 500, tokens, 4, 128, 2, page, pages=1, driver=kind(page))
-    assert len(cache.rooms) == 120
-    assert cache.buffers.addresses(500, tokens) == 12 * 10**6 * 2**20
+    assert len(cache.buffer_addresses) == 120
+    assert cache.buffers.total_address_bytes(500, tokens) == 12 * 10**6 * 2**20
     last = cache.alloc_reqid()
     lens = [2048 * (reqid == last) for reqid in range(500)]
     assert cache.step(lens) == 0
@@ -323,7 +329,7 @@ def test_enqueued_work_is_waited_for_before_anything_is_unmapped(made: Make) -> 
     cache = made(pages=3)
     reqid = cache.alloc_reqid()
     assert cache.step([48, 0, 0, 0]) == 0
-    token = fake(cache).hold(cache._place(0, reqid, 0), 3 * PAGE)  # a step in flight that reads it
+    token = fake(cache).pin(cache._address_of(0, reqid, 0), 3 * PAGE)  # a step in flight that reads it
     cache.free_reqid(reqid)
     other = cache.alloc_reqid(length=1)
     assert other == reqid
@@ -331,7 +337,7 @@ def test_enqueued_work_is_waited_for_before_anything_is_unmapped(made: Make) -> 
     lens = [0] * B
     lens[another] = 48
     assert cache.step(lens) == 0, "the pages of the active one without tokens"
-    fake(cache).let_go(token)
+    fake(cache).unpin(token)
     examine(cache)
 
 

@@ -27,11 +27,11 @@ def cycle() -> int:
     for i in range(3):
         engine.add(str(i), [5 + i, 6, 7, 8], SamplingParams(n=2, seed=i, max_tokens=4, ignore_eos=True))
     tokens = 0
-    while engine.unfinished:
+    while engine.has_unfinished_requests:
         tokens += sum(len(output.tokens) for output in engine.step())
     assert tokens == 24
     store = engine.runner.store
-    reserved = sum(store._room(group) * group.parts for group in store.geometry.groups)
+    reserved = sum(store._buffer_bytes(group) * group.parts for group in store.kv_config.groups)
     del store
     engine.close()
     return reserved

@@ -27,13 +27,13 @@ from test_equality import (
 from quire.budget import plan_memory
 from quire.config import EngineConfig
 from quire.control.engine import Engine
-from quire.control.memory import Size
-from quire.control.memory.virtual import VirtualMemory, capacity
+from quire.control.memory import MemorySize
+from quire.control.memory.virtual import VirtualMemory, virtual_capacity_tokens
 from quire.data.kernels.cpu.loading import library
 from quire.data.models import read_spec
 from quire.errors import StartupError
-from quire.link.host import Host
-from quire.link.messages import Died
+from quire.link.host import EngineLoop
+from quire.link.messages import EngineExited
 from quire.vocabulary.specs import LayerSpec, ModelSpec
 
 LAYOUTS = ("layer", "sliced")
@@ -72,8 +72,8 @@ def test_pages_of_every_size(oracle, page: int, ahead: str) -> None:  # noqa: F8
         model, virtual_page_kib=page, virtual_layout="sliced", kv_tokens=tokens, map_ahead=ahead, debug=False
     )
     assert_equal(model, engine, model.prompts)
-    mapped = engine.runner.store.mapped
-    assert mapped.ahead == 0 if ahead == "off" else mapped.ahead > 0 or page > 64
+    mapped = engine.runner.store.mapping_stats
+    assert mapped.overlapped == 0 if ahead == "off" else mapped.overlapped > 0 or page > 64
     assert emptied(engine)
 
 
@@ -97,7 +97,7 @@ def least_tokens(model: Oracle, layout: str) -> int:
     asked = [(prompt_of(model, kind), params_of(kind).width) for kind in KINDS]
     tokens = 128
     while True:
-        memory = VirtualMemory.build(config, spec, Size(tokens, 128, 4))
+        memory = VirtualMemory.build(config, spec, MemorySize(tokens, 128, 4))
         if all(memory.fits([len(prompt) + SOME] * width, len(prompt)) for prompt, width in asked):
             return tokens
         tokens += memory.groups[0].run_tokens
@@ -120,7 +120,7 @@ def test_requests_of_all_kinds_survive_preemption(oracle, plenty, family: str, l
         ran = run_all(engine, model, [(0, kind) for kind in [*KINDS][turn:] + [*KINDS][:turn]])
         assert_same(ran, plenty(family))
         hurt = {kind: hurt[kind] + ran.preemptions[kind] for kind in KINDS}
-        preempted += engine.scheduler.preempted[policy]
+        preempted += engine.scheduler.preemption_counts[policy]
         assert emptied(engine)
     assert any(hurt[kind] for kind in GROUPS), hurt
     assert preempted > 0
@@ -133,7 +133,7 @@ def test_a_small_memory_gets_small_pages(oracle) -> None:  # noqa: F811
     assert_equal(model, engine, model.prompts)
     memory = engine.scheduler.memory
     assert memory.fits([114])
-    assert memory.geometry.groups[0].page_bytes // memory.geometry.groups[0].parts < 2**16
+    assert memory.kv_config.groups[0].page_bytes // memory.kv_config.groups[0].parts < 2**16
     assert emptied(engine)
 
 
@@ -163,14 +163,14 @@ def test_an_engine_that_dies_says_why_and_gives_its_pages_back(oracle, monkeypat
     store = engine.runner.store
     monkeypatch.setattr(type(engine.runner.backend), "attend", lambda *_: 1 // 0)
     told: list[object] = []
-    host = Host(engine, lambda front, message: told.append(message), 60.0)
-    host.fronts = [0]
+    host = EngineLoop(engine, lambda front, message: told.append(message), 60.0)
+    host.client_indices = [0]
     engine.add("one", [1, 2, 3], params_of("greedy"))
     driver = store.driver
     del store
     ended = host.run()
     assert isinstance(ended, ZeroDivisionError)
-    assert isinstance(told[-1], Died)
+    assert isinstance(told[-1], EngineExited)
     assert told[-1].error is ended
     assert driver.physical() == 0
 
@@ -182,17 +182,19 @@ def test_the_plan_says_how_many_tokens_fit(layout: str) -> None:
     config = EngineConfig(
         memory="virtual", virtual_layout=layout, virtual_page_kib=4, max_num_seqs=8, max_num_batched_tokens=64
     )
-    memory = VirtualMemory.build(config, spec, Size(10_000, 100, 4))
-    tokens = capacity(memory.geometry)
+    memory = VirtualMemory.build(config, spec, MemorySize(10_000, 100, 4))
+    tokens = virtual_capacity_tokens(memory.kv_config)
     assert tokens <= 10_000
     assert tokens > (8_000 if layout == "sliced:3" else 9_800)
-    group = memory.geometry.groups[0]
-    assert group.pages(tokens) <= len(group.ids) < group.pages(tokens) + 2
+    group = memory.kv_config.groups[0]
+    assert group.num_pages(tokens) <= len(group.ids) < group.num_pages(tokens) + 2
     unlike = ModelSpec("two kinds", (LayerSpec(2, 64), LayerSpec(16, 64, window=512)), 100, 4096, 64, 16, 64, 1000)
-    config = EngineConfig(memory="virtual", kv_gib=0.25, max_num_seqs=8, max_num_batched_tokens=64).sized("cpu")
+    config = EngineConfig(
+        memory="virtual", kv_gib=0.25, max_num_seqs=8, max_num_batched_tokens=64
+    ).with_device_defaults("cpu")
     plan = plan_memory(config, unlike, "two kinds", "float32", 4, "cpu")
-    memory = VirtualMemory.build(config, unlike, Size(plan.kv_tokens, plan.max_len, 4))
-    assert 0.97 * 2**28 <= memory.geometry.bytes <= 2**28, "nothing is padded to another group's size"
+    memory = VirtualMemory.build(config, unlike, MemorySize(plan.kv_tokens, plan.max_len, 4))
+    assert 0.97 * 2**28 <= memory.kv_config.bytes <= 2**28, "nothing is padded to another group's size"
 
 
 def test_an_engine_that_is_dropped_gives_its_pages_back(oracle) -> None:  # noqa: F811

@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from quire.vocabulary.layout import Part
+from quire.vocabulary.layout import Shard
 
 T = TypeVar("T")
 PATIENCE = 120.0  # seconds
@@ -30,7 +30,7 @@ class Meeting:
 
         def one(rank: int) -> T:
             try:
-                return work(ThreadExchange(self, Part(rank, ranks)))
+                return work(ThreadExchange(self, Shard(rank, ranks)))
             except BaseException:
                 self.barrier.abort()
                 raise
@@ -46,11 +46,11 @@ class Meeting:
 class ThreadExchange:
     """One rank's end (see quire.data.layers.exchange)."""
 
-    def __init__(self, meeting: Meeting, part: Part) -> None:
-        self.meeting, self.part = meeting, part
+    def __init__(self, meeting: Meeting, part: Shard) -> None:
+        self.meeting, self.shard = meeting, part
 
-    def gather(self, x: Tensor) -> Tensor:
-        self.meeting.given[self.part.rank] = x
+    def all_gather(self, x: Tensor) -> Tensor:
+        self.meeting.given[self.shard.tp_rank] = x
         self.meeting.barrier.wait()
         shapes = {(each.shape, each.dtype) for each in self.meeting.given}
         assert len(shapes) == 1, f"ranks exchange unlike tensors: {shapes}"
@@ -58,11 +58,11 @@ class ThreadExchange:
         self.meeting.barrier.wait()  # nobody writes his own before all have read it
         return found
 
-    def check(self) -> None:
+    def check_peers(self) -> None:
         """Barriers tell."""
 
-    def add(self, x: Tensor) -> Tensor:
-        total, *others = self.gather(x).float()
+    def all_reduce(self, x: Tensor) -> Tensor:
+        total, *others = self.all_gather(x).float()
         for other in others:
             total = total + other
         return x.copy_(total)

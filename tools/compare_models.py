@@ -18,7 +18,7 @@ HERE = Path(__file__).resolve().parent
 if (source := str(HERE.parent / "src")) not in sys.path:
     sys.path.insert(0, source)
 
-from quire.data.kernels.cpu.variants import features  # noqa: E402
+from quire.data.kernels.cpu.variants import cpu_features  # noqa: E402
 
 SHAPES: dict[str, dict[str, Any]] = {
     "125m": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12,
@@ -57,7 +57,7 @@ PEERS = {
         # segmentation fault. Told one by one, as -march=native, which comes later, brings AMX back.
         (("CMAKE_ARGS", " ".join([
             "-DGGML_NATIVE=OFF", "-DLLAMA_CURL=OFF", "-DLLAVA_BUILD=OFF",
-            *(f"-DGGML_{option}={'ON' if flag in features() else 'OFF'}" for option, flag in LLAMA_SETS.items())])),
+            *(f"-DGGML_{option}={'ON' if flag in cpu_features() else 'OFF'}" for option, flag in LLAMA_SETS.items())])),
          ("CMAKE_BUILD_PARALLEL_LEVEL", str(len(os.sched_getaffinity(0))))),
     ),
 }  # fmt: skip

@@ -75,7 +75,7 @@ def with_words(root: Path, words: Tokenizer) -> Path:
     found = compare_models.folder(root, compare_models.SMOLLM2)
     if not (found / "tokenizer.json").exists():
         (found / "tokenizer.json").write_text(words._backend.to_str())
-        about = {"tokenizer_class": "PreTrainedTokenizerFast", **words.special}
+        about = {"tokenizer_class": "PreTrainedTokenizerFast", **words.special_tokens}
         (found / "tokenizer_config.json").write_text(json.dumps(about))
     return found
 

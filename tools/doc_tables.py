@@ -15,18 +15,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from quire.budget import GIB, plan_memory
-from quire.cli import parsers
+from quire.cli import build_parsers
 from quire.config import EngineConfig
 from quire.data.models import read_spec
 from quire.data.models.configs import named_config
 from quire.errors import StartupError
-from quire.files import LIMITS
+from quire.files import MAX_BYTES_BY_FILE
 from quire.link import held_pixels
 from quire.server import connections, descriptors, guards, response_store, run, sampling, size
-from quire.server.protocol import IGNORED, MAX_INPUTS, MAX_PROMPTS, REFUSED
+from quire.server.protocol import IGNORED_FIELDS, MAX_INPUTS, MAX_PROMPTS, REFUSED_FIELDS
 from quire.text import image_headers, images, library, messages, prompts, sight
 from quire.vocabulary import columns, params
-from quire.vocabulary.layout import Part
+from quire.vocabulary.layout import Shard
 
 DOCUMENTS = [Path(__file__).parents[1] / "docs" / name for name in ("serving.md", "parallel.md")]
 MARKED = re.compile(r"<!-- table (\w+) -->\n(.*?)<!-- end of table -->\n", re.DOTALL)
@@ -47,7 +47,7 @@ def bytes_of(number: int) -> str:
 
 def flags() -> Iterator[str]:
     """Every flag of `quire serve`, by its groups."""
-    _, named = parsers()
+    _, named = build_parsers()
     yield "| flag | what |\n|---|---|\n"
     for group in named["serve"]._action_groups:
         options = [action for action in group._group_actions if action.help != argparse.SUPPRESS]
@@ -68,30 +68,30 @@ def flags() -> Iterator[str]:
 
 def limits() -> Iterator[str]:
     """What is bounded, and what happens beyond."""
-    bounds, config = connections.Bounds(), EngineConfig()
+    bounds, config = connections.ConnectionLimits(), EngineConfig()
     yield "| what | how much | beyond | flag |\n|---|---|---|---|\n"
     for row in (
         ("prompt and output", "the model's length, or the KV memory if that is smaller", "400",
          "`--max-model-len`, `--kv-tokens`, `--kv-gib`"),
         ("characters of a prompt", f"{prompts.CHARS_PER_TOKEN} for each token that fits", "400", ""),
         ("prompts of a request", f"{MAX_PROMPTS}", "400", ""),
-        ("texts embedded at once, their numbers", f"{MAX_INPUTS}, {size.MAX_NUMBERS:,}", "400", ""),
+        ("texts embedded at once, their numbers", f"{MAX_INPUTS}, {size.MAX_EMBEDDING_NUMBERS:,}", "400", ""),
         ("messages, parts of one", f"{messages.MAX_MESSAGES:,}, {messages.MAX_PARTS:,}", "400", ""),
         ("pictures of a request, where the model sees", f"{config.max_images}", "400", "`--max-images`"),
-        ("pixels of a picture; of a side", f"{config.max_image_pixels:,}; {images.MAX_SIDE:,}", "400",
+        ("pixels of a picture; of a side", f"{config.max_image_pixels:,}; {images.MAX_IMAGE_SIDE:,}", "400",
          "`--max-image-pixels`"),
         ("files of a request's pictures; the same prepared", f"{bytes_of(config.max_image_bytes)}; "
-         f"{bytes_of(columns.MOST_PIXELS)}", "400", "`--max-image-bytes`"),
+         f"{bytes_of(columns.MAX_PIXEL_BYTES)}", "400", "`--max-image-bytes`"),
         ("scans of a JPEG; chunks of a PNG or WebP; blocks of a GIF", f"{image_headers.MAX_SCANS}; "
          f"{image_headers.MAX_BLOCKS:,}; {image_headers.MAX_GIF_BLOCKS:,}", "400", ""),
         ("requests whose pictures wait to be decoded", f"{sight.MAX_WAITING}", "503", ""),
-        ("pictures of all requests under way, prepared", bytes_of(held_pixels.MOST_HELD), "503", ""),
+        ("pictures of all requests under way, prepared", bytes_of(held_pixels.MAX_PIXEL_BYTES), "503", ""),
         ("`n`, `best_of`; beams", f"{params.MAX_N}; {params.MAX_BEAM_WIDTH}", "400", "`--max-num-seqs`"),
         ("`logprobs`, `top_logprobs`, `prompt_logprobs`", f"{params.MAX_LOGPROBS}", "400", "`--max-logprobs`"),
         ("`logprob_token_ids`", f"{params.MAX_LOGPROB_IDS}", "400", ""),
         ("stop strings, their length", f"{params.MAX_STOPS}, {params.MAX_STOP_CHARS} characters", "400", ""),
         ("bad words, tokens in all of them", f"{params.MAX_BAD_WORDS}, {params.MAX_BAD_WORD_IDS:,}", "400", ""),
-        ("`allowed_token_ids`", f"{sampling.MAX_ALLOWED:,}", "400", ""),
+        ("`allowed_token_ids`", f"{sampling.MAX_ALLOWED_TOKEN_IDS:,}", "400", ""),
         ("`logit_bias`, `stop_token_ids`", f"{params.MAX_BIASES:,}, {params.MAX_STOP_IDS:,} tokens", "400", ""),
         ("log-probabilities in an answer", f"{size.MAX_LOGPROBS:,}: n x tokens x (logprobs + 1), and those of "
          "the prompt in each choice that shows them", "400; unset `max_tokens` are what this leaves", ""),
@@ -102,27 +102,29 @@ def limits() -> Iterator[str]:
          f"{bytes_of(response_store.MAX_STORED_BYTES)}; the conversation of one: "
          f"{bytes_of(response_store.MAX_CONVERSATION)}", "the oldest go; 400", "`--store-responses`"),
         ("conversations that wait for the chat template", f"{prompts.MAX_WAITING}", "503", ""),
-        ("log-probabilities in all answers under way", f"{size.MAX_HELD:,}", "503", ""),
+        ("log-probabilities in all answers under way", f"{size.MAX_HELD_LOGPROBS:,}", "503", ""),
         ("a request's body", f"{bytes_of(guards.MAX_BODY)}, and what pictures may take in base64, "
          f"within {guards.BODY_SECONDS:g} s", "413, 408", ""),
         ("values of a body: commas; colons and opening brackets; backslashes", f"{guards.MAX_COMMAS:,}; "
-         f"{guards.MAX_OPENED:,}; {guards.MAX_BACKSLASHES:,}; more for a model of more tokens", "413", ""),
+         f"{guards.MAX_COLONS_AND_BRACKETS:,}; {guards.MAX_BACKSLASHES:,}; more for a model of more tokens", "413", ""),
         ("bodies of all requests under way", bytes_of(guards.MAX_BODIES), "503", ""),
-        ("request line and headers", f"{bytes_of(connections.MAX_HEAD)}, {connections.MAX_HEADERS} headers, a path of "
-         f"{bytes_of(connections.MAX_TARGET)}", "431, 414", ""),
+        ("request line and headers", f"{bytes_of(connections.MAX_HEAD_BYTES)}, {connections.MAX_HEADERS} headers, a "
+        f"path of "
+         f"{bytes_of(connections.MAX_TARGET_BYTES)}", "431, 414", ""),
         ("time for complete headers", f"{bounds.head:g} s", "408", ""),
         ("an idle connection", f"{bounds.idle:g} s", "closed", ""),
         ("a client that reads nothing", f"{bounds.write:g} s", "closed", ""),
-        ("connections", f"the descriptors that are left less {descriptors.RESERVE}, at most "
-         f"{descriptors.MOST_CONNECTIONS:,}", "503 at once", "`--max-connections`"),
+        ("connections", f"the descriptors that are left less {descriptors.RESERVED_DESCRIPTORS}, at most "
+         f"{descriptors.MAX_CONNECTIONS:,}", "503 at once", "`--max-connections`"),
         ("HTTP requests waiting; their prompts: 16 times as many", f"{config.max_num_queued_reqs:,}", "503",
          "`--max-num-queued-reqs`"),
         ("a chat template's run", "1 s, on Linux 224 MiB more than its process starts with; a prompt of 1 MiB", "400",
          ""),
-        ("a tokenizer's word at start", f"{library.WORD_SECONDS:g} s", "refused", ""),
+        ("a tokenizer's word at start", f"{library.TEST_SECONDS:g} s", "refused", ""),
         *((f"the file of {name}" if "." not in name and name != "chat template" else f"`{name}`" if "." in name
-           else "a chat template", bytes_of(LIMITS[name]), "refused", "") for name in FILES),
-        ("an end", f"`--shutdown-timeout`, and {run.MARGIN:g} s at the most", "status 1, with all stacks in the log",
+           else "a chat template", bytes_of(MAX_BYTES_BY_FILE[name]), "refused", "") for name in FILES),
+        ("an end", f"`--shutdown-timeout`, and {run.SHUTDOWN_MARGIN_SECONDS:g} s at the most", "status 1, with all "
+        "stacks in the log",
          "`--shutdown-timeout`"),
     ):  # fmt: skip
         yield "| " + " | ".join(row) + " |\n"
@@ -145,7 +147,7 @@ def layouts() -> Iterator[str]:
     yield "| model | GPUs | weights of a rank | KV of a rank | tokens in memory |\n|---|---|---|---|---|\n"
     for name, gib, counts in LAYOUTS:
         for ranks in counts:
-            config, spec = EngineConfig(tp=ranks), read_spec(named_config(name), Part(0, ranks))
+            config, spec = EngineConfig(tp=ranks), read_spec(named_config(name), Shard(0, ranks))
             row = (name, f"{ranks} of {gib:g} GiB", f"{spec.weight_bytes(2) / GIB:.1f} GiB")
             try:
                 plan = plan_memory(config, spec, name, "bfloat16", 2, "cuda", device_bytes=int(gib * GIB))
@@ -155,7 +157,8 @@ def layouts() -> Iterator[str]:
             yield f"| {' | '.join(row)} | {plan.kv_bytes / GIB:.1f} GiB | {plan.kv_tokens:,} |\n"
 
 
-TABLES = {"flags": flags, "limits": limits, "ignored": lambda: fields(IGNORED), "refused": lambda: fields(REFUSED),
+TABLES = {"flags": flags, "limits": limits, "ignored": lambda: fields(IGNORED_FIELDS),
+"refused": lambda: fields(REFUSED_FIELDS),
           "layouts": layouts}  # fmt: skip
 
 

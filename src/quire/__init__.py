@@ -29,7 +29,7 @@ __all__ = [  # noqa: RUF022 (plain sorted order)
     "SamplingParams",
 ]
 
-_HOMES = {
+_MODULES = {
     "LLM": "quire.llm",
     "AsyncLLM": "quire.async_llm",
     "BeamSearchOutput": "quire.text.outputs",
@@ -46,9 +46,9 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     """Public names load on first use, so that `import quire` costs nothing."""
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'quire' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:

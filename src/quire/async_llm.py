@@ -18,42 +18,42 @@ from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 from quire.control.memory import Account
-from quire.control.rest import LEVELS
-from quire.errors import EngineDead, InputError, Overloaded, PrefixTaken, QuireError, UnknownPrefix, shown
-from quire.link.front import Front, Link
+from quire.control.rest import SLEEP_LEVELS
+from quire.errors import EngineDead, InputError, Overloaded, PrefixTaken, QuireError, UnknownPrefix, short_repr
+from quire.link.front import EngineClient, RequestTracker
 from quire.link.messages import (
-    MODES,
-    MOST_ID,
-    MOST_REQUESTS,
-    MOST_TAGS,
-    Abort,
-    Add,
-    Asked,
-    Care,
-    Look,
-    Prefixes,
-    Register,
-    Release,
-    described,
+    MAX_ID_CHARS,
+    MAX_REQUESTS,
+    MAX_TAGS,
+    SLEEP_MODES,
+    AbortRequests,
+    AddRequests,
+    AdminRequest,
+    ListPrefixes,
+    NewRequest,
+    RegisterPrefix,
+    ReleasePrefix,
+    SnapshotRequest,
+    engine_ready,
 )
 from quire.link.pulse import Health
-from quire.text.outputs import Assembly, RequestOutput, check_registered
-from quire.text.prompts import Messages, Prompt, Prompts, characters, engine_config
-from quire.text.streams import Observer, Record, Stream, dead, named
-from quire.vocabulary.columns import MOST_PIXELS
-from quire.vocabulary.media import Medium, Pixels
+from quire.text.outputs import RequestOutput, RequestOutputBuilder, check_registered
+from quire.text.prompts import InputProcessor, Messages, Prompt, engine_config, num_chars
+from quire.text.streams import OutputStream, RequestRecord, StepObserver, describe_error, engine_dead_error
+from quire.vocabulary.columns import MAX_PIXEL_BYTES
+from quire.vocabulary.media import ImageItem, ImagePixels
 from quire.vocabulary.params import SamplingParams
 
 if TYPE_CHECKING:
-    from quire.build import Built
+    from quire.build import BuiltEngine
 
 log = logging.getLogger("quire")
 RETRY_AFTER = 2  # seconds
 CLOSE_SECONDS = 10.0  # for the engine to end
-PREFIX = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
+PREFIX_PARAMS = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
 
 
-class AsyncLLM(Front):
+class AsyncLLM(RequestTracker):
     """A model for asyncio callers. `settings` are EngineConfig's fields; `observer` sees every step. `engine_process`
     gives the engine a process of its own.
 
@@ -65,33 +65,35 @@ class AsyncLLM(Front):
     ) -> None:
         config = engine_config(model, settings)
         if engine_process:
-            from quire.link.process import launch
+            from quire.link.process import launch_engine_process
 
-            link, prompts, _ = launch(config, progress)
+            link, prompts, _ = launch_engine_process(config, progress)
             self._set_up(link, prompts)
         else:
             from quire.build import build
 
-            self._set_up(*_threaded(build(config, progress), 60.0))
+            self._set_up(*_make_thread_client(build(config, progress), 60.0))
 
     @classmethod
-    def of(cls, built: Built, *, observer: Observer | None = None, stall_after: float = 60.0) -> AsyncLLM:
+    def of(cls, built: BuiltEngine, *, observer: StepObserver | None = None, stall_after: float = 60.0) -> AsyncLLM:
         """An AsyncLLM over an engine that is built already, on a thread."""
-        return cls.over(*_threaded(built, stall_after), observer=observer)
+        return cls.over(*_make_thread_client(built, stall_after), observer=observer)
 
     @classmethod
-    def over(cls, link: Link, prompts: Prompts, *, observer: Observer | None = None) -> AsyncLLM:
+    def over(cls, link: EngineClient, prompts: InputProcessor, *, observer: StepObserver | None = None) -> AsyncLLM:
         """An AsyncLLM over a link to an engine."""
         self = cls.__new__(cls)
         self._set_up(link, prompts, observer)
         return self
 
-    def _set_up(self, link: Link, prompts: Prompts, observer: Observer | None = None) -> None:
+    def _set_up(
+        self, engine_client: EngineClient, prompts: InputProcessor, observer: StepObserver | None = None
+    ) -> None:
         self.accepting, self.restarting = True, False
         self._ids = itertools.count()
-        self._registered: dict[str, list[int]] = {}  # prefixes that are there, or are to be once the engine is
+        self._registered_prefixes: dict[str, list[int]] = {}  # prefixes that are there, or are to be once the engine is
         atexit.register(self.close)
-        super().__init__(link, prompts, observer)
+        super().__init__(engine_client, prompts, observer)
 
     # For callers, on their event loops
 
@@ -103,9 +105,9 @@ class AsyncLLM(Front):
         *,
         salt: str = "",
         patient: bool = False,
-        media: tuple[Medium, ...] = (),
-        pixels: Sequence[Pixels] = (),
-    ) -> Stream:
+        media: tuple[ImageItem, ...] = (),
+        pixels: Sequence[ImagePixels] = (),
+    ) -> OutputStream:
         """Queue a request; returns once the engine took it. InputError, Overloaded or EngineDead if it didn't. `media`
         are the prompt's pictures, `pixels` what the encoder gets of them (see quire.text.prompts.Prompt)."""
         id = request_id or f"async-{next(self._ids)}"
@@ -122,36 +124,38 @@ class AsyncLLM(Front):
         *,
         salt: str = "",
         patient: bool = False,
-        media: Sequence[tuple[Medium, ...]] = (),
-        pixels: Sequence[Pixels] = (),
+        media: Sequence[tuple[ImageItem, ...]] = (),
+        pixels: Sequence[ImagePixels] = (),
         client: str = "",
-    ) -> list[Stream]:
+    ) -> list[OutputStream]:
         """As `submit`, for several (request id, token ids) at once: the engine takes all of them, or none. `media`:
         each prompt's, if any has some. Clients share the engine, and the requests of a client share its part."""
         arrival = time.monotonic()
         for id, _ in prompts:
-            if not 0 < len(id) <= MOST_ID:
-                raise InputError(f"a request id has 1 to {MOST_ID} characters, got {len(id)}", "request_id")
-        if len(prompts) > MOST_REQUESTS:
-            raise InputError(f"there are {len(prompts)} prompts; at most {MOST_REQUESTS} are taken at once", "prompt")
+            if not 0 < len(id) <= MAX_ID_CHARS:
+                raise InputError(f"a request id has 1 to {MAX_ID_CHARS} characters, got {len(id)}", "request_id")
+        if len(prompts) > MAX_REQUESTS:
+            raise InputError(f"there are {len(prompts)} prompts; at most {MAX_REQUESTS} are taken at once", "prompt")
         self._check_open()
         size = sum(map(len, (*(params.bad_words or ()), *(params.stop or ()), *(prompt for _, prompt in prompts))))
-        checked = partial(self.prompts.checked, prompts, params, salt, media)
-        quick = self.prompts.quick(params)
-        tokens, resolved = await (self.prompts.apart(size, checked) if quick else self.prompts.formed(checked))
+        checked = partial(self.prompts.validate, prompts, params, salt, media)
+        quick = self.prompts.is_grammar_ready(params)
+        tokens, resolved = await (
+            self.prompts.offload(size, checked) if quick else self.prompts.run_grammar_work(checked)
+        )
         answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         streams = []
         for (id, _), ids in zip(prompts, tokens):
-            record = Record(id, len(ids), resolved, arrival)
-            streams.append(self._stream(answer, record, ids, patient))
+            record = RequestRecord(id, len(ids), resolved, arrival)
+            streams.append(self._new_stream(answer, record, ids, patient))
         each = zip(streams, tokens, media or repeat(()))
-        asked = tuple(Asked(stream.number, stream.id, ids, seen) for stream, ids, seen in each)
+        asked = tuple(NewRequest(stream.number, stream.id, ids, seen) for stream, ids, seen in each)
         shown = tuple({one.key: one for one in pixels}.values())
-        if (bytes := sum(len(one.data) for one in shown)) > MOST_PIXELS:
+        if (bytes := sum(len(one.data) for one in shown)) > MAX_PIXEL_BYTES:
             raise InputError(
-                f"the pictures have {bytes} bytes, prepared; {MOST_PIXELS} may be sent", "multi_modal_data"
+                f"the pictures have {bytes} bytes, prepared; {MAX_PIXEL_BYTES} may be sent", "multi_modal_data"
             )
-        await self._ask(answer, lambda key: Add(key, asked, resolved, salt, shown, client), streams)
+        await self._send_and_wait(answer, lambda key: AddRequests(key, asked, resolved, salt, shown, client), streams)
         return streams
 
     def generate(
@@ -164,7 +168,9 @@ class AsyncLLM(Front):
     ) -> AsyncIterator[RequestOutput]:
         """Continue a prompt (as LLM.generate takes it): all that there is of it, each time that there is more. Of what
         came while its reader was away only the last is seen. Leaving the iterator aborts the request."""
-        return self._results(partial(self.prompts.read_one, prompt, salt), sampling_params, request_id, salt)
+        return self._stream_results(
+            partial(self.prompts.process_prompt_async, prompt, salt), sampling_params, request_id, salt
+        )
 
     def chat(
         self,
@@ -181,19 +187,20 @@ class AsyncLLM(Front):
     ) -> AsyncIterator[RequestOutput]:
         """As `generate`, for the answer to a conversation. `kwargs` are variables of the chat template."""
         read = partial(
-            self.prompts.converse, messages, add_generation_prompt, continue_final_message, documents=documents,
+            self.prompts.process_chat_async, messages, add_generation_prompt, continue_final_message,
+            documents=documents,
             add_special_tokens=add_special_tokens, variables=kwargs, salt=salt,
         )  # fmt: skip
-        return self._results(read, sampling_params, request_id, salt)
+        return self._stream_results(read, sampling_params, request_id, salt)
 
-    async def _results(
+    async def _stream_results(
         self, read: Callable[[], Awaitable[Prompt]], given: SamplingParams | None, request_id: str | None, salt: str
     ) -> AsyncIterator[RequestOutput]:
         prompt = await read()
-        params = given if given is not None else self.prompts.params()
+        params = given if given is not None else self.prompts.make_params()
         _, ids, media, pixels = prompt
         stream = await self.submit(ids, params, request_id, salt=salt, media=media, pixels=pixels)
-        assembly = Assembly(stream.id, prompt.text, prompt.ids, params, self.prompts.decode_token)
+        assembly = RequestOutputBuilder(stream.id, prompt.text, prompt.ids, params, self.prompts.decode_token)
         try:
             async for output in stream:
                 assembly.push(output)
@@ -208,13 +215,13 @@ class AsyncLLM(Front):
         """Compute a text or token ids and pin them as the prefix `name`; returns their number once requests find them.
         PrefixTaken, PrefixesFull, InputError, Overloaded or EngineDead otherwise. Leaving early ends it."""
         self._check_open()
-        tokens = await self.prompts.apart(characters(prefix), partial(self.prompts.prefix, name, prefix))
-        record = Record(f"prefix:{name}", len(tokens), PREFIX, time.monotonic(), prefix=True)
+        tokens = await self.prompts.offload(num_chars(prefix), partial(self.prompts.process_prefix, name, prefix))
+        record = RequestRecord(f"prefix:{name}", len(tokens), PREFIX_PARAMS, time.monotonic(), is_prefix=True)
         answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        stream = self._stream(answer, record, tokens)
-        if stream.id in self._named:
+        stream = self._new_stream(answer, record, tokens)
+        if stream.id in self._streams_by_id:
             raise PrefixTaken(f"a prefix called {name[:60]!r} is registered already", "name")
-        await self._ask(answer, lambda key: Register(key, stream.number, name, tokens), [stream])
+        await self._send_and_wait(answer, lambda key: RegisterPrefix(key, stream.number, name, tokens), [stream])
         last = None
         try:
             async for output in stream:
@@ -224,92 +231,102 @@ class AsyncLLM(Front):
                 self.abort(stream.id)
         assert last is not None, "a prefix was computed without an output"
         check_registered(name, last)
-        self._registered[name] = tokens
+        self._registered_prefixes[name] = tokens
         return len(tokens)
 
     async def release_prefix(self, name: str) -> None:
         """Let go of a registered prefix; requests that use its pages keep them. UnknownPrefix if there is none."""
-        self._registered.pop(name, None)
-        if not await self._ask(asyncio.get_running_loop().create_future(), lambda key: Release(key, name)):
+        self._registered_prefixes.pop(name, None)
+        if not await self._send_and_wait(
+            asyncio.get_running_loop().create_future(), lambda key: ReleasePrefix(key, name)
+        ):
             raise UnknownPrefix(f"no prefix called {name[:60]!r} is registered", "name")
 
     async def prefixes(self) -> tuple[dict[str, int], frozenset[str]]:
         """The lengths in tokens of the registered prefixes and of those being computed, and which are ready."""
-        held, ready = await self._ask(asyncio.get_running_loop().create_future(), Prefixes)
+        held, ready = await self._send_and_wait(asyncio.get_running_loop().create_future(), ListPrefixes)
         return held, frozenset(ready)
 
     async def look(self) -> str:
         """What is in memory now, page by page, as JSON (see control.scene), behind what it took and how busy the engine
         was (see link.messages.Look). EngineDead if there is none."""
-        found = await self._ask(asyncio.get_running_loop().create_future(), Look)
+        found = await self._send_and_wait(asyncio.get_running_loop().create_future(), SnapshotRequest)
         assert isinstance(found, str), "a look is answered with text"
         return found
 
     async def reset_prefix_cache(self) -> int:
         """Forget every cached prefix and picture; registered prefixes stay. Requests that run keep what they hold, and
         nobody else finds it. Returns the number of pages that were emptied."""
-        return int(await self._ask(asyncio.get_running_loop().create_future(), lambda key: Care(key, "reset")))
+        return int(
+            await self._send_and_wait(
+                asyncio.get_running_loop().create_future(), lambda key: AdminRequest(key, "reset")
+            )
+        )
 
     async def sleep(self, level: int = 1, mode: str = "refuse") -> dict[str, Any]:
         """Let go of the KV memory, and of the weights: to host memory (`level` 1) or for good (2), until `wake_up`;
         meanwhile requests get Asleep. With requests under way NotIdle, or with `mode` "wait" once they have ended, or
         with "abort" when they were. Returns how it is, as `rest`."""
-        if mode not in MODES:
-            raise InputError(f"mode is {shown(mode)}; it is one of {', '.join(MODES)}", "mode")
-        if type(level) is not int or level not in LEVELS:  # as the engine says it
-            raise InputError(f"level is {shown(level)}: an engine sleeps at level 1 or 2", "level")
-        return await self._care("sleep", level=level, mode=mode)
+        if mode not in SLEEP_MODES:
+            raise InputError(f"mode is {short_repr(mode)}; it is one of {', '.join(SLEEP_MODES)}", "mode")
+        if type(level) is not int or level not in SLEEP_LEVELS:  # as the engine says it
+            raise InputError(f"level is {short_repr(level)}: an engine sleeps at level 1 or 2", "level")
+        return await self._admin("sleep", level=level, mode=mode)
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> dict[str, Any]:
         """Take back what sleeps, or only "weights" or "kv_cache", in that order. With all of it there requests are
         taken, and registered prefixes computed again. Overloaded if that isn't possible now. Returns as `rest`."""
-        if len(tags or ()) > MOST_TAGS:
-            raise InputError(f"there are {len(tags or ())} tags; {MOST_TAGS} are the most", "tags")
-        return await self._care("wake", tags=tuple(tags or ()))
+        if len(tags or ()) > MAX_TAGS:
+            raise InputError(f"there are {len(tags or ())} tags; {MAX_TAGS} are the most", "tags")
+        return await self._admin("wake", tags=tuple(tags or ()))
 
     async def rest(self) -> dict[str, Any]:
         """Whether the engine sleeps: {"is_sleeping", "level" (0: it doesn't), "away": what sleeps}."""
-        return await self._care("rest")
+        return await self._admin("rest")
 
     async def is_sleeping(self) -> bool:
         """Whether anything of the engine does."""
         return bool((await self.rest())["is_sleeping"])
 
-    async def _care(self, what: str, **how: Any) -> dict[str, Any]:
+    async def _admin(self, what: str, **how: Any) -> dict[str, Any]:
         answer = asyncio.get_running_loop().create_future()
-        found: dict[str, Any] = json.loads(await self._ask(answer, lambda key: Care(key, what, **how)))
+        found: dict[str, Any] = json.loads(
+            await self._send_and_wait(answer, lambda key: AdminRequest(key, what, **how))
+        )
         return found
 
     @property
     def account(self) -> Account:
         """The memory, as it was lately."""
-        return self.link.facts.account
+        return self.engine_client.metrics.account
 
     @property
     def queued(self) -> int:
         """Requests that wait for their first step."""
-        return self.link.queues.waiting + sum(len(question.streams) for question in list(self._questions.values()))
+        return self.engine_client.queue_sizes.waiting + sum(
+            len(question.streams) for question in list(self._pending_replies.values())
+        )
 
     @property
     def running(self) -> int:
         """Requests in memory."""
-        return self.link.queues.running
+        return self.engine_client.queue_sizes.running
 
     @property
     def swapped(self) -> int:
         """Requests that were preempted and wait in host memory."""
-        return self.link.queues.swapped
+        return self.engine_client.queue_sizes.swapped
 
     @property
     def active(self) -> int:
         """Requests that were accepted and have not ended, and those being asked for."""
-        return len(self._live)
+        return len(self._streams_by_number)
 
     def heartbeat(self) -> Health:
         """Never a generated request: only whether the loop turns. An idle engine is well."""
         if self.error is not None or self._closing:
-            return Health(False, False, 0.0, named(self.error))
-        return self.link.health()
+            return Health(False, False, 0.0, describe_error(self.error))
+        return self.engine_client.health()
 
     async def drain(self, timeout: float) -> bool:
         """Accept nothing more, wait until all requests ended, and abort what is left after `timeout` seconds. Returns
@@ -318,7 +335,7 @@ class AsyncLLM(Front):
         end = time.monotonic() + timeout
         while self.active and self.error is None:
             if time.monotonic() >= end:
-                self.link.send(Abort(None))
+                self.engine_client.send(AbortRequests(None))
                 return False
             await asyncio.sleep(0.02)
         return True
@@ -329,24 +346,24 @@ class AsyncLLM(Front):
         self._closing = True
         atexit.unregister(self.close)
         self.prompts.close()
-        ended = self.link.close(timeout)
-        self._died(EngineDead("the engine was closed"))
+        ended = self.engine_client.close(timeout)
+        self._handle_engine_exit(EngineDead("the engine was closed"))
         return ended
 
     async def restart(self) -> None:
         """Start an engine whose process died again, and compute the registered prefixes; what was under way stays lost.
         StartupError if it can't be started."""
         assert self.error is not None, "only a dead engine is started again"
-        self.restarting, dead_link = True, self.link
+        self.restarting, dead_link = True, self.engine_client
         try:
-            self.revive(await asyncio.get_running_loop().run_in_executor(None, dead_link.again))
+            self.connect(await asyncio.get_running_loop().run_in_executor(None, dead_link.start_replacement))
         except asyncio.CancelledError:
-            dead_link.abandon()
+            dead_link.cancel_replacement()
             raise
         finally:
             self.restarting = False
-        self.link.attach()
-        for name, tokens in list(self._registered.items()):
+        self.engine_client.attach_event_loop()
+        for name, tokens in list(self._registered_prefixes.items()):
             try:
                 await self.register_prefix(name, tokens)
             except EngineDead:
@@ -358,22 +375,31 @@ class AsyncLLM(Front):
         if self.restarting:
             raise Overloaded("the engine stopped, and is being started again", RETRY_AFTER)
         if self.error is not None:
-            raise dead(self.error)
+            raise engine_dead_error(self.error)
         if not self.accepting or self._closing:
             raise Overloaded("the server is shutting down", RETRY_AFTER)
         # Refused at once: the engine's own check would come after the step under way.
-        waiting = self.link.queues.batches + sum(bool(one.streams) for one in list(self._questions.values()))
+        waiting = self.engine_client.queue_sizes.batches + sum(
+            bool(one.streams) for one in list(self._pending_replies.values())
+        )
         if waiting >= self.limits.max_queued:
-            self._refused()
+            self._count_rejected()
             most = self.limits.max_queued
             raise Overloaded(f"the queue is full: {waiting} of {most} requests are waiting", RETRY_AFTER)
 
 
-def _threaded(built: Built, stall_after: float) -> tuple[Link, Prompts]:
+def _make_thread_client(built: BuiltEngine, stall_after: float) -> tuple[EngineClient, InputProcessor]:
     """A link to an engine on a thread, and what is known of its texts."""
-    from quire.link.thread import ThreadLink
+    from quire.link.thread import ThreadEngineClient
 
-    ready = described(built.engine, built.plan.lines(), built.notices)
+    ready = engine_ready(built.engine, built.memory_plan.to_lines(), built.notices)
     ends = built.engine.scheduler.eos_ids
-    prompts = Prompts(built.tokenizer, built.chat, built.engine.limits, built.defaults, built.sight, tuple(ends))
-    return ThreadLink(built.engine, ready, stall_after), prompts
+    prompts = InputProcessor(
+        built.tokenizer,
+        built.chat_template,
+        built.engine.limits,
+        built.default_sampling,
+        built.image_loader,
+        tuple(ends),
+    )
+    return ThreadEngineClient(built.engine, ready, stall_after), prompts

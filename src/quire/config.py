@@ -7,12 +7,12 @@ from dataclasses import dataclass, fields, replace
 
 from quire.errors import StartupError
 
-RESERVED = ("orca-oracle", "orca-pow2", "orca-max", "ft")
-IN_PAGES = ("paged", "uniform")  # wherever page tables say
-MEMORIES = (*IN_PAGES, "virtual", *RESERVED)
+RESERVED_MEMORIES = ("orca-oracle", "orca-pow2", "orca-max", "ft")
+PAGE_TABLE_MEMORIES = ("paged", "uniform")  # wherever page tables say
+MEMORIES = (*PAGE_TABLE_MEMORIES, "virtual", *RESERVED_MEMORIES)
 PREEMPTIONS = ("recompute", "swap", "auto")
-VENDORS = ("flash", "cudnn", "varlen")  # kernels of torch that know nothing of pages, beside Triton's
-ATTENTIONS = ("auto", "reference", "sdpa", "native", "contiguous", "triton", *VENDORS)
+VENDOR_ATTENTIONS = ("flash", "cudnn", "varlen")  # kernels of torch that know nothing of pages, beside Triton's
+ATTENTIONS = ("auto", "reference", "sdpa", "native", "contiguous", "triton", *VENDOR_ATTENTIONS)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("fp8", "int8", "int4")
 KV_DTYPES = ("auto", "int8")
@@ -24,19 +24,21 @@ PAGE_SIZES = ("lcm", "max", "gcd", "own")
 ASSOCIATIONS = ("paper", "bulk", "none")
 RETENTIONS = ("paper", "slack", "boundary")
 VISION_CACHES = ("pages", "inside", "off")
-AHEAD = ("inline", "thread", "off")
+MAP_AHEAD_MODES = ("inline", "thread", "off")
 EXECUTORS = ("auto", "inline", "process", "ray")
 ON_RANK_FAILURE = ("exit", "restart")
-POOLING = ("auto", "mean", "last")
-GENERATION = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+POOLINGS = ("auto", "mean", "last")
+GENERATION_PARAMS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """The parameters of a generation_config.json that become requests' defaults."""
 MAX_PAGE_SIZE = 1024
 MAX_STATE_TOKENS = 65536
 MAX_RANKS = 63
 MAX_SEQS = 65535  # rows of a launch: what a grid takes
-MOST = {"cpu": (256, 2048), "cuda": (1024, 8192)}
+DEFAULT_BATCH_LIMITS = {"cpu": (256, 2048), "cuda": (1024, 8192)}
 """Sequences in memory, and tokens of a step, where nothing is said: a GPU needs many of both to be busy."""
-CPU_SLOTS = 48  # ... of --memory virtual on a CPU: Linux bounds a process's mappings, and each place of a slot is one
+VIRTUAL_CPU_SEQS = (
+    48  # ... of --memory virtual on a CPU: Linux bounds a process's mappings, and each place of a slot is one
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +64,7 @@ class EngineConfig:
     size a share of the memory for good. `association` says which sequences' pages lie in one large page (§4.3): as the
     "paper" has it, only those of one; whole large pages to one and the rest together ("bulk"); or any ("none").
     `max_num_batched_tokens` is the budget of tokens computed in one step, prompts in chunks included; it and
-    `max_num_seqs` depend on the device where they are None (MOST, `sized`).
+    `max_num_seqs` depend on the device where they are None (MOST, `with_device_defaults`).
     A request may have `max_images` pictures of `max_image_pixels` pixels, whose files have `max_image_bytes` together.
     Where their rows take the places of tokens `vision_cache` says where these are until they are used, and whether they
     stay: in pages of their own ("pages"), among keys and values that aren't written yet ("inside"), or nowhere: each
@@ -159,17 +161,19 @@ class EngineConfig:
             ("table_scope", TABLE_SCOPES),
             ("page_sizes", PAGE_SIZES),
             ("association", ASSOCIATIONS),
-            ("map_ahead", AHEAD),
+            ("map_ahead", MAP_AHEAD_MODES),
             ("preemption", PREEMPTIONS),
             ("retention", RETENTIONS),
             ("vision_cache", VISION_CACHES),
             ("executor", EXECUTORS),
             ("on_rank_failure", ON_RANK_FAILURE),
-            ("pooling", POOLING),
+            ("pooling", POOLINGS),
         ):
             if getattr(self, name) not in allowed:
                 known = ", ".join(filter(None, allowed))
-                raise StartupError(f"{_flag(name)} is {str(getattr(self, name))[:80]!r}", f"Choose one of: {known}")
+                raise StartupError(
+                    f"{_flag_name(name)} is {str(getattr(self, name))[:80]!r}", f"Choose one of: {known}"
+                )
         for name, low, high in (
             ("page_size", 1, MAX_PAGE_SIZE),
             ("state_tokens", 1, MAX_STATE_TOKENS),
@@ -197,17 +201,17 @@ class EngineConfig:
             if not number or not low <= value <= high:
                 whole = "a whole number " if isinstance(low, int) and not number else ""
                 said = str(value) if number else repr(value)
-                raise StartupError(f"{_flag(name)} is {said[:80]}", f"It must be {whole}between {low} and {high}")
-        self._check_the_rest()
+                raise StartupError(f"{_flag_name(name)} is {said[:80]}", f"It must be {whole}between {low} and {high}")
+        self._check_combinations()
         self._check_ranks()
 
     def _check_ranks(self) -> None:
         for name in ("tp", "pp"):
             if type(getattr(self, name)) is not int:
                 raise StartupError(f"--{name} is {str(getattr(self, name))[:80]}", "It must be a whole number")
-        if self.ranks > MAX_RANKS:
-            raise StartupError(f"--tp is {self.tp} and --pp {self.pp}: {self.ranks} ranks", f"At most {MAX_RANKS}")
-        if self.ranks > 1 and self.executor == "inline":
+        if self.world_size > MAX_RANKS:
+            raise StartupError(f"--tp is {self.tp} and --pp {self.pp}: {self.world_size} ranks", f"At most {MAX_RANKS}")
+        if self.world_size > 1 and self.executor == "inline":
             name, value = ("tp", self.tp) if self.tp > 1 else ("pp", self.pp)
             raise StartupError(
                 f"--executor is inline, and --{name} is {value}: each rank is a process", "Use --executor process"
@@ -217,14 +221,14 @@ class EngineConfig:
             raise StartupError("--on-rank-failure is restart, and --log-plans is given: a log is of one start of ranks",
                                "Leave one out")  # fmt: skip
 
-    def _check_the_rest(self) -> None:
+    def _check_combinations(self) -> None:
         if self.kv_gib is not None and not 0 < self.kv_gib < 2**20:
             raise StartupError(f"--kv-gib is {self.kv_gib}", "It must be above 0")
         if self.kv_gib is not None and self.kv_tokens is not None:
             raise StartupError("--kv-gib and --kv-tokens are both given", "Give the size of the KV memory once")
         if not 0 <= self.swap_gib < 2**20:
             raise StartupError(f"--swap-gib is {self.swap_gib}", "It must be 0 or more")
-        if self.memory in RESERVED and self.prefix_tokens:
+        if self.memory in RESERVED_MEMORIES and self.prefix_tokens:
             raise StartupError(
                 f"--prefix-tokens is given, and --memory is {self.memory}, which shares no prefixes",
                 "Use --memory paged",
@@ -250,16 +254,18 @@ class EngineConfig:
             )
         if self.revision is not None and self.model_config is not None:
             raise StartupError("--revision and --model-config are both given", "A named shape has no revisions")
-        if unknown := next((name for name in self.override_generation_config or () if name not in GENERATION), None):
+        if unknown := next(
+            (name for name in self.override_generation_config or () if name not in GENERATION_PARAMS), None
+        ):
             cause = f"--override-generation-config has {str(unknown)[:80]!r}"
-            raise StartupError(cause, f"It may set: {', '.join(GENERATION)}")
+            raise StartupError(cause, f"It may set: {', '.join(GENERATION_PARAMS)}")
 
-    def sized(self, device: str) -> EngineConfig:
+    def with_device_defaults(self, device: str) -> EngineConfig:
         """The same with `max_num_seqs`, `max_num_batched_tokens` and, of a GPU, `virtual_page_kib` and
         `virtual_layout` filled in for "cpu" or "cuda"."""
-        seqs, tokens = MOST[device]
+        seqs, tokens = DEFAULT_BATCH_LIMITS[device]
         if self.memory == "virtual" and device == "cpu":
-            seqs = CPU_SLOTS
+            seqs = VIRTUAL_CPU_SEQS
         virtual = (2048, "sliced") if device == "cuda" else (None, None)
         return replace(
             self,
@@ -269,20 +275,20 @@ class EngineConfig:
             virtual_layout=virtual[1] if self.virtual_layout is None else self.virtual_layout,
         )
 
-    def of_rank(self) -> EngineConfig:
+    def per_rank(self) -> EngineConfig:
         """The same for one rank: its share of what is a sum over all."""
-        kv_gib = None if self.kv_gib is None else self.kv_gib / self.ranks
-        return replace(self, kv_gib=kv_gib, swap_gib=self.swap_gib / self.ranks)
+        kv_gib = None if self.kv_gib is None else self.kv_gib / self.world_size
+        return replace(self, kv_gib=kv_gib, swap_gib=self.swap_gib / self.world_size)
 
     @property
-    def ranks(self) -> int:
+    def world_size(self) -> int:
         """In all: `tp` of each of `pp` stages."""
         return self.tp * self.pp
 
     @property
-    def remote(self) -> bool:
+    def has_rank_processes(self) -> bool:
         """The model is in processes of its own, which are ranks."""
-        return self.ranks > 1 or self.executor in ("process", "ray")
+        return self.world_size > 1 or self.executor in ("process", "ray")
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
@@ -290,5 +296,5 @@ class EngineConfig:
         return tuple(field.name for field in fields(cls))
 
 
-def _flag(name: str) -> str:
+def _flag_name(name: str) -> str:
     return "--" + name.replace("_", "-")

@@ -25,7 +25,7 @@ import reprlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-MAX_SHOWN = 80  # characters of a value in an error
+MAX_REPR_CHARS = 80  # characters of a value in an error
 
 
 class QuireError(Exception):
@@ -69,11 +69,11 @@ class StartupError(QuireError):
 
 
 class LogError(QuireError):
-    """A log of plans that can't be read, or whose steps don't hold together, from byte `at` on."""
+    """A log of plans that can't be read, or whose steps don't hold together, from byte `offset` on."""
 
-    def __init__(self, message: str, at: int = 0) -> None:
+    def __init__(self, message: str, offset: int = 0) -> None:
         super().__init__(message)
-        self.at = at
+        self.offset = offset
 
 
 class Overloaded(QuireError):
@@ -101,29 +101,29 @@ class RanksLost(EngineDead):
     """The ranks of an engine have ended, for this cause. Without them it ends, unless they are started anew."""
 
 
-class FrontDead(EngineDead):
+class APIServerDead(EngineDead):
     """A front of the server is gone: without it the server ends, and the engine with it."""
 
 
 @contextmanager
-def about(place: str, named: bool) -> Iterator[None]:
-    """Within, errors about a prompt are about that at `place`, such as input[3]. `named`: they say so."""
+def input_error_at(place: str, show_place: bool) -> Iterator[None]:
+    """Within, errors about a prompt are about that at `place`, such as input[3]. `show_place`: they say so."""
     try:
         yield
     except InputError as error:
         if error.param in (None, "prompt"):
             error.param = place.partition("[")[0]
-            if named:
+            if show_place:
                 error.args = (f"{place}: {error}",)
         raise
 
 
-def shown(value: object) -> str:
+def short_repr(value: object) -> str:
     """A value as errors show it: as Python writes it, in one printable line of at most 80 characters."""
     brief = reprlib.Repr()
-    brief.maxstring = brief.maxother = brief.maxlong = MAX_SHOWN
+    brief.maxstring = brief.maxother = brief.maxlong = MAX_REPR_CHARS
     try:
         text = brief.repr(value)
     except ValueError:  # an integer, here or within, of more digits than this process writes
         text = f"a {type(value).__name__} with a huge integer"
-    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."
+    return text if len(text) <= MAX_REPR_CHARS else f"{text[: MAX_REPR_CHARS - 3]}..."

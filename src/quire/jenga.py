@@ -16,7 +16,7 @@ from typing import Protocol
 from quire.control.memory.policies import FullPolicy, LayerPolicy
 from quire.control.request import Sequence as Branch
 from quire.errors import InputError
-from quire.vocabulary.specs import Group
+from quire.vocabulary.specs import KVCacheGroup
 
 
 class Evictor:
@@ -74,7 +74,7 @@ def longest_prefix(layers: Sequence[LayerSupportsPrefixCache], hits: Sequence[Se
     return max(set.intersection(*valid), default=0)
 
 
-def policy_of(layer: LayerSupportsPrefixCache, horizon: int, period: int = 1) -> Callable[[Group], LayerPolicy]:
+def policy_of(layer: LayerSupportsPrefixCache, horizon: int, period: int = 1) -> Callable[[KVCacheGroup], LayerPolicy]:
     """What a memory's `policies` have for a kind of group: see JengaPolicy."""
     return lambda group: JengaPolicy(group, layer, horizon, period)
 
@@ -86,7 +86,7 @@ class JengaPolicy(FullPolicy):
     are more than it looks back: beyond, what it touches and needs moves with the request, by `period` tokens at a time.
     InputError names the method that contradicts this, or another one."""
 
-    def __init__(self, group: Group, layer: LayerSupportsPrefixCache, horizon: int, period: int = 1) -> None:
+    def __init__(self, group: KVCacheGroup, layer: LayerSupportsPrefixCache, horizon: int, period: int = 1) -> None:
         super().__init__(group)
         self.layer, self.horizon, self.period = layer, horizon, period
         self._first_touched: dict[int, int] = {}  # tokens -> the first one that the last of them touches
@@ -94,24 +94,28 @@ class JengaPolicy(FullPolicy):
         self.check()
 
     def reads(self, seq: Branch | None, start: int, end: int) -> range:
-        return range(self.group.whole(self._first(start + 1, self._first_touched)), self.group.pages(end))
+        return range(
+            self.group.num_full_pages(self._look_up_first(start + 1, self._first_touched)), self.group.num_pages(end)
+        )
 
     def required(self, seq: Branch | None, hit: int) -> range:
         """Of what must be cached, the pages that the next token touches: Figure 9 asks for a token more."""
-        stop = self.group.pages(hit)
-        first = max(self._first(hit, self._first_needed), self._first(hit + 1, self._first_touched))
-        return range(min(self.group.whole(first), stop), stop)
+        stop = self.group.num_pages(hit)
+        first = max(self._look_up_first(hit, self._first_needed), self._look_up_first(hit + 1, self._first_touched))
+        return range(min(self.group.num_full_pages(first), stop), stop)
 
-    def _first(self, tokens: int, known: dict[int, int]) -> int:
+    def _look_up_first(self, tokens: int, known: dict[int, int]) -> int:
         """The first token that counts where there are so many, which beyond the horizon moves with them."""
         near = tokens
         if tokens > self.horizon:
             near = self.horizon - (self.horizon - tokens) % self.period
         if near not in known:
-            known[near] = self._touches(near) if known is self._first_touched else self._needs(near)
+            known[near] = (
+                self._find_first_touched(near) if known is self._first_touched else self._find_first_needed(near)
+            )
         return known[near] + (tokens - near if known[near] else 0)
 
-    def _touches(self, tokens: int) -> int:
+    def _find_first_touched(self, tokens: int) -> int:
         self.layer.evictor = evictor = Evictor()
         self.layer.update_last_access(Request(tokens, range(tokens + 1)), 1)
         touched = [token for token in evictor.last_access if token > 0]
@@ -120,7 +124,7 @@ class JengaPolicy(FullPolicy):
             raise InputError(f"update_last_access of {self._name} touches no range up to token {tokens}", "policies")
         return first - 1
 
-    def _needs(self, tokens: int) -> int:
+    def _find_first_needed(self, tokens: int) -> int:
         """By halving: what is valid with some tokens missing is so with fewer of them missing."""
         low, high = 0, tokens
         while low < high:
@@ -137,13 +141,13 @@ class JengaPolicy(FullPolicy):
 
     def check(self) -> None:
         """InputError if what the layer type says contradicts itself, as far as short requests show it."""
-        touched = list(map(self._touches, range(1, min(self.horizon, 48) + 1)))
+        touched = list(map(self._find_first_touched, range(1, min(self.horizon, 48) + 1)))
         if touched != sorted(touched):
             raise InputError(f"update_last_access of {self._name} touches again what it had left", "policies")
         for tokens, next_touched in enumerate(touched[1:], 1):
             if tokens not in self.layer.get_possible_prefix([True] * tokens):
                 raise InputError(f"get_possible_prefix of {self._name} refuses {tokens} cached tokens", "policies")
-            if self._needs(tokens) > next_touched:
+            if self._find_first_needed(tokens) > next_touched:
                 what = f"accepts {tokens} tokens without one that the next token touches"
                 raise InputError(f"get_possible_prefix of {self._name} {what}", "policies")
         self.layer.evictor = evictor = Evictor()

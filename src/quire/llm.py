@@ -14,18 +14,24 @@ from itertools import count
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from quire.control.outcomes import Output
+from quire.control.outcomes import BranchOutput
 from quire.errors import EngineDead, InputError, Overloaded
-from quire.text.embedding import EMBED, vector
-from quire.text.outputs import Assembly, BeamSearchOutput, BeamSearchSequence, RequestOutput, check_registered
-from quire.text.prompts import Messages, Prompt, Prompts, engine_config
+from quire.text.embedding import EMBEDDING_PARAMS, embedding_vector
+from quire.text.outputs import (
+    BeamSearchOutput,
+    BeamSearchSequence,
+    RequestOutput,
+    RequestOutputBuilder,
+    check_registered,
+)
+from quire.text.prompts import InputProcessor, Messages, Prompt, engine_config
 from quire.text.session import Node, session_params
-from quire.text.transcript import Transcript
+from quire.text.transcript import RequestDetokenizer
 from quire.vocabulary.params import SamplingParams
 
 if TYPE_CHECKING:
-    from quire.build import Built
-    from quire.pool import Member, Pool
+    from quire.build import BuiltEngine
+    from quire.pool import Pool, PoolMember
     from quire.text.tokenizer import Tokenizer
 
 log = logging.getLogger("quire")
@@ -56,7 +62,7 @@ class BeamSearchParams:
         return replace(params, n=self.beam_width)
 
 
-class Job(NamedTuple):
+class OfflineRequest(NamedTuple):
     """One request of a call."""
 
     id: str
@@ -72,7 +78,7 @@ class LLM:
     `custom_kv_cache`: the quire.Pool in which the model shares its KV memory with others; it has the settings.
     """
 
-    _member: Member | None = None
+    _member: PoolMember | None = None
 
     def __init__(
         self, model: str | None = None, *, progress: bool = False, custom_kv_cache: Pool | None = None, **settings: Any
@@ -82,25 +88,27 @@ class LLM:
         if custom_kv_cache is not None:
             custom_kv_cache.check_thread()
             self._member = custom_kv_cache.member(model, settings)
-            self._start(build(self._member.config, progress, self._member))
+            self._set_up(build(self._member.config, progress, self._member))
         else:
-            self._start(build(engine_config(model, settings), progress))
+            self._set_up(build(engine_config(model, settings), progress))
 
     @classmethod
-    def of(cls, built: Built) -> LLM:
+    def of(cls, built: BuiltEngine) -> LLM:
         """An LLM over an engine that is built already."""
         self = cls.__new__(cls)
-        self._start(built)
+        self._set_up(built)
         return self
 
-    def _start(self, built: Built) -> None:
+    def _set_up(self, built: BuiltEngine) -> None:
         self.built, self.engine = built, built.engine
         ends = tuple(built.engine.scheduler.eos_ids)
-        self.prompts = Prompts(built.tokenizer, built.chat, built.engine.limits, built.defaults, built.sight, ends)
+        self.prompts = InputProcessor(
+            built.tokenizer, built.chat_template, built.engine.limits, built.default_sampling, built.image_loader, ends
+        )
         # Offline, the caller's list is the queue.
         self.engine.limits = self.engine.limits._replace(max_queued=sys.maxsize)
         self._ids = count()
-        self._transcripts: dict[str, Transcript] = {}  # of requests under way
+        self._transcripts: dict[str, RequestDetokenizer] = {}  # of requests under way
         for notice in built.notices:
             log.info(notice)
         self._closed = False
@@ -121,7 +129,7 @@ class LLM:
         bytes of a file, a uint8 array, a PIL image, or a list of these}."""
         single = isinstance(prompts, str | Mapping) or (bool(prompts) and type(prompts[0]) is int)
         given = [prompts] if single else list(prompts)
-        return self._run([self.prompts.prompt(item) for item in given], sampling_params, use_tqdm)
+        return self._run([self.prompts.process_prompt(item) for item in given], sampling_params, use_tqdm)
 
     def chat(
         self,
@@ -136,14 +144,14 @@ class LLM:
         image_url parts with data: URIs, as in requests."""
         single = not messages or isinstance(messages[0], Mapping)
         conversations = [messages] if single else messages
-        rendered = [self.prompts.chat(item, add_generation_prompt, **kwargs) for item in conversations]  # type: ignore[arg-type]
+        rendered = [self.prompts.process_chat(item, add_generation_prompt, **kwargs) for item in conversations]  # type: ignore[arg-type]
         return self._run(rendered, sampling_params, use_tqdm)
 
     def beam_search(self, prompts: Any, params: BeamSearchParams, *, use_tqdm: bool = False) -> list[BeamSearchOutput]:
         """The most likely continuations of each prompt that beam search finds, best first."""
-        return [self._beams(result) for result in self.generate(prompts, params.sampling(), use_tqdm=use_tqdm)]
+        return [self._to_beam_output(result) for result in self.generate(prompts, params.sampling(), use_tqdm=use_tqdm)]
 
-    def _beams(self, result: RequestOutput) -> BeamSearchOutput:
+    def _to_beam_output(self, result: RequestOutput) -> BeamSearchOutput:
         beams = []
         for output in result.outputs:
             tokens = [*result.prompt_token_ids, *output.token_ids]
@@ -159,18 +167,18 @@ class LLM:
     def register_prefix(self, name: str, prefix: str | Sequence[int]) -> int:
         """Compute a text or token ids once and keep them as the prefix `name`, for every prompt that begins so. Returns
         their number. InputError, PrefixTaken, or PrefixesFull beyond the setting `prefix_tokens`."""
-        tokens = self.prompts.prefix(name, prefix)
+        tokens = self.prompts.process_prefix(name, prefix)
         self._check_idle()
         self.engine.register_prefix(name, tokens)
         last, done = None, False
         try:
-            while self.engine.unfinished:
+            while self.engine.has_unfinished_requests:
                 for last in self._step():
                     done = last.done
         finally:
             if not (done or self._closed):
                 self.engine.release_prefix(name)
-                self._abandon([])
+                self._abort_requests([])
         assert last is not None, "a prefix was computed without an output"
         check_registered(name, last)
         return len(tokens)
@@ -190,20 +198,20 @@ class LLM:
         """Let go of the KV memory, and of the weights: to host memory (1; on a CPU they stay) or for good (2), until
         `wake_up`. What is cached is lost."""
         self._check_idle()
-        self.engine.rest.sleep(level)
+        self.engine.sleep_controller.sleep(level)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Take back what sleeps, or only "weights" or "kv_cache", in that order. With all of it there registered
         prefixes are computed again, and prompts are taken."""
         self._check_idle()
-        self.engine.rest.wake(tags)
-        while self.engine.unfinished:
+        self.engine.sleep_controller.wake(tags)
+        while self.engine.has_unfinished_requests:
             self._step()
 
     @property
     def prefixes(self) -> dict[str, int]:
         """The registered prefixes: their lengths in tokens."""
-        return dict(self.engine.prefixes)
+        return dict(self.engine.prefix_lengths)
 
     def embed(self, texts: Any, *, dimensions: int | None = None) -> list[list[float]]:
         """The embedding of each text (a prompt as `generate` takes it, without pictures), of length 1: `hidden`
@@ -211,22 +219,22 @@ class LLM:
         text, before anything is computed."""
         single = isinstance(texts, str | Mapping) or (bool(texts) and type(texts[0]) is int)
         self.prompts.limits.check_embedding(dimensions)
-        prompts = [self.prompts.prompt(text) for text in ([texts] if single else texts)]
-        if any(prompt.media for prompt in prompts):
+        prompts = [self.prompts.process_prompt(text) for text in ([texts] if single else texts)]
+        if any(prompt.images for prompt in prompts):
             raise InputError("pictures have no embeddings here", "prompt")
-        jobs = self._queue(prompts, [EMBED] * len(prompts))
-        found: dict[str, Output] = {}
+        jobs = self._add_requests(prompts, [EMBEDDING_PARAMS] * len(prompts))
+        found: dict[str, BranchOutput] = {}
         try:
             while len(found) < len(jobs):
-                found |= {output.request: output for output in self._step() if output.done}
+                found |= {output.request_id: output for output in self._step() if output.done}
         finally:
-            self._abandon(jobs)
-        return [vector(found[job.id], dimensions).tolist() for job in jobs]
+            self._abort_requests(jobs)
+        return [embedding_vector(found[job.id], dimensions).tolist() for job in jobs]
 
-    def stream(self, prompt: Any, params: SamplingParams | None = None) -> Iterator[Output]:
+    def stream(self, prompt: Any, params: SamplingParams | None = None) -> Iterator[BranchOutput]:
         """Continue one prompt, step by step. Leaving the iterator aborts the request."""
-        ready = prompt if isinstance(prompt, Prompt) else self.prompts.prompt(prompt)
-        jobs = self._queue([ready], [params or self.prompts.params()])
+        ready = prompt if isinstance(prompt, Prompt) else self.prompts.process_prompt(prompt)
+        jobs = self._add_requests([ready], [params or self.prompts.make_params()])
         done = False
         try:
             while not done:
@@ -234,18 +242,20 @@ class LLM:
                     done = done or output.done
                     yield output
         finally:
-            self._abandon(jobs)
+            self._abort_requests(jobs)
 
     @contextmanager
     def session(self, prompt: Any, *, width: int = 8, max_tokens: int = 256, top: int = 20) -> Iterator[Node]:
         """A prompt that the caller continues, token by token and in up to `width` branches of up to `max_tokens` (see
         quire.text.session). Room for all of them is required; other calls wait until the session is left."""
-        [job] = jobs = self._queue([self.prompts.prompt(prompt)], [session_params(width, max_tokens, top)], waits=True)
+        [job] = jobs = self._add_requests(
+            [self.prompts.process_prompt(prompt)], [session_params(width, max_tokens, top)], waits=True
+        )
         request = self.engine.requests[job.id]
         try:
-            yield Node(self.engine, self._step, request, request.live[0])
+            yield Node(self.engine, self._step, request, request.live_seqs[0])
         finally:
-            self._abandon(jobs)
+            self._abort_requests(jobs)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text."""
@@ -267,7 +277,7 @@ class LLM:
             self.prompts.close()
             self.engine.close()
             if self._member is not None:
-                self._member.pool.leave(self.engine, self._member.part)
+                self._member.pool.leave(self.engine, self._member.view)
 
     def __enter__(self) -> LLM:
         return self
@@ -280,28 +290,30 @@ class LLM:
     # The loop
 
     def _run(self, prompts: list[Prompt], params: Any, use_tqdm: bool) -> list[RequestOutput]:
-        jobs = self._queue(prompts, self._each(params, len(prompts)))
+        jobs = self._add_requests(prompts, self._params_per_prompt(params, len(prompts)))
         decode = self.prompts.decode_token
-        found = {job.id: Assembly(job.id, job.prompt.text, job.prompt.ids, job.params, decode) for job in jobs}
+        found = {
+            job.id: RequestOutputBuilder(job.id, job.prompt.text, job.prompt.ids, job.params, decode) for job in jobs
+        }
         requests = {job.id: self.engine.requests[job.id] for job in jobs}
         try:
-            with _progress(len(jobs), use_tqdm) as bar, _Interrupts() as interrupts:
+            with _progress_bar(len(jobs), use_tqdm) as bar, _DeferredInterrupts() as interrupts:
                 left = len(jobs)
                 while left:
                     for output in self._step(interrupts):
-                        found[output.request].push(output)
+                        found[output.request_id].push(output)
                         if output.done:
-                            found[output.request].finish(requests[output.request], self.engine.clock())
+                            found[output.request_id].finish(requests[output.request_id], self.engine.clock())
                             left -= 1
                             bar.update()
         finally:
-            self._abandon(jobs)
+            self._abort_requests(jobs)
         return [found[job.id].result for job in jobs]
 
-    def _each(self, params: Any, number: int) -> list[SamplingParams]:
+    def _params_per_prompt(self, params: Any, number: int) -> list[SamplingParams]:
         """The parameters of each prompt."""
         if params is None or isinstance(params, SamplingParams):
-            return [params or self.prompts.params()] * number
+            return [params or self.prompts.make_params()] * number
         each = list(params)
         if len(each) != number:
             raise InputError(f"there are {number} prompts, but {len(each)} sampling_params", "sampling_params")
@@ -309,22 +321,24 @@ class LLM:
             raise InputError("sampling_params must be SamplingParams, or a list of them", "sampling_params")
         return each
 
-    def _queue(self, prompts: list[Prompt], params: list[SamplingParams], waits: bool = False) -> list[Job]:
+    def _add_requests(
+        self, prompts: list[Prompt], params: list[SamplingParams], waits: bool = False
+    ) -> list[OfflineRequest]:
         """Add all requests to the engine, or none."""
         self._check_idle()
-        jobs: list[Job] = []
+        jobs: list[OfflineRequest] = []
         distinct = {id(each): each for each in params}
-        resolved = {key: self.prompts.resolve(each) for key, each in distinct.items()}
+        resolved = {key: self.prompts.resolve_params(each) for key, each in distinct.items()}
         try:
             for prompt, each in zip(prompts, params):
-                job = Job(f"offline-{next(self._ids)}", prompt, resolved[id(each)])
+                job = OfflineRequest(f"offline-{next(self._ids)}", prompt, resolved[id(each)])
                 jobs.append(job)
                 _, ids, media, pixels = prompt
-                self.engine.add(job.id, ids, job.params, waits=waits, media=media, pixels=pixels)
+                self.engine.add(job.id, ids, job.params, may_wait=waits, images=media, pixels=pixels)
                 stop = partial(self.engine.stop, job.id)
-                self._transcripts[job.id] = Transcript(self.prompts.text, prompt.ids, job.params, stop)
+                self._transcripts[job.id] = RequestDetokenizer(self.prompts.text_backend, prompt.ids, job.params, stop)
         except BaseException:
-            self._abandon(jobs)
+            self._abort_requests(jobs)
             raise
         return jobs
 
@@ -333,13 +347,13 @@ class LLM:
             raise EngineDead("this LLM is closed")
         if self._member is not None:
             self._member.pool.check_thread()
-        if self.engine.unfinished:
+        if self.engine.has_unfinished_requests:
             raise InputError("another call of this LLM is under way: finish it, or close its iterator, first")
 
-    def _step(self, interrupts: _Interrupts | None = None) -> list[Output]:
+    def _step(self, interrupts: _DeferredInterrupts | None = None) -> list[BranchOutput]:
         """One whole step; Ctrl-C in it is raised after it. `interrupts`: those that the caller has held up already."""
         try:
-            with _Interrupts() if interrupts is None else nullcontext(interrupts) as interrupts:
+            with _DeferredInterrupts() if interrupts is None else nullcontext(interrupts) as interrupts:
                 outputs = self.engine.step()
         except Overloaded:  # others that share the memory hold it: nothing was begun
             raise
@@ -347,58 +361,58 @@ class LLM:
             self.close()  # a step cut short leaves an engine that can't be trusted
             raise
         interrupts.check()
-        return [told for output in outputs if (told := self._told(output)) is not None]
+        return [told for output in outputs if (told := self._with_text(output)) is not None]
 
-    def _told(self, output: Output) -> Output | None:
+    def _with_text(self, output: BranchOutput) -> BranchOutput | None:
         """An output with its text; None where there is none any more."""
-        transcript = self._transcripts.get(output.request)
-        told = output if transcript is None else transcript.read(output)
+        transcript = self._transcripts.get(output.request_id)
+        told = output if transcript is None else transcript.process(output)
         if told is not None and told.done:
-            self._transcripts.pop(output.request, None)
+            self._transcripts.pop(output.request_id, None)
         return told
 
-    def _abandon(self, jobs: list[Job]) -> None:
+    def _abort_requests(self, requests: list[OfflineRequest]) -> None:
         """End what is left of a call, and wait until nothing of it is in flight."""
         if self._closed:
             return
-        for job in jobs:
+        for job in requests:
             self.engine.abort(job.id)
             self._transcripts.pop(job.id, None)
         with suppress(KeyboardInterrupt):  # known already: the call is being abandoned
-            while self.engine.unfinished:
+            while self.engine.has_unfinished_requests:
                 self._step()
-        if self.engine.unfinished:
-            self._abandon(jobs)
+        if self.engine.has_unfinished_requests:
+            self._abort_requests(requests)
 
 
-class _Interrupts:
+class _DeferredInterrupts:
     """Ctrl-C waits for the end of a step, so that the engine stays whole; a second one doesn't."""
 
     def __init__(self) -> None:
-        self._seen = False
-        self._main = threading.current_thread() is threading.main_thread()
+        self._interrupted = False
+        self._on_main_thread = threading.current_thread() is threading.main_thread()
 
-    def __enter__(self) -> _Interrupts:
-        if self._main:
-            self._before = signal.signal(signal.SIGINT, self._note)
+    def __enter__(self) -> _DeferredInterrupts:
+        if self._on_main_thread:
+            self._previous_handler = signal.signal(signal.SIGINT, self._on_sigint)
         return self
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._seen:
+    def _on_sigint(self, number: int, frame: FrameType | None) -> None:
+        if self._interrupted:
             raise KeyboardInterrupt
-        self._seen = True
+        self._interrupted = True
 
     def check(self) -> None:
         """Raise KeyboardInterrupt if Ctrl-C was pressed."""
-        if self._seen:
+        if self._interrupted:
             raise KeyboardInterrupt
 
     def __exit__(self, *_: object) -> None:
-        if self._main:
-            signal.signal(signal.SIGINT, self._before)
+        if self._on_main_thread:
+            signal.signal(signal.SIGINT, self._previous_handler)
 
 
-def _progress(total: int, shown: bool) -> Any:
+def _progress_bar(total: int, shown: bool) -> Any:
     from tqdm import tqdm
 
     return tqdm(total=total, desc="prompts", unit="req", disable=None if shown else True, dynamic_ncols=True)

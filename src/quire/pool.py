@@ -16,30 +16,30 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from quire.budget import GIB, MemoryPlan, plan_memory
 from quire.config import EngineConfig
 from quire.control.engine import Engine
-from quire.control.memory import Size
-from quire.control.memory.layout import joint_geometries
+from quire.control.memory import MemorySize
+from quire.control.memory.layout import build_joint_kv_configs
 from quire.control.memory.paged import PagedMemory
-from quire.control.memory.part import Common, Part
-from quire.control.memory.tables import ledger_of
-from quire.control.turns import Turns
+from quire.control.memory.part import PoolView, SharedPool
+from quire.control.memory.tables import build_page_pool
+from quire.control.turns import SharedMemoryGroup
 from quire.errors import InputError, StartupError
-from quire.formats import ITEMSIZE, device_of, dtype_of, model_id, saved_by_fp8
-from quire.source import Source, read_source
+from quire.formats import ITEMSIZE, choose_device, choose_dtype, kv_namespace, quantization_savings
+from quire.source import Checkpoint, read_checkpoint
 
 if TYPE_CHECKING:
     import torch
 
-ALIKE = ("page_sizes", "association", "device")
+MUST_MATCH = ("page_sizes", "association", "device")
 
 
-class Member(NamedTuple):
+class PoolMember(NamedTuple):
     """One model's part of a pool, from which its engine is built."""
 
     config: EngineConfig
-    source: Source
+    source: Checkpoint
     plan: MemoryPlan
     memory: PagedMemory
-    part: Part
+    view: PoolView
     pool: Pool
 
 
@@ -54,38 +54,38 @@ class Pool:
         if not configs or not kv_gib > 0:
             raise StartupError(f"a pool has {len(configs)} models and {kv_gib} GiB", "Give it some of both")
         self.thread = threading.get_ident()
-        self.turns = Turns()
-        self.device = device_of(configs[0])
-        sized = [replace(config, kv_gib=kv_gib, kv_tokens=None).sized(self.device) for config in configs]
-        sources = [read_source(config) for config in sized]
-        dtypes = [dtype_of(config, source.config, self.device) for config, source in zip(sized, sources)]
-        _check(sized, dtypes)
+        self.shared_memory_group = SharedMemoryGroup()
+        self.device = choose_device(configs[0])
+        sized = [replace(config, kv_gib=kv_gib, kv_tokens=None).with_device_defaults(self.device) for config in configs]
+        sources = [read_checkpoint(config) for config in sized]
+        dtypes = [choose_dtype(config, source.config, self.device) for config, source in zip(sized, sources)]
+        _check_compatible(sized, dtypes)
         for source in sources:
-            if source.spec.least_budget:
+            if source.spec.min_budget:
                 raise StartupError(
                     f"{source.name} keeps a part of each prompt, which no model of a pool does", "Serve it by itself"
                 )
         self.dtype, itemsize = dtypes[0], ITEMSIZE[dtypes[0]]
-        sources = [source.stored(config, itemsize) for config, source in zip(sized, sources)]
+        sources = [source.with_stored_dtypes(config, itemsize) for config, source in zip(sized, sources)]
         plans = [
             plan_memory(config, source.spec, source.name, self.dtype, itemsize, self.device, saved)
             for config, source in zip(sized, sources)
-            for saved in [saved_by_fp8(config, source, self.dtype, self.device)]
+            for saved in [quantization_savings(config, source, self.dtype, self.device)]
         ]
         _check_room(plans)
-        sizes = [Size(plan.kv_tokens, plan.max_len, itemsize) for plan in plans]
+        sizes = [MemorySize(plan.kv_tokens, plan.max_len, itemsize) for plan in plans]
         models = [(config, source.spec, size) for config, source, size in zip(sized, sources, sizes)]
-        self.geometries = joint_geometries(models, int(kv_gib * GIB))
-        joint = replace(self.geometries[0], groups=tuple(g for one in self.geometries for g in one.groups))
-        ledger = ledger_of(joint, [group.ids for group in joint.groups], sized[0].association)
-        common = Common(ledger, self.geometries, [config.prefix_tokens for config in sized])
+        self.kv_configs = build_joint_kv_configs(models, int(kv_gib * GIB))
+        joint = replace(self.kv_configs[0], groups=tuple(g for one in self.kv_configs for g in one.groups))
+        ledger = build_page_pool(joint, [group.ids for group in joint.groups], sized[0].association)
+        common = SharedPool(ledger, self.kv_configs, [config.prefix_tokens for config in sized])
         self.bytes = joint.bytes
-        self.members = [self._member(*each) for each in zip(sized, sources, plans, common.parts)]
+        self.members = [self._member(*each) for each in zip(sized, sources, plans, common.views)]
         self.buffer: torch.Tensor | None = None
-        self.free = list(self.members)
+        self.unloaded = list(self.members)
 
-    def _member(self, config: EngineConfig, source: Source, plan: MemoryPlan, part: Part) -> Member:
-        memory = PagedMemory.over(part.geometry, config, model_id(config, source, self.dtype), part)
+    def _member(self, config: EngineConfig, source: Checkpoint, plan: MemoryPlan, view: PoolView) -> PoolMember:
+        memory = PagedMemory.from_kv_config(view.kv_config, config, kv_namespace(config, source, self.dtype), view)
         longest = bisect_left(range(1, plan.max_len + 1), True, key=lambda length: not memory.fits([length]))
         if longest < (2 if config.max_model_len is None else config.max_model_len):
             raise StartupError(
@@ -93,30 +93,30 @@ class Pool:
                 "Use a larger kv_gib, or a smaller max_model_len or prefix_tokens",
             )
         if longest < plan.max_len:
-            plan = plan._replace(max_len=longest, clipped=" (a larger pool would allow more)")
-        return Member(config, source, plan, memory, part, self)
+            plan = plan._replace(max_len=longest, limit_note=" (a larger pool would allow more)")
+        return PoolMember(config, source, plan, memory, view, self)
 
     # For quire.build and quire.llm
 
-    def member(self, model: str | None, settings: dict[str, Any]) -> Member:
+    def member(self, model: str | None, settings: dict[str, Any]) -> PoolMember:
         """The part of a model, which is named as in its config. StartupError if there is none, or not any more."""
         if settings:
             raise StartupError(
                 f"{', '.join(settings)[:80]} is given beside a pool", "Set it in the pool's EngineConfig"
             )
-        for member in self.free:
+        for member in self.unloaded:
             if (model or "") in (member.config.model, member.config.model_config):
-                self.free.remove(member)
+                self.unloaded.remove(member)
                 return member
         known = ", ".join(
-            member.config.model_config or member.config.model or "the bundled one" for member in self.free
+            member.config.model_config or member.config.model or "the bundled one" for member in self.unloaded
         )
         raise StartupError(
             f"{model or 'the bundled model'!s:.80} is no model of the pool, or was loaded already",
             f"Give one of: {known or 'none is left'}",
         )
 
-    def bytes_of(self) -> torch.Tensor:
+    def get_buffer(self) -> torch.Tensor:
         """The buffer that all models' pages are in; zeros at first."""
         import numpy as np
         import torch
@@ -133,18 +133,18 @@ class Pool:
         if threading.get_ident() != self.thread:
             raise InputError("models that share a KV memory are used by the thread that made their pool")
 
-    def leave(self, engine: Engine, part: Part) -> None:
+    def leave(self, engine: Engine, view: PoolView) -> None:
         """A model is closed: what it held is the others'."""
-        self.turns.leave(engine)
-        part.close()
-        if not self.turns.engines and not self.free:
+        self.shared_memory_group.remove(engine)
+        view.close()
+        if not self.shared_memory_group.engines and not self.unloaded:
             self.buffer = None
 
 
-def _check(configs: Sequence[EngineConfig], dtypes: Sequence[str]) -> None:
+def _check_compatible(configs: Sequence[EngineConfig], dtypes: Sequence[str]) -> None:
     """StartupError for models whose pages can't lie in one memory."""
     for config in configs:
-        if config.remote:
+        if config.has_rank_processes:
             raise StartupError(
                 f"a pool has a model of --tp {config.tp}, --pp {config.pp} and --executor {config.executor}",
                 "Models that share a memory have one rank each, in the engine's process",
@@ -154,7 +154,7 @@ def _check(configs: Sequence[EngineConfig], dtypes: Sequence[str]) -> None:
                 f"a pool has a model of --memory {config.memory} and --page-sizes {config.page_sizes}",
                 "Models share a memory with --memory paged and --page-sizes lcm or max",
             )
-    for name in ALIKE:
+    for name in MUST_MATCH:
         if len(values := {str(getattr(config, name)) for config in configs}) > 1:
             raise StartupError(f"models of a pool have {name} {', '.join(sorted(values))}", "Give all the same")
     if len(set(dtypes)) > 1:  # the bits of another format may be no number
@@ -164,7 +164,7 @@ def _check(configs: Sequence[EngineConfig], dtypes: Sequence[str]) -> None:
 def _check_room(plans: Sequence[MemoryPlan]) -> None:
     """StartupError if the weights and activations of all models don't fit beside the pool. Models compute in turns, but
     each keeps what it computes in."""
-    own, kv = sum(plan.weights + plan.activations for plan in plans), max(plan.kv_bytes for plan in plans)
+    own, kv = sum(plan.weight_bytes + plan.activation_bytes for plan in plans), max(plan.kv_bytes for plan in plans)
     if own + kv > plans[0].free_bytes:
         raise StartupError(
             f"out of memory: the models of the pool take {own / GIB:.2f} GiB, their KV memory {kv / GIB:.2f} GiB, and "

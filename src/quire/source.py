@@ -7,70 +7,71 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from quire.config import GENERATION, EngineConfig
+from quire.config import GENERATION_PARAMS, EngineConfig
 from quire.data.models import read_spec
 from quire.data.models.configs import CONFIGS
-from quire.data.models.seeing_settings import PREPARATION
+from quire.data.models.seeing_settings import PREPROCESSOR_KEY
 from quire.data.weights.checkpoint import (
-    has_own_head,
-    locate,
+    has_untied_head,
+    locate_checkpoint,
     read_config,
     read_generation_config,
     read_preprocessor_config,
 )
-from quire.data.weights.packaged import PACKAGED, packaged
+from quire.data.weights.packaged import PACKAGED_MODELS, packaged_model_path
 from quire.errors import InputError, StartupError
-from quire.files import AGAIN
-from quire.files import read_config as read_optional
-from quire.vocabulary.layout import Part
+from quire.files import DOWNLOAD_AGAIN
+from quire.files import read_json_config as read_optional
+from quire.vocabulary.layout import Shard
 from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.pictures import Tiling
+from quire.vocabulary.pictures import ImageTiling
 from quire.vocabulary.specs import ModelSpec
 
 if TYPE_CHECKING:
-    from quire.data.weights.gguf import GGUF
+    from quire.data.weights.gguf import GGUFFile
     from quire.text.chat import ChatTemplate
-    from quire.text.eyes import Eyes
-    from quire.text.renderer import Renderer
-    from quire.text.sight import Sight
+    from quire.text.eyes import ImageProcessor
+    from quire.text.renderer import TemplateProcess
+    from quire.text.sight import ImageLoader
     from quire.text.tokenizer import Tokenizer
 
-BUNDLED = "tiny"
-ALL_BUNDLED = (BUNDLED, "tiny-draft", "tiny-vision")
-POOLING = "1_Pooling/config.json"
-UNTIED = (
+DEFAULT_MODEL = "tiny"
+BUNDLED_MODELS = (DEFAULT_MODEL, "tiny-draft", "tiny-vision")
+POOLING_CONFIG = "1_Pooling/config.json"
+UNTIED_NOTICE = (
     "lm_head.weight differs from the embedding, though config.json ties them: the head is the file's, as in "
     "transformers. Set tie_word_embeddings to false there to say so"
 )
 STATE_ITEMSIZES = {"auto": 4, "float32": 4, "bfloat16": 2}
 
 
-class Source(NamedTuple):
-    """A model before it is loaded. `folder` is None for a named shape with dummy weights; of a GGUF file it is the
-    file's path, and `file` what it holds. `generation` is its generation_config.json, `defaults` what requests'
-    parameters are unless they say otherwise. `notes`: what is to be said at start."""
+class Checkpoint(NamedTuple):
+    """A model before it is loaded. `path` is None for a named shape with dummy weights; of a GGUF file it is the
+    file's path, and `gguf` what it holds. `generation_config` is its generation_config.json, `default_sampling` what
+    requests'
+    parameters are unless they say otherwise. `notices`: what is to be said at start."""
 
     name: str
-    folder: Path | None
+    path: Path | None
     config: dict[str, Any]
-    generation: dict[str, Any]
+    generation_config: dict[str, Any]
     spec: ModelSpec
-    defaults: dict[str, Any]
-    file: GGUF | None = None
-    notes: tuple[str, ...] = ()
+    default_sampling: dict[str, Any]
+    gguf: GGUFFile | None = None
+    notices: tuple[str, ...] = ()
 
-    def divided(self, part: Part) -> Source:
+    def for_shard(self, shard: Shard) -> Checkpoint:
         """The same with the spec of a rank's part. StartupError for a model that can't be divided so."""
-        return self._replace(spec=read_spec(self.config, part))
+        return self._replace(spec=read_spec(self.config, shard))
 
-    def stored(self, config: EngineConfig, itemsize: int) -> Source:
+    def with_stored_dtypes(self, config: EngineConfig, itemsize: int) -> Checkpoint:
         """The same where numbers have `itemsize` bytes, but for what `config` says of running states, keys and
         values."""
-        spec = self.spec.stored(itemsize, STATE_ITEMSIZES[config.state_dtype])
-        return self._replace(spec=spec.rounded() if config.kv_cache_dtype == "int8" else spec)
+        spec = self.spec.with_state_itemsize(itemsize, STATE_ITEMSIZES[config.state_dtype])
+        return self._replace(spec=spec.with_int8_kv() if config.kv_cache_dtype == "int8" else spec)
 
 
-def read_source(config: EngineConfig, weights: bool = True) -> Source:
+def read_checkpoint(config: EngineConfig, weights: bool = True) -> Checkpoint:
     """Find the model and read its configuration; nothing is loaded. `weights` says that they will be."""
     if config.model_config is not None:
         if config.model_config not in CONFIGS:
@@ -80,112 +81,114 @@ def read_source(config: EngineConfig, weights: bool = True) -> Source:
         if weights and not config.dummy_weights:
             raise StartupError(f"{config.model_config} is a shape without weights", "Add --dummy-weights")
         shape = CONFIGS[config.model_config]
-        return Source(config.model_config, None, shape, {}, read_spec(shape), _defaults(config, {}))
-    model = config.model or BUNDLED
+        return Checkpoint(config.model_config, None, shape, {}, read_spec(shape), _default_sampling(config, {}))
+    model = config.model or DEFAULT_MODEL
     bundled = Path(__file__).parent / "assets" / model
-    named = model in ALL_BUNDLED and not Path(model).is_dir()
+    named = model in BUNDLED_MODELS and not Path(model).is_dir()
     if named and config.revision is not None:
         raise StartupError(f"--revision is given, and {model} is the bundled model", "Give a model of the hub with it")
-    if (file := _gguf(model)) is not None:
-        return _read_file(config, model, file)
-    folder = bundled if named else locate(model, weights and not config.dummy_weights, config.revision)
+    if (file := _open_gguf(model)) is not None:
+        return _read_gguf_checkpoint(config, model, file)
+    folder = bundled if named else locate_checkpoint(model, weights and not config.dummy_weights, config.revision)
     settings, generation = read_config(folder), read_generation_config(folder)
-    settings[PREPARATION] = read_preprocessor_config(folder)
+    settings[PREPROCESSOR_KEY] = read_preprocessor_config(folder)
     local = Path(model).expanduser()
     name = local.resolve().name if local.is_dir() else model
-    defaults, notes = _defaults(config, generation), () if named else _notes(model)
+    defaults, notes = _default_sampling(config, generation), () if named else _shadowing_notices(model)
     spec = read_spec(settings)
     if weights and not config.dummy_weights:
-        untied = _untied(settings)
+        untied = _with_untied_head(settings)
         larger = read_spec(untied)
         # A larger count means that config.json ties the head.
-        if larger.parameters > spec.parameters and has_own_head(folder):
-            settings, spec, notes = untied, larger, (*notes, UNTIED)
-    return Source(name, folder, settings, generation, spec, defaults, None, notes)
+        if larger.parameters > spec.parameters and has_untied_head(folder):
+            settings, spec, notes = untied, larger, (*notes, UNTIED_NOTICE)
+    return Checkpoint(name, folder, settings, generation, spec, defaults, None, notes)
 
 
-def _untied(settings: dict[str, Any]) -> dict[str, Any]:
+def _with_untied_head(settings: dict[str, Any]) -> dict[str, Any]:
     """The same configuration with a head that is not the embedding."""
     parts = {name: part for name in ("text_config", "llm_config") if isinstance(part := settings.get(name), dict)}
     untied = {name: {**part, "tie_word_embeddings": False} for name, part in parts.items()}
     return {**settings, **untied, "tie_word_embeddings": False}
 
 
-def _gguf(model: str) -> GGUF | None:
+def _open_gguf(model: str) -> GGUFFile | None:
     """The GGUF file that is called so: a path, or the name of a package's; None if it is no such file."""
     path = Path(os.path.expanduser(model))
     if not os.path.lexists(path):
-        if model not in PACKAGED:
+        if model not in PACKAGED_MODELS:
             return None
-        path = packaged(model)
+        path = packaged_model_path(model)
     from quire.data.weights.gguf import is_gguf, read_gguf
 
     return read_gguf(path) if is_gguf(path) else None
 
 
-def _notes(model: str) -> tuple[str, ...]:
+def _shadowing_notices(model: str) -> tuple[str, ...]:
     """That a path which is there goes before quire's own model of that name, if it does."""
-    if model not in (*ALL_BUNDLED, *PACKAGED) or not os.path.lexists(model):
+    if model not in (*BUNDLED_MODELS, *PACKAGED_MODELS) or not os.path.lexists(model):
         return ()
     return (f"{model} is {Path(model).absolute()}, and not quire's own model of that name",)
 
 
-def _read_file(config: EngineConfig, model: str, file: GGUF) -> Source:
+def _read_gguf_checkpoint(config: EngineConfig, model: str, file: GGUFFile) -> Checkpoint:
     """The model of a GGUF file."""
-    from quire.data.weights.gguf_model import config_of, generation_of
+    from quire.data.weights.gguf_model import to_hf_config, to_hf_generation_config
 
     if config.revision is not None:
         raise StartupError(f"--revision is given, and {model!r} is a file", "Give a model of the hub with it")
-    settings, generation = config_of(file), generation_of(file)
+    settings, generation = to_hf_config(file), to_hf_generation_config(file)
     try:
         spec = read_spec(settings)
     except StartupError as error:
         raise StartupError(f"the model of {file.path} can't be used: {error.cause}", error.remedy) from error
-    if file.numbers < spec.parameters:
-        cause = f"{file.path} makes {spec.parameters} parameters of its settings, and its tensors have {file.numbers}"
-        raise StartupError(cause, AGAIN)
-    name, notes = file.path.stem, _notes(model)
-    if model in PACKAGED and not notes:
-        name, generation = model, PACKAGED[model].sampling | generation
-    return Source(name, file.path, settings, generation, spec, _defaults(config, generation), file, notes)
+    if file.num_elements < spec.parameters:
+        cause = (
+            f"{file.path} makes {spec.parameters} parameters of its settings, and its tensors have {file.num_elements}"
+        )
+        raise StartupError(cause, DOWNLOAD_AGAIN)
+    name, notes = file.path.stem, _shadowing_notices(model)
+    if model in PACKAGED_MODELS and not notes:
+        name, generation = model, PACKAGED_MODELS[model].sampling | generation
+    return Checkpoint(name, file.path, settings, generation, spec, _default_sampling(config, generation), file, notes)
 
 
-def read_text(
-    config: EngineConfig, source: Source, renderer: Renderer | None
+def read_tokenizer_and_template(
+    config: EngineConfig, checkpoint: Checkpoint, renderer: TemplateProcess | None
 ) -> tuple[Tokenizer | None, ChatTemplate | None]:
     """The tokenizer and the chat template, as far as there are any; the latter runs in `renderer`."""
     if renderer is None:
         return None, None
     from quire.text.chat import ChatTemplate
 
-    file, folder = _texts(config, source)
-    tokenizer = _tokenizer(file, folder)
+    file, folder = _tokenizer_source(config, checkpoint)
+    tokenizer = _load_tokenizer(file, folder)
     if tokenizer is None or file is None:
-        return tokenizer, None if folder is None else ChatTemplate.find(folder, renderer=renderer)
+        return tokenizer, None if folder is None else ChatTemplate.find(folder, process=renderer)
     from quire.text.gguf import template_of
 
-    template = template_of(file.said)
-    return tokenizer, None if template is None else ChatTemplate(template, tokenizer.special, renderer=renderer)
+    template = template_of(file.metadata)
+    return tokenizer, None if template is None else ChatTemplate(template, tokenizer.special_tokens, process=renderer)
 
 
-def read_tokenizer(config: EngineConfig, source: Source | None) -> Tokenizer | None:
+def read_tokenizer(config: EngineConfig, checkpoint: Checkpoint | None) -> Tokenizer | None:
     """The tokenizer of --tokenizer, or the model's own; None for a named shape."""
-    return _tokenizer(*_texts(config, source))
+    return _load_tokenizer(*_tokenizer_source(config, checkpoint))
 
 
-def _texts(config: EngineConfig, source: Source | None) -> tuple[GGUF | None, Path | None]:
+def _tokenizer_source(config: EngineConfig, checkpoint: Checkpoint | None) -> tuple[GGUFFile | None, Path | None]:
     """The file or the folder that holds the tokenizer and the chat template."""
     if config.tokenizer is not None:
-        file = _gguf(config.tokenizer)
-        return file, locate(config.tokenizer, weights=False) if file is None else None
-    return (None, None) if source is None else (source.file, source.folder)
+        file = _open_gguf(config.tokenizer)
+        return file, locate_checkpoint(config.tokenizer, weights=False) if file is None else None
+    return (None, None) if checkpoint is None else (checkpoint.gguf, checkpoint.path)
 
 
-def _tokenizer(file: GGUF | None, folder: Path | None) -> Tokenizer | None:
+def _load_tokenizer(file: GGUFFile | None, folder: Path | None) -> Tokenizer | None:
     if file is not None:
         from quire.text.gguf import tokenizer_of
 
-        return tokenizer_of(file.said, str(file.path))
+        return tokenizer_of(file.metadata, str(file.path))
     if folder is None:
         return None
     from quire.text.tokenizer import Tokenizer
@@ -193,78 +196,79 @@ def _tokenizer(file: GGUF | None, folder: Path | None) -> Tokenizer | None:
     return Tokenizer.load(folder)
 
 
-def read_sight(config: EngineConfig, source: Source, tokenizer: Tokenizer | None) -> Sight | None:
+def read_image_loader(config: EngineConfig, checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> ImageLoader | None:
     """What pictures are read with, if the model sees any."""
-    eyes = read_eyes(source, tokenizer)
+    eyes = read_image_processor(checkpoint, tokenizer)
     if eyes is None:
         return None
     from quire.text.images import ImageLimits
-    from quire.text.sight import Sight
+    from quire.text.sight import ImageLoader
 
-    return Sight(eyes, ImageLimits(config.max_image_pixels, config.max_image_bytes, config.max_images))
+    return ImageLoader(eyes, ImageLimits(config.max_image_pixels, config.max_image_bytes, config.max_images))
 
 
-def read_eyes(source: Source, tokenizer: Tokenizer | None) -> Eyes | None:
+def read_image_processor(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> ImageProcessor | None:
     """A model's eyes, by its architecture; None: it reads only text, or there is no tokenizer. StartupError where what
     stands for pictures isn't in the tokenizer, or not in the model's vocabulary."""
-    if source.spec.vision is None or tokenizer is None:
+    if checkpoint.spec.vision is None or tokenizer is None:
         return None
     from quire.data.models.vision import VisionSettings
-    from quire.text.pictures import FamilyEyes, read_placeholder, read_preparation
+    from quire.text.pictures import ModelImageProcessor, read_image_preprocessor, read_placeholder
 
-    said = source.config.get(PREPARATION) or {}
-    vision = VisionSettings.read(source.config, said)
-    placeholder = read_placeholder(vision.kind, tokenizer.find, vision.token)
-    if placeholder.token >= source.spec.vocab_size and not vision.cross:
+    said = checkpoint.config.get(PREPROCESSOR_KEY) or {}
+    vision = VisionSettings.from_config(checkpoint.config, said)
+    placeholder = read_placeholder(vision.kind, tokenizer.token_to_id, vision.image_token_id)
+    if placeholder.token >= checkpoint.spec.vocab_size and not vision.uses_cross_attention:
         raise StartupError(
-            f"{tokenizer.piece(placeholder.token)} is token {placeholder.token} of the tokenizer, and the model knows "
-            f"{source.spec.vocab_size}",
+            f"{tokenizer.id_to_token(placeholder.token)} is token {placeholder.token} of the tokenizer, and the "
+            f"model knows "
+            f"{checkpoint.spec.vocab_size}",
             "Both must be of one model",
         )
-    how = read_preparation(said, vision.tiling, vision.normal.mean)
-    ending = tokenizer.encode(placeholder.ending, add_special_tokens=False) if placeholder.ending else []
-    return FamilyEyes(how, placeholder, tokenizer.piece, ending)
+    how = read_image_preprocessor(said, vision.tiling, vision.normalization.mean)
+    ending = tokenizer.encode(placeholder.prompt_suffix, add_special_tokens=False) if placeholder.prompt_suffix else []
+    return ModelImageProcessor(how, placeholder, tokenizer.id_to_token, ending)
 
 
-def tiling_of(source: Source) -> Tiling | None:
+def image_tiling(checkpoint: Checkpoint) -> ImageTiling | None:
     """How the model's pictures are cut; None: it sees none."""
-    if source.spec.vision is None:
+    if checkpoint.spec.vision is None:
         return None
     from quire.data.models.vision import VisionSettings
 
-    return VisionSettings.read(source.config, source.config.get(PREPARATION) or {}).tiling
+    return VisionSettings.from_config(checkpoint.config, checkpoint.config.get(PREPROCESSOR_KEY) or {}).tiling
 
 
-def pooling_of(config: EngineConfig, source: Source) -> str:
+def pooling_type(config: EngineConfig, checkpoint: Checkpoint) -> str:
     """What embeddings are made of: "mean" or "last", as the configuration says, or else the checkpoint (as
     sentence-transformers has it)."""
     if config.pooling != "auto":
         return config.pooling
-    there = source.folder is not None and source.file is None
-    said = read_optional(source.folder, POOLING) if there and source.folder is not None else {}
+    there = checkpoint.path is not None and checkpoint.gguf is None
+    said = read_optional(checkpoint.path, POOLING_CONFIG) if there and checkpoint.path is not None else {}
     return "mean" if said.get("pooling_mode_mean_tokens") is True else "last"
 
 
-def eos_ids(source: Source, named: tuple[int, ...]) -> tuple[int, ...]:
-    """Every end token that generation_config.json, config.json or the tokenizer (`named`) names."""
+def collect_eos_ids(checkpoint: Checkpoint, tokenizer_eos_ids: tuple[int, ...]) -> tuple[int, ...]:
+    """Every end token that generation_config.json, config.json or the tokenizer (`tokenizer_eos_ids`) names."""
     ids: dict[int, None] = {}
-    text = source.config.get("text_config") or source.config.get("llm_config")
-    for source_of in (source.generation, source.config, text if isinstance(text, dict) else {}):
+    text = checkpoint.config.get("text_config") or checkpoint.config.get("llm_config")
+    for source_of in (checkpoint.generation_config, checkpoint.config, text if isinstance(text, dict) else {}):
         given = source_of.get("eos_token_id")
         for value in given if isinstance(given, list) else [given]:
-            if type(value) is int and 0 <= value < source.spec.vocab_size:
+            if type(value) is int and 0 <= value < checkpoint.spec.vocab_size:
                 ids[value] = None
-    for value in named:
-        if value < source.spec.vocab_size:
+    for value in tokenizer_eos_ids:
+        if value < checkpoint.spec.vocab_size:
             ids[value] = None
     return tuple(ids)
 
 
-def _defaults(config: EngineConfig, generation: dict[str, Any]) -> dict[str, Any]:
+def _default_sampling(config: EngineConfig, generation_config: dict[str, Any]) -> dict[str, Any]:
     """Requests' defaults: the model's generation_config.json or another, and what overrides it. StartupError for one
     that no request could use. `do_sample` isn't read, as in vLLM: to transformers a missing one is false as well, and
     models with such files are sampled from."""
-    said, where = generation, "generation_config.json"
+    said, where = generation_config, "generation_config.json"
     if config.generation_config not in ("auto", "vllm"):
         folder = Path(str(config.generation_config)).expanduser()
         where = f"--generation-config {str(folder)[:200]!r}"
@@ -278,11 +282,11 @@ def _defaults(config: EngineConfig, generation: dict[str, Any]) -> dict[str, Any
     both: tuple[tuple[str, Mapping[str, Any]], ...] = ((where, said), ("--override-generation-config", override))
     for name, values in both:
         try:
-            SamplingParams(**{key: values[key] for key in GENERATION if values.get(key) is not None})
+            SamplingParams(**{key: values[key] for key in GENERATION_PARAMS if values.get(key) is not None})
         except InputError as error:
             remedy = (
                 "Give other values" if values is override else "Mend the file, or start with --no-generation-config"
             )
             raise StartupError(f"{name} can't be used: {error}", remedy) from error
     merged = {**said, **override}
-    return {key: merged[key] for key in GENERATION if merged.get(key) is not None}
+    return {key: merged[key] for key in GENERATION_PARAMS if merged.get(key) is not None}

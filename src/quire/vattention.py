@@ -15,18 +15,18 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, NamedTuple
 
-from quire.control.memory.buffers import MOST_LAYERS, Buffers, buffers_of
-from quire.control.memory.pages import Ledger
-from quire.data.runner.virtual import Driver, DriverError, Run, map_all, open_driver
-from quire.errors import InputError, shown
+from quire.control.memory.buffers import MAX_LAYERS, BufferLayout, plan_buffers
+from quire.control.memory.pages import PagePool
+from quire.data.runner.virtual import Driver, DriverError, PageRun, map_all, open_driver
+from quire.errors import InputError, short_repr
 
 if TYPE_CHECKING:
     import torch
 
 FAILED = -1
-LOW_WATER = 10  # a tenth of all pages is kept unmapped, as far as inactive reqIds have pages to give (§6.2.2)
-SMOOTHING = 16  # requests that the mean of the first pages looks back on, about
-LIMITS = {"N": MOST_LAYERS, "B": 2**16, "L": 2**31, "H": 2**16, "D": 2**16, "P": 8, "page_size": 2**31, "pages": 2**31}
+LOW_WATER_DIVISOR = 10  # a tenth of all pages is kept unmapped, as far as inactive reqIds have pages to give (§6.2.2)
+MEAN_WINDOW = 16  # requests that the mean of the first pages looks back on, about
+LIMITS = {"N": MAX_LAYERS, "B": 2**16, "L": 2**31, "H": 2**16, "D": 2**16, "P": 8, "page_size": 2**31, "pages": 2**31}
 DEVICE = re.compile(r"cpu|cuda(:\d{1,4})?", re.ASCII)
 DTYPES = {1: "uint8", 2: "float16", 4: "float32", 8: "float64"}  # by P, where none is given
 
@@ -60,22 +60,22 @@ def init(
     given = {"N": N, "B": B, "L": L, "H": H, "D": D, "P": P, "page_size": page_size, "pages": pages}
     for name, value in given.items():
         if not isinstance(value, int) or not 1 <= value <= LIMITS[name]:
-            raise InputError(f"{name} is {shown(value)}; it must be from 1 to {LIMITS[name]:,}", name)
+            raise InputError(f"{name} is {short_repr(value)}; it must be from 1 to {LIMITS[name]:,}", name)
     if not DEVICE.fullmatch(device):
-        raise InputError(f"device is {shown(device)}; it must be 'cpu', 'cuda' or 'cuda:N'", "device")
+        raise InputError(f"device is {short_repr(device)}; it must be 'cpu', 'cuda' or 'cuda:N'", "device")
     if P not in DTYPES or (dtype is not None and dtype.itemsize != P):
-        of = "any type of numbers" if dtype is None else f"{shown(dtype)}, a number of which has {dtype.itemsize}"
+        of = "any type of numbers" if dtype is None else f"{short_repr(dtype)}, a number of which has {dtype.itemsize}"
         raise InputError(f"P is {P} bytes, not those of {of}", "P")
     if driver is not None and driver.page != page_size:
         raise InputError(f"page_size is {page_size}; the driver's pages have {driver.page:,} bytes", "page_size")
     if page_size % P:
         raise InputError(f"page_size is {page_size}; it must be a multiple of P, {P} bytes", "page_size")
-    buffers = buffers_of(N, H * D * P, page_size, layout)
+    buffers = plan_buffers(N, H * D * P, page_size, layout)
     if driver is None:
         if device == "cpu":
-            from quire.data.runner.virtual.memfd import check_regions
+            from quire.data.runner.virtual.memfd import check_map_count
 
-            check_regions(2 * buffers.parts * min(pages, B * (buffers.pages(L) + 1)))
+            check_map_count(2 * buffers.num_buffers * min(pages, B * (buffers.num_pages(L) + 1)))
         driver = open_driver(device, page_size)
     try:
         return VAttention(buffers, (B, L, H, D), P, pages, driver, dtype, background)
@@ -90,28 +90,30 @@ class VAttention:
     bytes). Call it from one thread."""
 
     def __init__(
-        self, buffers: Buffers, shape: tuple[int, int, int, int], itemsize: int, pages: int, driver: Driver,
+        self, buffers: BufferLayout, shape: tuple[int, int, int, int], itemsize: int, pages: int, driver: Driver,
         dtype: torch.dtype | None, background: bool,
     ) -> None:  # fmt: skip
         self.buffers, self.shape, self.itemsize, self.pages = buffers, shape, itemsize, pages
         self.driver, self.dtype = driver, dtype
-        reqids, self.longest = shape[:2]
-        self.rooms = [driver.reserve(buffers.buffer_bytes(reqids, self.longest)) for _ in range(buffers.parts)]
-        driver.create(pages * buffers.parts)
-        once = driver.reserve(pages * buffers.parts * buffers.page)
-        driver.map(once, 0, pages * buffers.parts)  # so that none is zeroed, or first touched, in a step
-        driver.unmap(once, pages * buffers.parts)
-        self.ledger = Ledger([range(1, pages + 1)])
+        reqids, self.max_len = shape[:2]
+        self.buffer_addresses = [
+            driver.reserve(buffers.buffer_bytes(reqids, self.max_len)) for _ in range(buffers.num_buffers)
+        ]
+        driver.create(pages * buffers.num_buffers)
+        once = driver.reserve(pages * buffers.num_buffers * buffers.buffer_page_bytes)
+        driver.map(once, 0, pages * buffers.num_buffers)  # so that none is zeroed, or first touched, in a step
+        driver.unmap(once, pages * buffers.num_buffers)
+        self.page_pool = PagePool([range(1, pages + 1)])
         self.mapped: list[list[int]] = [[] for _ in range(reqids)]  # the pages under each reqId, from its first token
         self.lengths = [0] * reqids
         self.inactive = dict.fromkeys(range(reqids))  # the longest unused first
-        self.new: set[int] = set()  # given out, and not stepped with a token since
+        self.unstepped_reqids: set[int] = set()  # given out, and not stepped with a token since
         self.first_pages = 0.0  # mean pages that requests came in with
         self.in_step = self.ahead = self.reclaimed = self.failures = 0
         self.seconds = 0.0
-        self.tensors = self._views()
+        self.tensors = self._make_tensors()
         self._closed = False
-        self._thread = ThreadPoolExecutor(1, "quire-map-ahead", self._enter) if background else None
+        self._thread = ThreadPoolExecutor(1, "quire-map-ahead", self._init_thread) if background else None
         self._job: Future[None] | None = None
 
     # Table 4
@@ -119,21 +121,23 @@ class VAttention:
     def alloc_reqid(self, length: int = 0) -> int:
         """An inactive reqId, active from now on; -1 if all are. Where it is known that the request will have `length`
         tokens, the reqId with the fewest pages that suffice, else the most; not known, as for a mean one."""
-        self._settle()
-        if not isinstance(length, int) or not 0 <= length <= self.longest:
-            raise InputError(f"a length of {shown(length)} tokens; it must be from 0 to L = {self.longest:,}", "length")
+        self._wait_for_mapping()
+        if not isinstance(length, int) or not 0 <= length <= self.max_len:
+            raise InputError(
+                f"a length of {short_repr(length)} tokens; it must be from 0 to L = {self.max_len:,}", "length"
+            )
         if not self.inactive:
             return FAILED
-        reqid = self._choose(self.buffers.pages(length) if length else self._expected())
+        reqid = self._choose_reqid(self.buffers.num_pages(length) if length else self._expected_pages())
         del self.inactive[reqid]
-        self.new.add(reqid)
+        self.unstepped_reqids.add(reqid)
         return reqid
 
     def free_reqid(self, reqid: int) -> None:
         """The reqId is inactive; its pages stay for the next one (§6.2.2)."""
-        self._settle()
+        self._wait_for_mapping()
         if not isinstance(reqid, int) or not 0 <= reqid < self.shape[0]:
-            raise InputError(f"no reqId is {shown(reqid)}; they are 0 to {self.shape[0] - 1}", "reqid")
+            raise InputError(f"no reqId is {short_repr(reqid)}; they are 0 to {self.shape[0] - 1}", "reqid")
         if reqid in self.inactive:
             raise InputError(f"reqId {reqid} is not active", "reqid")
         self.lengths[reqid] = 0
@@ -144,19 +148,19 @@ class VAttention:
         nothing has changed: free a reqId and try again. DriverError if the system refuses a map: none of this step is
         mapped then, and only lengths that became less have changed."""
         began = time.perf_counter()
-        self._settle()
+        self._wait_for_mapping()
         self._check_lengths(seq_lens)
-        needs = {reqid: self.buffers.pages(seq_lens[reqid]) for reqid in range(len(seq_lens))}
+        needs = {reqid: self.buffers.num_pages(seq_lens[reqid]) for reqid in range(len(seq_lens))}
         if sum(needs.values()) > self.pages:
             self.failures += 1
             return FAILED
         wants = [(reqid, need - len(self.mapped[reqid])) for reqid, need in needs.items()]
         self.lengths = list(map(min, self.lengths, seq_lens))
-        self.in_step += self._provide([(reqid, count) for reqid, count in wants if count > 0], seq_lens)
+        self.in_step += self._map_needed([(reqid, count) for reqid, count in wants if count > 0], seq_lens)
         self.lengths = list(seq_lens)
-        for reqid in [reqid for reqid in self.new if seq_lens[reqid]]:
-            self.new.remove(reqid)
-            weight = SMOOTHING if self.first_pages else 1
+        for reqid in [reqid for reqid in self.unstepped_reqids if seq_lens[reqid]]:
+            self.unstepped_reqids.remove(reqid)
+            weight = MEAN_WINDOW if self.first_pages else 1
             self.first_pages += (needs[reqid] - self.first_pages) / weight
         if self._thread is not None:
             self._job = self._thread.submit(self._map_ahead)
@@ -168,16 +172,16 @@ class VAttention:
     def map_ahead(self) -> None:
         """Map what the next step will need if every request gets one token more, and what a mean request will under the
         reqId that is next; for when an iteration has been launched. With `background` a thread has been told to."""
-        self._settle()
+        self._wait_for_mapping()
         self._map_ahead()
 
     def counts(self) -> Counts:
         """What is mapped now, and what was done so far."""
-        self._settle()
+        self._wait_for_mapping()
         cached = sum(len(self.mapped[reqid]) for reqid in self.inactive)
-        active = self.ledger.used[0] - cached
+        active = self.page_pool.used[0] - cached
         totals = self.in_step, self.ahead, self.reclaimed, self.failures, self.seconds
-        return Counts(self._free(), cached, active, *totals)
+        return Counts(self._count_free(), cached, active, *totals)
 
     def close(self) -> None:
         """Give all back; again does nothing. DriverError, which names them, while tensors made from these live, and
@@ -185,12 +189,12 @@ class VAttention:
         if self._closed:
             return
         with contextlib.suppress(DriverError):
-            self._settle()
+            self._wait_for_mapping()
         self.tensors = ()
         try:
             self.driver.close()
         except DriverError:
-            self.tensors = self._views()
+            self.tensors = self._make_tensors()
             raise
         self._closed = True
         if self._thread is not None:
@@ -198,119 +202,123 @@ class VAttention:
 
     def check(self) -> None:
         """Assert that every page is free or under one reqId, and that those with tokens have the pages for them."""
-        self._settle()
+        self._wait_for_mapping()
         named: dict[int, int] = {}
         for page in (page for pages in self.mapped for page in pages):
             named[page] = named.get(page, 0) + 1
         assert all(count == 1 for count in named.values()), "a page is under two reqIds"
-        self.ledger.check([named])
+        self.page_pool.check([named])
         for reqid, length in enumerate(self.lengths):
             assert not (length and reqid in self.inactive), f"reqId {reqid} is inactive and has {length} tokens"
-            assert len(self.mapped[reqid]) >= self.buffers.pages(length), f"reqId {reqid} has too few pages"
+            assert len(self.mapped[reqid]) >= self.buffers.num_pages(length), f"reqId {reqid} has too few pages"
 
     # Pages
 
     def _map_ahead(self) -> None:
         wants = []
         for reqid, length in enumerate(self.lengths):
-            if length and self.buffers.pages(min(length + 1, self.longest)) > len(self.mapped[reqid]):
+            if length and self.buffers.num_pages(min(length + 1, self.max_len)) > len(self.mapped[reqid]):
                 wants.append((reqid, 1))
-        if self._free() < len(wants) + self._low():
-            self._reclaim(len(wants) + self._low(), self._cached())
-        self.ahead += self._map(wants[: self._free()])
+        if self._count_free() < len(wants) + self._low_water_pages():
+            self._reclaim(len(wants) + self._low_water_pages(), self._inactive_keeps())
+        self.ahead += self._map(wants[: self._count_free()])
         if self.inactive:
-            reqid = self._choose(self._expected())
-            count = min(self._expected() - len(self.mapped[reqid]), self._free() - self._low())
+            reqid = self._choose_reqid(self._expected_pages())
+            count = min(self._expected_pages() - len(self.mapped[reqid]), self._count_free() - self._low_water_pages())
             if count > 0:
                 self.ahead += self._map([(reqid, count)])
 
-    def _provide(self, wants: list[tuple[int, int]], lengths: Sequence[int]) -> int:
+    def _map_needed(self, wants: list[tuple[int, int]], lengths: Sequence[int]) -> int:
         """Map pages that are there, if what isn't needed for `lengths` is taken away as well. Returns how many."""
         count = sum(count for _, count in wants)
-        if self._free() < count + self._low():
-            self._reclaim(count + self._low(), self._cached())
-        if self._free() < count:
-            spare = [(reqid, self.buffers.pages(length)) for reqid, length in enumerate(lengths)]
+        if self._count_free() < count + self._low_water_pages():
+            self._reclaim(count + self._low_water_pages(), self._inactive_keeps())
+        if self._count_free() < count:
+            spare = [(reqid, self.buffers.num_pages(length)) for reqid, length in enumerate(lengths)]
             self._reclaim(count, sorted(spare, key=lambda one: one[0] not in self.inactive))
         return self._map(wants)
 
     def _map(self, wants: list[tuple[int, int]]) -> int:
         """Map so many free pages behind those of each reqId, or none if a call fails. Returns how many."""
-        fresh, runs = [], list[Run]()
+        fresh, runs = [], list[PageRun]()
         for reqid, count in wants:
-            pages = [self.ledger.take(0) for _ in range(count)]
+            pages = [self.page_pool.allocate_one(0) for _ in range(count)]
             fresh.append((reqid, pages))
-            runs += self._runs(reqid, pages)
+            runs += self._mapping_runs(reqid, pages)
         try:
             map_all(self.driver, runs)
         except BaseException:
-            self.ledger.release(0, [page for _, pages in fresh for page in pages])
+            self.page_pool.decref(0, [page for _, pages in fresh for page in pages])
             raise
         for reqid, pages in fresh:
             self.mapped[reqid] += pages
         return sum(count for _, count in wants)
 
-    def _runs(self, reqid: int, pages: list[int]) -> Iterator[Run]:
+    def _mapping_runs(self, reqid: int, pages: list[int]) -> Iterator[PageRun]:
         """Where these come to lie, in every buffer; those in a row at once. A buffer's own pages have consecutive
         numbers."""
         starts = [i for i, page in enumerate(pages) if i == 0 or page != pages[i - 1] + 1]
-        for part in range(len(self.rooms)):
+        for part in range(len(self.buffer_addresses)):
             for start, end in zip(starts, [*starts[1:], len(pages)]):
-                address = self._place(part, reqid, len(self.mapped[reqid]) + start)
-                yield Run(address, part * self.pages + pages[start] - 1, end - start)
+                address = self._address_of(part, reqid, len(self.mapped[reqid]) + start)
+                yield PageRun(address, part * self.pages + pages[start] - 1, end - start)
 
-    def _place(self, part: int, reqid: int, at: int) -> int:
-        return self.rooms[part] + reqid * self.buffers.slot_bytes(self.longest) + at * self.buffers.page
+    def _address_of(self, buffer: int, reqid: int, at: int) -> int:
+        return (
+            self.buffer_addresses[buffer]
+            + reqid * self.buffers.slot_bytes(self.max_len)
+            + at * self.buffers.buffer_page_bytes
+        )
 
     def _reclaim(self, wanted: int, spare: list[tuple[int, int]]) -> None:
         """Unmap pages until `wanted` are free, or each of these reqIds keeps only so many. Nothing that was enqueued
         can read them any more: it is waited for."""
         fenced = False
         for reqid, keep in spare:
-            while self._free() < wanted and len(self.mapped[reqid]) > keep:
+            while self._count_free() < wanted and len(self.mapped[reqid]) > keep:
                 if not fenced:
                     self.driver.fence()
                     fenced = True
                 self._unmap_last(reqid)
 
-    def _cached(self) -> list[tuple[int, int]]:
+    def _inactive_keeps(self) -> list[tuple[int, int]]:
         """Inactive reqIds with the pages that they keep; the next one those of a mean request."""
         if not self.inactive:
             return []
-        following = self._choose(self._expected())
-        return [(reqid, self._expected() if reqid == following else 0) for reqid in self.inactive]
+        following = self._choose_reqid(self._expected_pages())
+        return [(reqid, self._expected_pages() if reqid == following else 0) for reqid in self.inactive]
 
     def _unmap_last(self, reqid: int) -> None:
         """Free the last page of a reqId, or leave it if a call fails."""
         page, at = self.mapped[reqid][-1], len(self.mapped[reqid]) - 1
-        done: list[Run] = []
+        done: list[PageRun] = []
         try:
-            for part in range(len(self.rooms)):
-                address = self._place(part, reqid, at)
+            for part in range(len(self.buffer_addresses)):
+                address = self._address_of(part, reqid, at)
                 self.driver.unmap(address)
-                done.append(Run(address, part * self.pages + page - 1))
+                done.append(PageRun(address, part * self.pages + page - 1))
         except BaseException:
             map_all(self.driver, done)
             raise
         self.mapped[reqid].pop()
-        self.ledger.release(0, (page,))
+        self.page_pool.decref(0, (page,))
         self.reclaimed += 1
 
-    def _choose(self, need: int) -> int:
+    def _choose_reqid(self, need: int) -> int:
         """Of the inactive reqIds the one with the fewest pages that suffice, else the one with the most."""
         enough = [reqid for reqid in self.inactive if len(self.mapped[reqid]) >= need]
         if enough:
             return min(enough, key=lambda reqid: (len(self.mapped[reqid]), reqid))
         return min(self.inactive, key=lambda reqid: (-len(self.mapped[reqid]), reqid))
 
-    def _expected(self) -> int:
+    def _expected_pages(self) -> int:
         return max(round(self.first_pages), 1) if self.first_pages else 1
 
-    def _free(self) -> int:
-        return len(self.ledger.pools[0].empty)
+    def _count_free(self) -> int:
+        return len(self.page_pool.size_classes[0].empty)
 
-    def _low(self) -> int:
-        return self.pages // LOW_WATER
+    def _low_water_pages(self) -> int:
+        return self.pages // LOW_WATER_DIVISOR
 
     # The rest
 
@@ -318,24 +326,26 @@ class VAttention:
         if len(lengths) != self.shape[0]:
             raise InputError(f"{len(lengths)} lengths; there must be one for each of B = {self.shape[0]}", "seq_lens")
         for reqid, length in enumerate(lengths):
-            if not isinstance(length, int) or not 0 <= length <= self.longest:
-                cause = f"a length of {shown(length)} tokens for reqId {reqid}; it must be from 0 to L"
-                raise InputError(f"{cause} = {self.longest:,}", "seq_lens")
+            if not isinstance(length, int) or not 0 <= length <= self.max_len:
+                cause = f"a length of {short_repr(length)} tokens for reqId {reqid}; it must be from 0 to L"
+                raise InputError(f"{cause} = {self.max_len:,}", "seq_lens")
             if length and reqid in self.inactive:
                 raise InputError(f"a length of {length} tokens for reqId {reqid}, which is not active", "seq_lens")
 
-    def _views(self) -> tuple[torch.Tensor, ...]:
+    def _make_tensors(self) -> tuple[torch.Tensor, ...]:
         if self.driver.device is None:
             return ()
         import torch
 
         buffers, item = self.buffers, self.itemsize
         dtype = self.dtype or getattr(torch, DTYPES[item])
-        strides = buffers.slot_bytes(self.longest) // item, buffers.stride // item, self.shape[3], 1
-        places = [buffers.place(layer, values) for layer in range(buffers.layers) for values in (False, True)]
-        return tuple(self.driver.tensor(self.rooms[part] + at, self.shape, strides, dtype) for part, at in places)
+        strides = buffers.slot_bytes(self.max_len) // item, buffers.stride // item, self.shape[3], 1
+        places = [buffers.locate(layer, values) for layer in range(buffers.layers) for values in (False, True)]
+        return tuple(
+            self.driver.tensor(self.buffer_addresses[part] + at, self.shape, strides, dtype) for part, at in places
+        )
 
-    def _settle(self) -> None:
+    def _wait_for_mapping(self) -> None:
         """What is mapped ahead is mapped; its error, if it had one, is raised here, once."""
         if self._closed:
             raise InputError("this vAttention is closed")
@@ -345,7 +355,7 @@ class VAttention:
             self._job = None
             job.result()
 
-    def _enter(self) -> None:
+    def _init_thread(self) -> None:
         """In the thread: use the device whose memory it is."""
         if self.driver.device is not None and self.driver.device.type == "cuda":
             import torch

@@ -56,9 +56,9 @@ def test_half_of_the_branches_are_parted_from(tmp_path: Path) -> None:
     for _ in range(6):
         plan = scheduler.schedule()
         assert plan is not None
-        before = {seq.id for request in scheduler.running for seq in request.live}
+        before = {seq.id for request in scheduler.running for seq in request.live_seqs}
         scheduler.update(plan, _candidates(plan))
-        after = {seq.id for request in scheduler.running for seq in request.live}
+        after = {seq.id for request in scheduler.running for seq in request.live_seqs}
         assert (len(before), len(after), len(before & after)) == (12, 12, 6)
         scheduler.memory.check()
 

@@ -22,9 +22,9 @@ from quire.build import build
 from quire.config import EngineConfig
 from quire.data.layers.linear import Linear
 from quire.data.runner import model_runner, step
-from quire.source import read_source
+from quire.source import read_checkpoint
 from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.specs import parts_a_step
+from quire.vocabulary.specs import max_parts_per_step
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self")
 
@@ -80,12 +80,14 @@ def test_the_loads(settings, many: list[int], long: list[int], monkeypatch: pyte
 
 def test_pictures_are_encoded() -> None:
     """As many as a step may encode, and one more; each once, all that have room."""
-    config = EngineConfig(model="tiny-vision", device="cpu", kv_tokens=4096, max_num_batched_tokens=512).sized("cpu")
-    source = read_source(config)
+    config = EngineConfig(
+        model="tiny-vision", device="cpu", kv_tokens=4096, max_num_batched_tokens=512
+    ).with_device_defaults("cpu")
+    source = read_checkpoint(config)
     jobs = memory._seeing(config, source)
-    eyes, parts = source.spec.vision, jobs[0].media[0].parts
+    eyes, parts = source.spec.vision, jobs[0].media[0].num_parts
     assert eyes is not None
-    most = parts_a_step(512, eyes.part_tokens, eyes.part_rows, eyes.most_rows)
+    most = max_parts_per_step(512, eyes.part_tokens, eyes.part_embeds, eyes.max_embeds)
     assert (len(jobs) - 1) * parts <= most < len(jobs) * parts
     with built(config) as made:
         assert memory._see(made, jobs) == len(jobs) > 1
@@ -94,7 +96,7 @@ def test_pictures_are_encoded() -> None:
     with built(replace(config, max_model_len=16)) as made:
         assert memory._see(made, jobs) == 0
     assert len(memory._seeing(replace(config, max_num_seqs=2), source)) == 2
-    assert memory._seeing(config, read_source(EngineConfig())) == []
+    assert memory._seeing(config, read_checkpoint(EngineConfig())) == []
 
 
 SMALL = ["--device", "cpu", "--kv-tokens", "512", "--skip-tokenizer-init", "--repeat", "1"]
@@ -132,23 +134,23 @@ def test_products_count_their_operations_and_the_bytes_of_their_weights() -> Non
 def test_clocks_leave_an_engine_as_it_was() -> None:
     built = build(EngineConfig(device="cpu", kv_tokens=256, skip_tokenizer_init=True))
     engine = built.engine
-    functions = [model_runner.batch_of, step.queries_keys_values, step.Step._angles]
+    functions = [model_runner.build_flat_batch, step.prepare_qkv, step.StepContext._rotary_tables]
     try:
         before = {name: set(vars(owner)) for name, owner in (("engine", engine), ("runner", engine.runner))}
         params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, detokenize=False)
         with watched(engine) as spent:
             engine.add("1", [5, 6, 7], params)
-            while engine.unfinished:
+            while engine.has_unfinished_requests:
                 engine.step()
             found = spent.take()
         assert before == {"engine": set(vars(engine)), "runner": set(vars(engine.runner))}
-        assert functions == [model_runner.batch_of, step.queries_keys_values, step.Step._angles]
+        assert functions == [model_runner.build_flat_batch, step.prepare_qkv, step.StepContext._rotary_tables]
         layers = len(built.spec.layers)
         assert found["attention"].calls == found[f"{PRODUCT}qkv"].calls == 2 * layers
         assert found["sampling"].calls in (3, 4), "with kernels of our own, or without"
         assert found["control plane"].calls >= 2
         engine.add("2", [5, 6, 7], params)
-        while engine.unfinished:
+        while engine.has_unfinished_requests:
             engine.step()
         assert spent.take() == {}
     finally:

@@ -20,10 +20,10 @@ from quire.bench.exchange_rank import Timed
 from quire.bench.parallel_goals import Goal
 from quire.data.kernels.triton import reduce
 from quire.data.layers.norm import RMSNorm
-from quire.data.layers.prepare import join
+from quire.data.layers.prepare import connect_ranks
 from quire.errors import QuireError
 from quire.parallel import device_exchange
-from quire.vocabulary.layout import Part
+from quire.vocabulary.layout import Shard
 
 
 @pytest.fixture(autouse=True)
@@ -124,42 +124,42 @@ CPU = torch.device("cpu")
 class Alone:
     """The exchange of a rank that has no others, whose calls number `wrong` aren't right: each in one bit."""
 
-    part, rehearsing = Part(0, 1), nullcontext
+    shard, warming_up = Shard(0, 1), nullcontext
 
     def __init__(self, *wrong: int) -> None:
         self.wrong, self.adds, self.gathers = wrong, 0, 0
         self.most = set[tuple[int, int]]()  # bytes of sums in one phase, and through peers at all
 
-    def add(self, x: Tensor) -> Tensor:
+    def all_reduce(self, x: Tensor) -> Tensor:
         self.adds += 1
-        self.most.add((reduce.ONE_SHOT.get(1, -1), device_exchange.LARGE))
+        self.most.add((reduce.ONE_SHOT_BYTES.get(1, -1), device_exchange.NCCL_MIN_BYTES))
         if self.adds in self.wrong:
             x.view(torch.int16)[-1, -1] ^= 1
         return x
 
-    def gather(self, x: Tensor) -> Tensor:
+    def all_gather(self, x: Tensor) -> Tensor:
         self.gathers += 1
         every = x[None].clone()
         if x.dtype == torch.int32 and self.gathers in self.wrong:
             every[0, 0, 3] ^= 1
         return every
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """There is nobody else."""
 
-    def check(self) -> None:
+    def check_peers(self) -> None:
         """Nobody is missed."""
 
 
 def timed(given: Alone) -> Timed:
     runner = object.__new__(Timed)
-    runner.part, runner.seat, runner.device, runner.group = given.part, None, CPU, None
+    runner.part, runner.seat, runner.device, runner.group = given.shard, None, CPU, None
     runner.exchange: Any = given
     runner.host: Any = Alone()
     runner.norms = [RMSNorm(exchange_rank.SIZE, 1e-5, exchange_rank.DTYPE, CPU) for _ in range(2)]
     for norm in runner.norms:
         norm.weight.fill_(1.0)
-    join(runner.norms[0], given)
+    connect_ranks(runner.norms[0], given)
     return runner
 
 
@@ -210,4 +210,8 @@ def test_sums_of_all_sizes_go_the_way_that_is_measured() -> None:
         runner.warm_up(2, exchange.WAYS.index(way))
         assert alone.most == {(most, 1 << 40)}
         assert runner.found["exact"]
-    assert (1 in reduce.ONE_SHOT, reduce.ONE_SHOT[2], device_exchange.LARGE) == (False, 1 << 40, 16 << 20)
+    assert (1 in reduce.ONE_SHOT_BYTES, reduce.ONE_SHOT_BYTES[2], device_exchange.NCCL_MIN_BYTES) == (
+        False,
+        1 << 40,
+        16 << 20,
+    )

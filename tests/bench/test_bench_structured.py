@@ -15,21 +15,21 @@ from quire.bench.mixed import Timed, show
 from quire.bench.structured import made_up
 from quire.bench.wire import ROWS
 from quire.control import matching
-from quire.control.memory.large import LargePages
-from quire.control.memory.pages import Ledger
-from quire.parallel.profiled import kind, union
-from quire.sim.histories import load
+from quire.control.memory.large import TwoLevelPagePool
+from quire.control.memory.pages import PagePool
+from quire.parallel.profiled import covered_time, kernel_kind
+from quire.sim.histories import load_histories
 
 
 def test_structured(tmp_path: Path) -> None:
-    least = matching.JUMP
+    least = matching.JUMP_AHEAD_MIN_TOKENS
     given = ["--rows", "2", "--tokens", "8", "--repeat", "1", "--vocabulary", "1500", "--max-model-len", "160"]
     rows, one, forced, masks = results(tmp_path, "structured", *given, "--max-num-seqs", "2")
     assert (rows["held"], one["held"]) == (2, 1)
     assert set(rows["tokens_per_second"]) == set(one["tokens_per_second"]) == {"free", "schema"}
     assert forced["times"] > 0
     assert all(masks[name]["mask_us"]["p50"] <= masks[name]["mask_us"]["p99"] for name in ("text", "record", "counted"))
-    assert least == matching.JUMP
+    assert least == matching.JUMP_AHEAD_MIN_TOKENS
 
 
 def test_made_up_vocabularies() -> None:
@@ -63,9 +63,9 @@ def test_a_start_is_measured_to_its_third_token(tmp_path: Path, capsys: pytest.C
 
 
 def test_time_that_kernels_cover_together_is_counted_once() -> None:
-    assert union([]) == 0
-    assert union([(0, 2), (5, 6)]) == 3
-    assert union([(5, 9), (0, 6), (1, 2), (9, 10)]) == 10
+    assert covered_time([]) == 0
+    assert covered_time([(0, 2), (5, 6)]) == 3
+    assert covered_time([(5, 9), (0, 6), (1, 2), (9, 10)]) == 10
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_time_that_kernels_cover_together_is_counted_once() -> None:
     ],
 )
 def test_kernels_are_named_without_their_arguments(name: str, expected: str) -> None:
-    assert kind(name) == expected
+    assert kernel_kind(name) == expected
 
 
 def test_steps_are_told_apart_by_their_prompts_and_ways() -> None:
@@ -98,7 +98,7 @@ def test_a_recording_is_read_again(
     monkeypatch.setattr("quire.bench.histories.STORY", 200)
     flags = ("--threads", "1", "--prompts", "3", "--steps", "9", "--beam-width", "2", "--beam-width", "3")
     bench(tmp_path, "histories", "tiny", *flags)
-    found = load("sharegpt", tmp_path / "benched/result.json")
+    found = load_histories("sharegpt", tmp_path / "benched/result.json")
     assert {width: len(histories) for width, histories in found.items()} == {2: 3, 3: 3}
     assert all(len(history) == 9 for histories in found.values() for history in histories)
     assert "steps that fork" in capsys.readouterr().out
@@ -135,7 +135,7 @@ def test_every_case_is_measured_in_one_level_and_in_two() -> None:
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("case", [case for case in allocator.CASES if "evicting" in case])
 @pytest.mark.parametrize("build", [allocator.one_level, allocator.two_level])
-def test_what_is_said_to_evict_does(case: str, build: type[Ledger] | type[LargePages]) -> None:
+def test_what_is_said_to_evict_does(case: str, build: type[PagePool] | type[TwoLevelPagePool]) -> None:
     ledger = build()  # type: ignore[call-arg]
     _, pages = allocator.CASES[case](ledger)
     assert ledger.evictions > 0.9 * pages

@@ -23,10 +23,10 @@ from quire.data.models import read_spec
 from quire.data.models.configs import named_config
 from quire.data.models.vision.llava import LlavaOneVision
 from quire.errors import StartupError
-from quire.sim.cost import Cost, Shape, Work, load
-from quire.source import read_source
-from quire.text.images import ImageLimits, checked_header
-from quire.vocabulary.pictures import Grid
+from quire.sim.cost import CostModel, ModelShape, StepWork, load_calibration
+from quire.source import read_checkpoint
+from quire.text.images import ImageLimits, read_checked_header
+from quire.vocabulary.pictures import TileGrid
 
 SEEING = ("llama3.2-vision-11b", "llava-onevision-7b", "internvl2-8b", "phi-3-vision-4b", "paligemma2-10b")
 
@@ -42,7 +42,7 @@ def test_the_papers_means_are_those_of_its_model() -> None:
     """6,193 rows and 43 tokens, and as many tokens for a model that sees nothing."""
     sketches = parse("mmmu-pro@1000").sketches(3)
     placed = [eyes("llama3.2-vision-11b").placed(sketch) for sketch in sketches]
-    assert np.mean([medium.rows for _, (medium,) in placed]) == pytest.approx(6193, abs=2)
+    assert np.mean([medium.num_embeds for _, (medium,) in placed]) == pytest.approx(6193, abs=2)
     assert np.mean([length - 1 for length, _ in placed]) == pytest.approx(43, abs=1)
     assert [length - 1 for length, _ in placed] == [sketch.prompt_len - 6193 for sketch in sketches]
     assert len({medium.key for _, (medium,) in placed}) == 1000
@@ -58,12 +58,12 @@ def test_what_is_prepared_has_the_rows_that_are_planned(name: str) -> None:
     sketches.sort(key=workload.sketches().index)
     for job, before in zip(seeing.jobs(sketches, plain), plain):
         (medium,), (pixels,) = job.media, job.pixels
-        grid = Grid(*pixels.grid)
-        assert (medium.rows, medium.parts) == (seeing.tiling.rows(grid), seeing.tiling.parts(grid))
-        assert medium.tokens == (medium.rows if seeing.in_places else 1)
+        grid = TileGrid(*pixels.grid)
+        assert (medium.num_embeds, medium.num_parts) == (seeing.tiling.num_embeds(grid), seeing.tiling.num_parts(grid))
+        assert medium.num_tokens == (medium.num_embeds if seeing.in_places else 1)
         assert (medium.start, medium.key) == (1, pixels.key)
         assert len(pixels.data) == np.prod(pixels.shape)
-        assert job.prompt[1 : medium.end] == [PLACE] * medium.tokens
+        assert job.prompt[1 : medium.end] == [PLACE] * medium.num_tokens
         assert job.prompt[:1] + job.prompt[medium.end :] == before.prompt[6193:]
 
 
@@ -88,28 +88,31 @@ def test_files_have_the_rows_that_are_planned() -> None:
         (picture,), (file,), (_, media) = sketch.pictures, job.files, seeing.placed(sketch)
         assert file == png(picture)
         assert len(file) < 20_000
-        header = checked_header(file, ImageLimits(), "file")
+        header = read_checked_header(file, ImageLimits(), "file")
         assert (header.width, header.height) == (picture.width, picture.height)
-        assert seeing.tiling.rows(seeing.tiling.grid(header.height, header.width)) == media[0].rows
+        assert seeing.tiling.num_embeds(seeing.tiling.choose_grid(header.height, header.width)) == media[0].num_embeds
 
 
 def test_an_engine_in_this_process_is_sent_pictures(tmp_path: Path) -> None:
     """`quire bench throughput`: as many tokens as the model makes of pictures, not the 6,193 of others."""
     flags = ("--device", "cpu", "--kv-gib", "0.01", "--repeat", "1", "--warmup", "0")
     [result] = results(tmp_path, "throughput", "tiny-vision", *flags, "--workload", "mmmu-pro@3")
-    source = read_source(EngineConfig(model="tiny-vision"))
+    source = read_checkpoint(EngineConfig(model="tiny-vision"))
     seeing = Eyes.of(source.config, source.spec)
     assert seeing is not None
     placed = [seeing.placed(sketch) for sketch in parse("mmmu-pro@3").sketches()]
     assert result["median"]["prompt_tokens"] == sum(length for length, _ in placed)
     assert result["median"]["encoder_runs"] == 3
-    assert min(medium.rows for _, (medium,) in placed) > 16
+    assert min(medium.num_embeds for _, (medium,) in placed) > 16
 
 
 def test_a_model_that_sees_is_simulated_with_pictures(tmp_path: Path) -> None:
     config = EngineConfig(model_config="llama3.2-vision-11b", kv_gib=4.0)
-    assert simulate.plant_of(config, "h200-llama3-8b").eyes is not None
-    assert simulate.plant_of(EngineConfig(model_config="llama3-8b", kv_gib=4.0), "h200-llama3-8b").eyes is None
+    assert simulate.read_deployment(config, "h200-llama3-8b").image_processor is not None
+    assert (
+        simulate.read_deployment(EngineConfig(model_config="llama3-8b", kv_gib=4.0), "h200-llama3-8b").image_processor
+        is None
+    )
     out = tmp_path / "out.json"
     args = ["--calibration", "h200-llama3-8b", "--model-config", "llama3.2-vision-11b", "--kv-gib", "4"]
     assert simulate.main([*args, "--workload", "mmmu-pro@4", "--rate", "5", "--out", str(out)]) == 0
@@ -161,10 +164,10 @@ def test_an_encoder_is_timed_with_as_many_parts_as_are_asked_for(
 
 
 def test_an_encoders_coefficient_is_found_again() -> None:
-    shape = Shape.of(read_spec(named_config("llama3.2-vision-11b")), 2, tied=False)
-    cost = Cost(shape, load("h200-ministral-8b").coefficients)
+    shape = ModelShape.from_spec(read_spec(named_config("llama3.2-vision-11b")), 2, tied=False)
+    cost = CostModel(shape, load_calibration("h200-ministral-8b").coefficients)
     known = cost._replace(coefficients=cost.coefficients._replace(encoder=4.5))
-    works = [Work(1, 40, 1e12, 1e6, 1e9, 0, 0, pictures=1e9, encoded=parts) for parts in (2, 4, 8)]
-    samples = [Sample("pictures", work, known.device(work)) for work in works]
+    works = [StepWork(1, 40, 1e12, 1e6, 1e9, 0, 0, pictures=1e9, encoded=parts) for parts in (2, 4, 8)]
+    samples = [Sample("pictures", work, known.device_seconds(work)) for work in works]
     assert encoder(cost, samples) == pytest.approx(4.5, abs=1e-3)
     assert encoder(cost, [sample._replace(seconds=1e9) for sample in samples]) == pytest.approx(64, abs=1e-3)

@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 
-from quire.client.answer import CHUNK, HEAD, LINE, Answer, BadAnswer, Reader
+from quire.client.answer import (
+    MAX_CHUNK_BYTES,
+    MAX_HEAD_BYTES,
+    MAX_LINE_BYTES,
+    BadResponse,
+    ResponseParser,
+    ResponseRecord,
+)
 
 PLAIN = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
 
@@ -28,17 +35,17 @@ def chunked(pieces: list[bytes]) -> bytes:
     return PLAIN + b"Transfer-Encoding: Chunked\r\n\r\n" + body + b"0\r\n\r\n"
 
 
-def read(data: bytes, cuts: list[int], close: bool = False) -> tuple[Answer, Reader]:
+def read(data: bytes, cuts: list[int], close: bool = False) -> tuple[ResponseRecord, ResponseParser]:
     """Everything, fed in pieces that end at `cuts`: the first at time 0, the second at 1 ..."""
-    answer = Answer(0, None)
-    reader, at = Reader(answer), 0
+    answer = ResponseRecord(0, None)
+    reader, at = ResponseParser(answer), 0
     done = False
     for now, end in enumerate([*cuts, len(data)]):
         assert not done or end == at, "done before its end"
         done = reader.feed(data[at:end], now)
         at = end
     if close:
-        reader.closed()
+        reader.on_close()
     else:
         assert done
     return answer, reader
@@ -48,19 +55,24 @@ def test_however_the_bytes_are_cut() -> None:
     data = chunked(events(4))
     for cut in range(1, len(data)):
         answer, reader = read(data, [cut])
-        assert (len(answer.times), answer.tokens, answer.prompt, answer.error) == (4, 4, 3, None)
-        assert reader.keep
+        assert (len(answer.chunk_times), answer.completion_tokens, answer.prompt_tokens, answer.error) == (
+            4,
+            4,
+            3,
+            None,
+        )
+        assert reader.keep_alive
     answer, _ = read(data, list(range(1, len(data))))  # a byte at a time
-    assert (len(answer.times), answer.tokens) == (4, 4)
+    assert (len(answer.chunk_times), answer.completion_tokens) == (4, 4)
     answer, _ = read(chunked(events(5, counted=True)), [])
-    assert list(answer.counts) == [1, 2, 3, 4, 5]
+    assert list(answer.token_counts) == [1, 2, 3, 4, 5]
     rng = random.Random(3)  # chunks need not end where events do
     body = b"".join(events(40))
     for _ in range(50):
         ends = sorted(rng.sample(range(1, len(body)), 30))
         data = chunked([body[a:b] for a, b in zip([0, *ends], [*ends, len(body)])])
         answer, _ = read(data, sorted(rng.sample(range(1, len(data)), 20)))
-        assert len(answer.times) == 40
+        assert len(answer.chunk_times) == 40
 
 
 def test_times_are_those_of_the_piece_that_ended_an_event() -> None:
@@ -70,9 +82,9 @@ def test_times_are_those_of_the_piece_that_ended_an_event() -> None:
     data = chunked(events(3))
     ends = [head + sum(map(len, bodies[: i + 1])) for i in range(3)]
     answer, _ = read(data, ends)
-    assert list(answer.times) == [0, 1, 2]
+    assert list(answer.chunk_times) == [0, 1, 2]
     answer, _ = read(data, [end - 1 for end in ends])  # each event's last byte comes with the next piece
-    assert list(answer.times) == [1, 2, 3]
+    assert list(answer.chunk_times) == [1, 2, 3]
 
 
 def test_the_chunk_that_says_who_speaks_brings_no_token() -> None:
@@ -83,19 +95,19 @@ def test_the_chunk_that_says_who_speaks_brings_no_token() -> None:
     pieces = [PLAIN + b"Transfer-Encoding: chunked\r\n\r\n", *(b"%X\r\n%s\r\n" % (len(e), e) for e in events)]
     ends = [sum(map(len, pieces[: i + 1])) for i in range(len(pieces))]
     answer, _ = read(b"".join([*pieces, b"0\r\n\r\n"]), ends)
-    assert (list(answer.times), answer.tokens, answer.error) == ([2.0, 3.0], 2, None)
+    assert (list(answer.chunk_times), answer.completion_tokens, answer.error) == ([2.0, 3.0], 2, None)
 
 
 def test_bodies_of_known_length_and_until_the_end() -> None:
     body = b"".join(events(3))
     answer, reader = read(PLAIN + b"Content-Length: %d\r\n\r\n%s" % (len(body), body), [70, 90])
-    assert (answer.tokens, len(answer.times), reader.keep) == (3, 3, True)
+    assert (answer.completion_tokens, len(answer.chunk_times), reader.keep_alive) == (3, 3, True)
     answer, reader = read(PLAIN.replace(b"1.1", b"1.0") + b"\r\n" + body, [70, 90], close=True)
-    assert (answer.tokens, answer.error, reader.keep) == (3, None, False)
+    assert (answer.completion_tokens, answer.error, reader.keep_alive) == (3, None, False)
     closing = chunked(events(2)).replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n", 1)
-    assert not read(closing, [])[1].keep
+    assert not read(closing, [])[1].keep_alive
     answer, _ = read(b"HTTP/1.1 100 Continue\r\n\r\n" + chunked(events(2)), [5])
-    assert answer.tokens == 2
+    assert answer.completion_tokens == 2
 
 
 def test_a_refusal_is_kept() -> None:
@@ -103,7 +115,7 @@ def test_a_refusal_is_kept() -> None:
     answer, reader = read(b"HTTP/1.1 503 Busy\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body), [50])
     assert answer.status == 503
     assert answer.error == "503: " + body.decode()
-    assert reader.keep
+    assert reader.keep_alive
     assert read(b"HTTP/1.1 429 Slow\r\nContent-Length: 0\r\n\r\n", [])[0].error == "429: "
 
 
@@ -125,14 +137,14 @@ def event(data: bytes) -> bytes:
     [
         (b"SSH-2.0-x\r\n\r\n", "no HTTP answer"),
         (b"HTTP/1.1 abc\r\n\r\n", "no HTTP answer"),
-        (b"x" * (HEAD + 1), "headers of more than"),
+        (b"x" * (MAX_HEAD_BYTES + 1), "headers of more than"),
         (START + b"zz\r\n", "a chunk of size 'zz"),
         (START + b"-5\r\nhello\r\n", "a chunk of size '-5"),
         (START + b"0x5\r\nhello\r\n", "a chunk of size '0x5"),
-        (START + b"%x\r\n" % (CHUNK + 1), "a chunk of size"),
+        (START + b"%x\r\n" % (MAX_CHUNK_BYTES + 1), "a chunk of size"),
         (START + b"9" * 200, "a chunk without a size"),
-        (START + b"0\r\n" + b"x" * (HEAD + 1), "a trailer of more than"),
-        (START + b"%x\r\n%s\r\n" % (LINE + 2, b"x" * (LINE + 2)), "a line of more than"),
+        (START + b"0\r\n" + b"x" * (MAX_HEAD_BYTES + 1), "a trailer of more than"),
+        (START + b"%x\r\n%s\r\n" % (MAX_LINE_BYTES + 2, b"x" * (MAX_LINE_BYTES + 2)), "a line of more than"),
         (START + b"8\r\ndata: {\n\r\n", "a chunk that can't be read"),
         (START + b"9\r\ndata: []\n\r\n", "a chunk that can't be read"),
         (event(b'{"usage":1}'), "a chunk that can't be read"),
@@ -142,14 +154,14 @@ def event(data: bytes) -> bytes:
     ],
 )  # fmt: skip
 def test_nonsense_is_refused(data: bytes, why: str) -> None:
-    with pytest.raises(BadAnswer, match=why):
-        Reader(Answer(0, None)).feed(data, 0.0)
+    with pytest.raises(BadResponse, match=why):
+        ResponseParser(ResponseRecord(0, None)).feed(data, 0.0)
 
 
 def test_an_end_in_the_middle_is_an_error() -> None:
     data = chunked(events(3))
     for cut in range(len(data)):
-        reader = Reader(Answer(0, None))
+        reader = ResponseParser(ResponseRecord(0, None))
         assert not reader.feed(data[:cut], 0.0)
-        with pytest.raises(BadAnswer, match="closed in an answer" if reader.answer.status else "no answer came"):
-            reader.closed()
+        with pytest.raises(BadResponse, match="closed in an answer" if reader.record.status else "no answer came"):
+            reader.on_close()

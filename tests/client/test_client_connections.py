@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable
 
 from waiting import wait_until_async
 
-from quire.client.answer import Answer
-from quire.client.connections import SILENCE, Address, Connections
+from quire.client.answer import ResponseRecord
+from quire.client.connections import SILENCE_SECONDS, Address, ConnectionPool
 
 REQUEST = b"POST / HTTP/1.1\r\nContent-Length: 0\r\n\r\n"
 EVENTS = b'data: {"choices":[1],"usage":{"prompt_tokens":1,"completion_tokens":1}}\n\n'
@@ -18,12 +18,12 @@ GOOD = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(EVENTS), EVENTS
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
-def asked(serve: Serve, use: Callable[[Connections], Awaitable[None]]) -> None:
+def asked(serve: Serve, use: Callable[[ConnectionPool], Awaitable[None]]) -> None:
     """Run `use` with connections to a server that treats each of its own as `serve` says."""
 
     async def main() -> None:
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        connections = Connections(Address("127.0.0.1", server.sockets[0].getsockname()[1], None))
+        connections = ConnectionPool(Address("127.0.0.1", server.sockets[0].getsockname()[1], None))
         try:
             await use(connections)
         finally:
@@ -44,15 +44,15 @@ def test_a_connection_that_was_closed_while_idle_is_no_failure() -> None:
             await reader.readuntil(b"\r\n\r\n")
         writer.close()
 
-    async def use(connections: Connections) -> None:
+    async def use(connections: ConnectionPool) -> None:
         for number in range(3):
-            answer = Answer(number, None)
-            await connections.ask(REQUEST, answer)
-            assert (answer.error, answer.tokens, len(answer.times)) == (None, 1, 1)
+            answer = ResponseRecord(number, None)
+            await connections.request(REQUEST, answer)
+            assert (answer.error, answer.completion_tokens, len(answer.chunk_times)) == (None, 1, 1)
             if number == 1:
-                await wait_until_async(lambda: not any(one.usable for one in connections._idle), "it is closed")
+                await wait_until_async(lambda: not any(one.is_usable for one in connections._idle), "it is closed")
         assert len(opened) == 3
-        assert not connections.busy
+        assert not connections.in_use
 
     asked(serve, use)
 
@@ -62,15 +62,15 @@ def test_a_silent_server_is_given_up() -> None:
         await reader.read()
         writer.close()
 
-    async def use(connections: Connections) -> None:
-        answer = Answer(0, None)
-        asking = asyncio.create_task(connections.ask(REQUEST, answer))
-        await wait_until_async(lambda: connections.busy, "the request is sent")
-        connections.end_silent(time.monotonic() + SILENCE - 5)
-        assert connections.busy
-        connections.end_silent(time.monotonic() + SILENCE + 1)
+    async def use(connections: ConnectionPool) -> None:
+        answer = ResponseRecord(0, None)
+        asking = asyncio.create_task(connections.request(REQUEST, answer))
+        await wait_until_async(lambda: connections.in_use, "the request is sent")
+        connections.abort_silent(time.monotonic() + SILENCE_SECONDS - 5)
+        assert connections.in_use
+        connections.abort_silent(time.monotonic() + SILENCE_SECONDS + 1)
         await asking
-        assert answer.error == f"nothing came for {SILENCE:g} s"
+        assert answer.error == f"nothing came for {SILENCE_SECONDS:g} s"
 
     asked(serve, use)
 
@@ -87,13 +87,13 @@ def test_bytes_after_an_answer_end_the_connection() -> None:
         await reader.read()
         writer.close()
 
-    async def use(connections: Connections) -> None:
+    async def use(connections: ConnectionPool) -> None:
         for number in range(2):
-            answer = Answer(number, None)
-            await connections.ask(REQUEST, answer)
+            answer = ResponseRecord(number, None)
+            await connections.request(REQUEST, answer)
             assert answer.error is None
             answered.set()
-            await wait_until_async(lambda: not any(one.usable for one in connections._idle), "it is closed")
+            await wait_until_async(lambda: not any(one.is_usable for one in connections._idle), "it is closed")
             answered.clear()
         assert len(opened) == 2
 

@@ -97,7 +97,7 @@ def say_and_step() -> Iterator[tuple[Callable[[str], None], Callable[[str], Any]
     """What the model is to say, and the client, which writes a line and reads one."""
     runner = Saying(echo_service.tokenizer(MARKERS))
     model = echo_service.built(runner, kv_tokens=8192, max_len=2048)
-    model = model._replace(chat=ChatTemplate(TEMPLATE, {}), tokenizer=echo_service.tokenizer(MARKERS))
+    model = model._replace(chat_template=ChatTemplate(TEMPLATE, {}), tokenizer=echo_service.tokenizer(MARKERS))
     with echo_service.serving(model, keys=["one"], max_body=40_000) as running:
         program = [PYTHON, Path(__file__).with_name("running_anthropic.py"), running.url, "echo"]
         with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as client:

@@ -14,22 +14,34 @@ from contextlib import ExitStack
 import numpy as np
 import numpy.typing as npt
 
-from quire.data.runner.virtual.driver import Run
-from quire.data.runner.virtual.fake import FakeDriver, Span
-from quire.sim.cells import POISON, WORD, Bytes, Pages, States
+from quire.data.runner.virtual.driver import PageRun
+from quire.data.runner.virtual.fake import ByteSpan, FakeDriver
+from quire.sim.cells import POISON, STATE_BYTES, Bytes, EchoPages, States
 from quire.sim.echo import EchoRunner
-from quire.vocabulary.plan import Copy, Entry, In, Out, Row, Sampled, StepPlan, StepResult, Table
-from quire.vocabulary.specs import Geometry, Group, Layout
+from quire.vocabulary.plan import (
+    PageCopy,
+    PageOp,
+    SeqSlice,
+    SliceResult,
+    StepPlan,
+    StepResult,
+    SwapIn,
+    SwapOut,
+    TableWrite,
+)
+from quire.vocabulary.specs import KVCacheConfig, KVCacheGroup, KVCacheLayout
 
 Places = npt.NDArray[np.int64]
 """Which of all cells hold some bytes."""
 
 
-class Addressed(Pages):
+class Addressed(EchoPages):
     """The pages of a group as sequences see them: a buffer for each part, in which slot after slot has its place. Every
     part of a token repeats its state."""
 
-    def __init__(self, group: Group, number: int, cells: Bytes, host: Bytes, slots: int, driver: FakeDriver) -> None:
+    def __init__(
+        self, group: KVCacheGroup, number: int, cells: Bytes, host: Bytes, slots: int, driver: FakeDriver
+    ) -> None:
         super().__init__(group, number, cells, host, slots)
         self.cells, self.driver = cells, driver
         self.stride = driver.page * group.run_pages // group.run_tokens
@@ -41,10 +53,10 @@ class Addressed(Pages):
                 driver.map(*run)
         self.slot, self.first, self.where = 0, 0, np.zeros((group.parts, 0), dtype=np.int64)
 
-    def runs(self, slot: int, at: int, page: int) -> Iterator[Run]:
+    def runs(self, slot: int, at: int, page: int) -> Iterator[PageRun]:
         """Where the parts of a page lie at a place."""
         for part, base in enumerate(self.bases):
-            yield Run(base + slot * self.room + at * self.driver.page, page * self.group.parts + part)
+            yield PageRun(base + slot * self.room + at * self.driver.page, page * self.group.parts + part)
 
     def lay(self, slot: int, at: int, page: int) -> None:
         """Map a page at a place, in place of another one."""
@@ -56,16 +68,16 @@ class Addressed(Pages):
             self.driver.map(*run)
         self.lying[slot, at] = page
 
-    def touched(self, row: Row) -> tuple[int, int]:
+    def touched(self, row: SeqSlice) -> tuple[int, int]:
         """The first token that a row reads, and the end of those that it writes."""
-        return self.group.oldest(row.start), row.start + len(row.tokens)
+        return self.group.first_visible(row.start), row.start + len(row.tokens)
 
     def spans(self, slot: int, first: int, end: int) -> list[tuple[int, int]]:
         """The addresses, and how many bytes, of these tokens in each part."""
         begin = slot * self.room + first * self.stride
         return [(base + begin, (end - first) * self.stride) for base in self.bases]
 
-    def enter(self, row: Row) -> None:
+    def enter(self, row: SeqSlice) -> None:
         """A row begins: where the bytes are that it touches, now."""
         self.slot, (self.first, end) = row.slot, self.touched(row)
         reads = self.spans(row.slot, self.first, row.start) if row.start > self.first else [(0, 0)] * len(self.bases)
@@ -76,7 +88,7 @@ class Addressed(Pages):
             where.append(np.concatenate([self._bytes(span) for span in spans]))
         self.where = np.stack(where)
 
-    def _bytes(self, span: Span) -> Places:
+    def _bytes(self, span: ByteSpan) -> Places:
         begin = span.page * self.driver.page + span.offset
         return np.arange(begin, begin + span.nbytes)
 
@@ -86,16 +98,16 @@ class Addressed(Pages):
         assert slot == self.slot, f"slot {slot} is touched unsaid"
         return self.where[:, (first - self.first) * self.stride : (end - self.first) * self.stride]
 
-    def read(self, slot: int, first: int, last: int) -> States:
-        shape = len(self.bases), last - first, self.stride // WORD
+    def read_states(self, slot: int, first: int, last: int) -> States:
+        shape = len(self.bases), last - first, self.stride // STATE_BYTES
         words = self.cells[self._of(slot, first, last)].view(np.int64).reshape(shape)
         states = words[0, :, 0]
         assert (words == states[None, :, None]).all(), f"a token of slot {slot} is torn"
-        return np.ascontiguousarray(states) ^ self.number
+        return np.ascontiguousarray(states) ^ self.group_index
 
-    def put(self, slot: int, position: int, state: int) -> None:
-        word = np.array([state ^ self.number], dtype=np.int64).view(np.uint8)
-        self.cells[self._of(slot, position, position + 1)] = np.tile(word, self.stride // WORD)
+    def write_state(self, slot: int, position: int, state: int) -> None:
+        word = np.array([state ^ self.group_index], dtype=np.int64).view(np.uint8)
+        self.cells[self._of(slot, position, position + 1)] = np.tile(word, self.stride // STATE_BYTES)
 
 
 class AddressedRunner(EchoRunner):
@@ -103,7 +115,7 @@ class AddressedRunner(EchoRunner):
 
     groups: list[Addressed]  # type: ignore[assignment]
 
-    def bind(self, geometry: Geometry) -> None:
+    def bind(self, geometry: KVCacheConfig) -> None:
         self.geometry = geometry
         sizes = {group.page_bytes // group.parts for group in geometry.groups}
         assert len(sizes) == 1, "pages of a device have one size"
@@ -117,28 +129,28 @@ class AddressedRunner(EchoRunner):
             Addressed(group, g, cells, host, geometry.slots, driver) for g, group in enumerate(geometry.groups)
         ]
         self.holds: dict[int, list[int]] = {}  # of steps in flight
-        self.leaving: list[tuple[Out, int]] = []  # pages on their way out, and what holds them
+        self.leaving: list[tuple[SwapOut, int]] = []  # pages on their way out, and what holds them
 
     def submit(self, plan: StepPlan) -> int:
         """Change the mappings: before the rows, and behind them, when their places are held already."""
         ticket = super().submit(plan)
-        self._map(plan.journal)
+        self._map(plan.page_ops)
         self.holds[ticket] = [
-            self.driver.hold(*span)
-            for row in plan.rows
+            self.driver.pin(*span)
+            for row in plan.slices
             for group in self.groups
             for span in group.spans(row.slot, *group.touched(row))
         ]
-        self._map(plan.ahead)
+        self._map(plan.overlapped_page_ops)
         return ticket
 
-    def _map(self, journal: Iterable[Entry]) -> None:
+    def _map(self, journal: Iterable[PageOp]) -> None:
         """Map what these tables say and isn't there yet. Of several that name a place the last counts."""
         wanted = {
             (entry.group, entry.slot, at): page
             for entry in journal
-            if isinstance(entry, Table)
-            for at, page in enumerate(entry.pages, entry.at)
+            if isinstance(entry, TableWrite)
+            for at, page in enumerate(entry.pages, entry.first_page)
             if page
         }
         wanted = {at: page for at, page in wanted.items() if self.groups[at[0]].lying[at[1:]] != page}
@@ -150,23 +162,23 @@ class AddressedRunner(EchoRunner):
             kernel.enter_context(self.driver.kernel())
             result = super().collect(ticket)
         for token in self.holds.pop(ticket):
-            self.driver.let_go(token)
+            self.driver.unpin(token)
         self.claim(None)
         return result
 
-    def replay(self, entry: Entry) -> None:
-        if isinstance(entry, Table):
+    def apply(self, entry: PageOp) -> None:
+        if isinstance(entry, TableWrite):
             for page in filter(None, entry.pages):
                 self.claim(self._extent(entry.group, page))
-        elif isinstance(entry, Out):
+        elif isinstance(entry, SwapOut):
             begin, size = self._extent(entry.group, entry.page)
-            self.leaving.append((entry, self.driver.hold(self.identity + begin, size)))
+            self.leaving.append((entry, self.driver.pin(self.identity + begin, size)))
             return
-        elif isinstance(entry, In):
+        elif isinstance(entry, SwapIn):
             self.claim(None)  # the same stream: behind everything that leaves
         else:
-            self.claim(self._extent(entry.group, entry.dst if isinstance(entry, Copy) else entry.page))
-        super().replay(entry)
+            self.claim(self._extent(entry.group, entry.dst if isinstance(entry, PageCopy) else entry.page))
+        super().apply(entry)
 
     def _extent(self, group: int, page: int) -> tuple[int, int]:
         size = self.groups[group].group.page_bytes
@@ -180,17 +192,17 @@ class AddressedRunner(EchoRunner):
             begin, size = self._extent(entry.group, entry.page)
             last = i + 1 if begin < extent[0] + extent[1] and extent[0] < begin + size else last
         for entry, token in self.leaving[:last]:
-            super().replay(entry)
-            self.driver.let_go(token)
+            super().apply(entry)
+            self.driver.unpin(token)
         del self.leaving[:last]
 
-    def compute(self, row: Row) -> Sampled:
+    def compute_row(self, row: SeqSlice) -> SliceResult:
         for group in self.groups:
             group.enter(row)
-        return super().compute(row)
+        return super().compute_row(row)
 
 
-def runner_for(geometry: Geometry, depth: int, vocab_size: int) -> EchoRunner:
+def runner_for(geometry: KVCacheConfig, depth: int, vocab_size: int) -> EchoRunner:
     """The data plane that a memory of this geometry is for."""
-    kind = AddressedRunner if geometry.layout is Layout.CONTIGUOUS else EchoRunner
+    kind = AddressedRunner if geometry.layout is KVCacheLayout.CONTIGUOUS else EchoRunner
     return kind(depth, vocab_size=vocab_size)

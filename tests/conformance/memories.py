@@ -8,16 +8,24 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from quire.config import EngineConfig
-from quire.control.memory import KVMemory, Later, Size, Usage, build_memory
-from quire.control.memory.buffers import buffers_of
-from quire.control.memory.large import LargePages
+from quire.control.memory import Deferred, KVMemory, MemorySize, Usage, build_memory
+from quire.control.memory.buffers import plan_buffers
+from quire.control.memory.large import TwoLevelPagePool
 from quire.control.memory.paged import PagedMemory
-from quire.control.memory.pages import Ledger
-from quire.control.memory.part import Part
+from quire.control.memory.pages import PagePool
+from quire.control.memory.part import PoolView
 from quire.control.memory.reserved import ReservedMemory
 from quire.control.memory.virtual import VirtualMemory
 from quire.control.request import Sequence
-from quire.vocabulary.specs import Geometry, Group, LayerSpec, Layout, ModelSpec, StatePart, lay_out
+from quire.vocabulary.specs import (
+    KVCacheConfig,
+    KVCacheGroup,
+    KVCacheLayout,
+    LayerSpec,
+    ModelSpec,
+    StateTensor,
+    place_page_ids,
+)
 
 VOCAB = 64
 MAX_LEN = 48
@@ -53,12 +61,12 @@ def paged(windows: tuple[Layer, ...] = (None, None), **settings: Any) -> Callabl
             swap_gib=0,
             **settings,
         )
-        size = Size(build.tokens, build.max_len, 2)
+        size = MemorySize(build.tokens, build.max_len, 2)
         memory = build_memory(config, spec(windows, build.max_len), size)
         if build.host:
             total = memory.account().usage.total
-            count = sum(len(ids) for ids in {group.ids for group in memory.geometry.groups})
-            each = memory.geometry.large_bytes or total / count
+            count = sum(len(ids) for ids in {group.ids for group in memory.kv_config.groups})
+            each = memory.kv_config.large_bytes or total / count
             config = replace(config, swap_gib=build.host * each / 2**30)
             memory = build_memory(config, spec(windows, build.max_len), size)
         assert isinstance(memory, PagedMemory)
@@ -85,7 +93,7 @@ def reserved(
         config = EngineConfig(
             memory=rule, max_num_seqs=build.max_seqs, max_num_batched_tokens=build.chunk, **settings
         )  # fmt: skip
-        return ReservedMemory.build(config, spec(windows, build.max_len), Size(build.tokens, build.max_len, 2))
+        return ReservedMemory.build(config, spec(windows, build.max_len), MemorySize(build.tokens, build.max_len, 2))
 
     return make
 
@@ -98,32 +106,32 @@ def virtual(
     def make(build: Build) -> VirtualMemory:
         scale = build.device_page // page or 1
         geometry = contiguous(build, windows, scale * page, layout, scale * 8)
-        return VirtualMemory(geometry, chunk=build.chunk, prefix_tokens=build.prefix_tokens, **settings)
+        return VirtualMemory(geometry, max_step_tokens=build.chunk, prefix_tokens=build.prefix_tokens, **settings)
 
     return make
 
 
-def contiguous(build: Build, windows: tuple[int | None, ...], page: int, layout: str, token: int = 8) -> Geometry:
+def contiguous(build: Build, windows: tuple[int | None, ...], page: int, layout: str, token: int = 8) -> KVCacheConfig:
     """Groups of one window each, in pages of `page` bytes a buffer, with room for the tokens that are asked for in each
     of them; `token` bytes are a layer's keys of one."""
     kinds = [(tuple(i for i, other in enumerate(windows) if other == window), window) for window in set(windows)]
     kinds.sort(key=lambda kind: kind[0])
-    cut = [buffers_of(len(layers), token, page, layout) for layers, _ in kinds]
+    cut = [plan_buffers(len(layers), token, page, layout) for layers, _ in kinds]
     counts: dict[int, int] = {}
     for buffers in cut:
-        counts[buffers.page_bytes] = counts.get(buffers.page_bytes, 0) + buffers.pages(build.tokens)
-    ids, end = lay_out(list(counts.items()), max(counts))
-    rows, host_end = lay_out([(size, min(build.host, count)) for size, count in counts.items()], 0)
+        counts[buffers.page_bytes] = counts.get(buffers.page_bytes, 0) + buffers.num_pages(build.tokens)
+    ids, end = place_page_ids(list(counts.items()), max(counts))
+    rows, host_end = place_page_ids([(size, min(build.host, count)) for size, count in counts.items()], 0)
     own, own_host = dict(zip(counts, ids)), {size: range(r.start + 1, r.stop + 1) for size, r in zip(counts, rows)}
     groups = tuple(
-        Group(
-            layers, buffers.page_bytes, buffers.token_bytes, buffers.pages(build.max_len), own[buffers.page_bytes],
+        KVCacheGroup(
+            layers, buffers.page_bytes, buffers.token_bytes, buffers.num_pages(build.max_len), own[buffers.page_bytes],
             own_host[buffers.page_bytes], buffers.run_tokens, buffers.run_pages, window,
-            "full" if window is None else "window", buffers.parts,
+            "full" if window is None else "window", buffers.num_buffers,
         )
         for buffers, (layers, window) in zip(cut, kinds)
     )  # fmt: skip
-    return Geometry(Layout.CONTIGUOUS, end, build.max_seqs + 1, groups, 2, host_end)
+    return KVCacheConfig(KVCacheLayout.CONTIGUOUS, end, build.max_seqs + 1, groups, 2, host_end)
 
 
 VIRTUAL: dict[str, Callable[[Build], VirtualMemory]] = {
@@ -139,7 +147,7 @@ VIRTUAL: dict[str, Callable[[Build], VirtualMemory]] = {
     "virtual-one-pool": virtual((None, 6, None, 2), page=64),
 }
 CHUNKED = LayerSpec(1, 4, chunk=10)
-STATE = LayerSpec(0, 0, state=(StatePart("conv", (8, 3), 2), StatePart("ssm", (2, 4), 4)))
+STATE = LayerSpec(0, 0, state_tensors=(StateTensor("conv", (8, 3), 2), StateTensor("ssm", (2, 4), 4)))
 MEMORIES: dict[str, Callable[[Build], PagedMemory]] = {
     "paged-1": paged(page_size=1),
     "paged-4": paged(page_size=4),
@@ -161,7 +169,11 @@ MEMORIES: dict[str, Callable[[Build], PagedMemory]] = {
     "uniform": paged((None, 6, None, 2), page_size=4, memory="uniform"),
     "chunked": paged((CHUNKED, None), page_size=4, page_sizes="max"),
     "chunked-16": paged((CHUNKED, CHUNKED, 6), page_size=16),
-    "shared": paged((None, 6, LayerSpec(1, 4, shares=0), LayerSpec(1, 4, 6, shares=1)), page_size=4, page_sizes="own"),
+    "shared": paged(
+        (None, 6, LayerSpec(1, 4, kv_source_layer=0), LayerSpec(1, 4, 6, kv_source_layer=1)),
+        page_size=4,
+        page_sizes="own",
+    ),
     "slack": retaining("slack", 3),
     "boundary": retaining("boundary", 5),
     "literal": retaining("paper", 0, page_sizes="own"),
@@ -184,7 +196,7 @@ EVERY: dict[str, Callable[[Build], Any]] = {**MEMORIES, **RESERVED}
 
 def evictions(memory: KVMemory) -> int:
     """Cached pages given out anew."""
-    return memory.pages.evictions if isinstance(memory, PagedMemory) else 0
+    return memory.page_pool.evictions if isinstance(memory, PagedMemory) else 0
 
 
 def is_static(memory: KVMemory) -> bool:
@@ -198,24 +210,24 @@ def check_published(memory: KVMemory, seqs: Iterable[Sequence]) -> None:
         return
     assert isinstance(memory, PagedMemory)
     for seq in seqs:
-        for g, table in enumerate(memory.place(seq).tables):
-            published = set(memory.pages.index[g].values())
+        for g, table in enumerate(memory.get_placement(seq).tables):
+            published = set(memory.page_pool.index[g].values())
             coming = memory.policies[g].writes(seq, seq.computed, seq.computed + 1)
             for page in table[coming.start :] if coming else ():
                 assert page not in published, f"page {page} is published before it is computed"
 
 
-def contents(pages: Ledger | LargePages | Part) -> tuple[object, ...]:
+def contents(pages: PagePool | TwoLevelPagePool | PoolView) -> tuple[object, ...]:
     """All that a ledger keeps, in the order in which it would give it out."""
-    if isinstance(pages, Part):
-        return contents(pages.ledger)
-    if isinstance(pages, Ledger):
-        return tuple((tuple(p.empty), tuple(p.cached), tuple(p.refs), tuple(p.keys)) for p in pages.pools)
-    kept = {name: value for name, value in vars(pages).items() if name != "slack"}
+    if isinstance(pages, PoolView):
+        return contents(pages.page_pool)
+    if isinstance(pages, PagePool):
+        return tuple((tuple(p.empty), tuple(p.cached), tuple(p.refs), tuple(p.keys)) for p in pages.size_classes)
+    kept = {name: value for name, value in vars(pages).items() if name != "spare_large"}
     return (repr(kept),)
 
 
-def total_bytes(geometry: Geometry) -> int:
+def total_bytes(geometry: KVCacheConfig) -> int:
     """Bytes of all pages but the scratch ones. Groups with the same ids have the same pages."""
     if geometry.large_bytes:
         return geometry.bytes - geometry.large_bytes
@@ -226,41 +238,47 @@ def insides(memory: KVMemory) -> tuple[object, ...]:
     """All state that later calls could tell apart: equal before and after a call that reports shortage."""
     if isinstance(memory, ReservedMemory):
         return (
-            sorted(memory.pool.taken.items()),
-            memory.pool.available,
-            tuple(memory.slots),
-            tuple(memory.entries),
-            {id: (r.slot, r.base, r.held, r.family) for id, r in memory.residents.items()},
-            [(f.members, f.unborn, tuple(f.spares)) for f in (r.family for r in memory.residents.values())],
-            memory.batch,
+            sorted(memory.allocator.allocated.items()),
+            memory.allocator.available,
+            tuple(memory.free_slots),
+            tuple(memory.page_ops),
+            {id: (r.slot, r.base, r.requested_tokens, r.request_reservation) for id, r in memory.seq_pages.items()},
+            [
+                (f.live_branches, f.pending_branches, tuple(f.spare_bases))
+                for f in (r.request_reservation for r in memory.seq_pages.values())
+            ],
+            memory.batch_units,
         )
     assert isinstance(memory, PagedMemory)
-    pages, swap = memory.pages, memory.swap
+    pages, swap = memory.page_pool, memory.swap
     return (
         memory.account(),
         contents(pages),
-        tuple(memory.slots),
-        tuple(memory.entries),
-        {id: (r.slot, r.room, r.committed, tuple(map(tuple, r.tables))) for id, r in memory.residents.items()},
-        {id: tuple(map(tuple, r.tables)) for id, r in swap.residents.items()},
-        contents(swap.host),
-        tuple(memory.prefixes.registered),
+        tuple(memory.free_slots),
+        tuple(memory.page_ops),
+        {
+            id: (r.slot, r.capacity, r.published_tokens, tuple(map(tuple, r.tables)))
+            for id, r in memory.seq_pages.items()
+        },
+        {id: tuple(map(tuple, r.tables)) for id, r in swap.seq_pages.items()},
+        contents(swap.host_pool),
+        tuple(memory.prefix_cache.registered_prefixes),
         pages.evictions,
-        {picture: (one.done, one.holders) for picture, one in memory.gallery.coming.items()},
-        dict(memory.gallery.counts),
-        [tuple(queue.promised.items()) for queue in memory.queues] if isinstance(memory, VirtualMemory) else (),
+        {picture: (one.parts_done, one.num_waiting) for picture, one in memory.encoder_cache.encodings.items()},
+        dict(memory.encoder_cache.page_counts),
+        [tuple(queue.premapped.items()) for queue in memory.empty_queues] if isinstance(memory, VirtualMemory) else (),
     )
 
 
-def admit_one(memory: KVMemory, seq: Sequence, budget: int = 64) -> int | Later | None:
+def admit_one(memory: KVMemory, seq: Sequence, budget: int = 64) -> int | Deferred | None:
     """Admit a sequence alone: the length that it reuses, if it came in."""
     admitted = memory.admit([seq], budget)
-    return admitted[0].reused if isinstance(admitted, list) else admitted
+    return admitted[0].reused_tokens if isinstance(admitted, list) else admitted
 
 
 def reset(memory: KVMemory) -> int:
     """Forget cached prefixes: the pages emptied."""
-    return memory.prefixes.reset() if memory.prefixes is not None else 0
+    return memory.prefix_cache.reset() if memory.prefix_cache is not None else 0
 
 
 def usage_of(memory: KVMemory) -> Usage:
@@ -278,13 +296,13 @@ def is_unused(memory: KVMemory) -> bool:
 
 def host_free(memory: PagedMemory) -> int:
     """Host pages that nothing is in."""
-    host = memory.swap.host
-    if isinstance(host, Ledger):
-        return sum(pool.available for pool in host.pools)
+    host = memory.swap.host_pool
+    if isinstance(host, PagePool):
+        return sum(pool.available for pool in host.size_classes)
     return host.total - sum(host.used)
 
 
 def host_total(memory: PagedMemory) -> int:
     """Host pages."""
-    host = memory.swap.host
-    return sum(len(pool.ids) for pool in host.pools) if isinstance(host, Ledger) else host.total
+    host = memory.swap.host_pool
+    return sum(len(pool.ids) for pool in host.size_classes) if isinstance(host, PagePool) else host.total

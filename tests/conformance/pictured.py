@@ -20,13 +20,14 @@ def pictured(make: Make, sight: str = "", *, both_ways: bool = False, row_bytes:
         plain = make(build)
         groups = tuple(
             replace(group, table_width=WIDE * 16 if group.kind in ("cross", "vision") else group.table_width + 1)
-            for group in plain.geometry.groups
+            for group in plain.kv_config.groups
         )
         geometry = replace(
-            plain.geometry, groups=groups, sight=sight, row_bytes=row_bytes, part_tokens=4, both_ways=both_ways
+            plain.kv_config, groups=groups, sight=sight, row_bytes=row_bytes, part_tokens=4, both_ways=both_ways
         )
         return PagedMemory(
-            geometry, chunk=build.chunk, caching=caching, debug=plain.debug, prefix_tokens=build.prefix_tokens,
+            geometry, max_step_tokens=build.chunk, caching=caching, debug=plain.debug,
+            prefix_tokens=build.prefix_tokens,
             association=plain.association,
         )  # fmt: skip
 

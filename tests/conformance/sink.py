@@ -10,8 +10,8 @@ from collections.abc import Sequence as Seq
 
 from quire.control.memory.policies import POLICIES, FullPolicy
 from quire.control.request import Sequence
-from quire.sim.cells import RULES, Pages, States
-from quire.vocabulary.specs import Group
+from quire.sim.cells import RULES, EchoPages, States
+from quire.vocabulary.specs import KVCacheGroup
 
 KEPT = 5
 """The tokens that are kept."""
@@ -21,26 +21,28 @@ class SinkPolicy(FullPolicy):
     """Pages of the first KEPT tokens; later ones read them and write nothing."""
 
     def reads(self, seq: Sequence | None, start: int, end: int) -> range:
-        return range(self.group.pages(min(end, KEPT)))
+        return range(self.group.num_pages(min(end, KEPT)))
 
     def writes(self, seq: Sequence | None, start: int, end: int) -> range:
-        return range(self.group.whole(start), self.group.pages(min(end, KEPT))) if start < KEPT else range(0)
+        return (
+            range(self.group.num_full_pages(start), self.group.num_pages(min(end, KEPT))) if start < KEPT else range(0)
+        )
 
 
 class Sink:
     """What a token sees: the states of the first KEPT positions before it."""
 
-    def expected(
-        self, group: Group, number: int, tokens: Seq[int], states: States, position: int, prompt: int
+    def expected_visible(
+        self, group: KVCacheGroup, number: int, tokens: Seq[int], states: States, position: int, prompt: int
     ) -> bytes:
         return (states[: min(position, KEPT)] ^ number).tobytes()
 
-    def seen(self, pages: Pages, slot: int, position: int) -> bytes:
-        return (pages.read(slot, 0, min(position, KEPT)) ^ pages.number).tobytes()
+    def read_visible(self, pages: EchoPages, slot: int, position: int) -> bytes:
+        return (pages.read_states(slot, 0, min(position, KEPT)) ^ pages.group_index).tobytes()
 
-    def write(self, pages: Pages, slot: int, position: int, token: int, state: int) -> None:
+    def write(self, pages: EchoPages, slot: int, position: int, token: int, state: int) -> None:
         if position < KEPT:
-            pages.put(slot, position, state)
+            pages.write_state(slot, position, state)
 
 
 WITH_SINKS = {**POLICIES, "sink": SinkPolicy}

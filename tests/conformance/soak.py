@@ -14,12 +14,12 @@ from memories import MAX_LEN, MEMORIES, VOCAB, Build, host_free, host_total
 from pictured import PICTURED
 from traces import Trace
 
-from quire.control.edge import Limits
+from quire.control.edge import EngineLimits
 from quire.control.engine import Engine
 from quire.sim.echo import EchoRunner
-from quire.vocabulary.plan import Copy, Encode, In, Out, StepPlan
+from quire.vocabulary.plan import ImageEncoding, PageCopy, StepPlan, SwapIn, SwapOut
 
-KINDS = {Copy: "copies", Out: "pages_out", In: "pages_in"}
+KINDS = {PageCopy: "copies", SwapOut: "pages_out", SwapIn: "pages_in"}
 
 
 class Counting(EchoRunner):
@@ -31,13 +31,13 @@ class Counting(EchoRunner):
 
     def submit(self, plan: StepPlan) -> int:
         self.counts["steps"] += 1
-        self.counts["tokens_computed"] += sum(len(row.tokens) for row in plan.rows)
-        self.counts["forks"] += sum(birth.parent >= 0 for birth in plan.births)
-        for entry in plan.journal:
+        self.counts["tokens_computed"] += sum(len(row.tokens) for row in plan.slices)
+        self.counts["forks"] += sum(birth.parent_slot >= 0 for birth in plan.new_slots)
+        for entry in plan.page_ops:
             if (kind := KINDS.get(type(entry))) is not None:
                 self.counts[kind] += 1
-            elif isinstance(entry, Encode):
-                self.counts["parts_encoded"] += entry.parts
+            elif isinstance(entry, ImageEncoding):
+                self.counts["parts_encoded"] += entry.num_parts
         return super().submit(plan)
 
 
@@ -49,10 +49,10 @@ def soak(requests: int, *, seed: int = 0, depth: int = 2, name: str = "paged-4")
     trace = Trace(memory, seed=seed, depth=depth, budget=64, max_seqs=12, runner=runner, preemption="auto")
     scheduler, begin = trace.scheduler, time.perf_counter()
     scheduler.memory = memory  # unwatched
-    engine = Engine(scheduler, runner, Limits(VOCAB, MAX_LEN, 1000), clock=lambda: 0.0)
+    engine = Engine(scheduler, runner, EngineLimits(VOCAB, MAX_LEN, 1000), clock=lambda: 0.0)
     trace.engine = engine
     added = steps = 0
-    while added < requests or engine.unfinished:
+    while added < requests or engine.has_unfinished_requests:
         while added < requests and len(engine.requests) < 8:
             trace.add(trace.draw(rng, str(added)))
             added += 1
@@ -64,8 +64,8 @@ def soak(requests: int, *, seed: int = 0, depth: int = 2, name: str = "paged-4")
         if rng.random() < 0.01:
             trace.prefixes()
         for output in engine.step():
-            if output.request in trace.outputs:
-                trace.outputs[output.request].append(output)
+            if output.request_id in trace.outputs:
+                trace.outputs[output.request_id].append(output)
         steps += 1
         assert steps < 200 * requests, "the engine makes no progress"
         if steps % 1000 == 0:
@@ -79,12 +79,12 @@ def soak(requests: int, *, seed: int = 0, depth: int = 2, name: str = "paged-4")
         "aborted": len(trace.aborted),
         "compared": len(trace.asked),
         "seconds": round(seconds, 1),
-        "preemptions_by_swap": scheduler.preempted["swap"],
-        "preemptions_by_recomputation": scheduler.preempted["recompute"],
+        "preemptions_by_swap": scheduler.preemption_counts["swap"],
+        "preemptions_by_recomputation": scheduler.preemption_counts["recompute"],
         **runner.counts,
-        "evictions": memory.pages.evictions,
-        "pages_left": sum(memory.pages.used),
-        "slots_left": memory.geometry.slots - 1 - len(memory.slots),
+        "evictions": memory.page_pool.evictions,
+        "pages_left": sum(memory.page_pool.used),
+        "slots_left": memory.kv_config.slots - 1 - len(memory.free_slots),
         "host_pages_left": host_total(memory) - host_free(memory),
     }
 

@@ -13,10 +13,10 @@ from memories import VOCAB, spec
 
 from quire.data.runner.virtual.memfd import MemfdDriver
 from quire.data.runner.virtual.store import VirtualStore
-from quire.sim.cells import Pages, States
+from quire.sim.cells import EchoPages, States
 from quire.sim.echo import EchoRunner
-from quire.vocabulary.plan import Entry, StepResult, Table
-from quire.vocabulary.specs import Geometry, Group
+from quire.vocabulary.plan import PageOp, StepResult, TableWrite
+from quire.vocabulary.specs import KVCacheConfig, KVCacheGroup
 
 PAGE = 4096
 
@@ -26,7 +26,7 @@ def leftovers() -> tuple[int, int]:
     return Path("/proc/self/maps").read_text().count("quire-pages"), len(os.listdir("/proc/self/fd"))
 
 
-def store_of(geometry: Geometry, driver: MemfdDriver | None = None) -> VirtualStore:
+def store_of(geometry: KVCacheConfig, driver: MemfdDriver | None = None) -> VirtualStore:
     """Over real pages; a layer's keys of a token are one head's."""
     layers = sum(len(group.layers) for group in geometry.groups)
     windows = tuple(next(group.window for group in geometry.groups if i in group.layers) for i in range(layers))
@@ -35,24 +35,24 @@ def store_of(geometry: Geometry, driver: MemfdDriver | None = None) -> VirtualSt
     return VirtualStore(geometry, spec(windows, 48, size), torch.float16, torch.device("cpu"), driver, debug=True)
 
 
-class Stored(Pages):
+class Stored(EchoPages):
     """The keys and values of a group's layers: each number of a token's repeats its state."""
 
-    def __init__(self, group: Group, number: int, slots: int, store: VirtualStore) -> None:
+    def __init__(self, group: KVCacheGroup, number: int, slots: int, store: VirtualStore) -> None:
         super().__init__(group, number, np.zeros(0, np.uint8), np.zeros(0, np.uint8), slots)
         caches = [store.caches[layer] for layer in group.layers]
         sides = [side.view(torch.int64)[:, 0] for cache in caches for side in (cache.keys, cache.values)]
         self.words: list[npt.NDArray[np.int64]] = [side.numpy() for side in sides]  # [slots, tokens, words]
 
-    def read(self, slot: int, first: int, last: int) -> States:
+    def read_states(self, slot: int, first: int, last: int) -> States:
         states: States = self.words[0][slot, first:last, 0].copy()
         for words in self.words:
             assert (words[slot, first:last] == states[:, None]).all(), f"a token of slot {slot} is torn"
-        return states ^ self.number
+        return states ^ self.group_index
 
-    def put(self, slot: int, position: int, state: int) -> None:
+    def write_state(self, slot: int, position: int, state: int) -> None:
         for words in self.words:
-            words[slot, position] = state ^ self.number
+            words[slot, position] = state ^ self.group_index
 
 
 class StoredRunner(EchoRunner):
@@ -61,20 +61,20 @@ class StoredRunner(EchoRunner):
     def __init__(self, depth: int) -> None:
         super().__init__(depth, vocab_size=VOCAB)
 
-    def bind(self, geometry: Geometry) -> None:
+    def bind(self, geometry: KVCacheConfig) -> None:
         self.geometry, self.store = geometry, store_of(geometry)
         self.groups = [Stored(group, g, geometry.slots, self.store) for g, group in enumerate(geometry.groups)]
 
     def collect(self, ticket: int) -> StepResult:
         plan = self.queue[0]
-        self.store.replay(plan.journal)
+        self.store.apply_page_ops(plan.page_ops)
         result = super().collect(ticket)
-        self.store.replay_ahead(plan.ahead)
+        self.store.apply_overlapped_page_ops(plan.overlapped_page_ops)
         return result
 
-    def replay(self, entry: Entry) -> None:
-        if isinstance(entry, Table):
-            super().replay(entry)
+    def apply(self, entry: PageOp) -> None:
+        if isinstance(entry, TableWrite):
+            super().apply(entry)
 
     def sleep(self, level: int) -> None:
         super().sleep(level)

@@ -24,10 +24,10 @@ from memories import (
     usage_of,
 )  # fmt: skip
 
-from quire.control.memory import LATER, KVMemory
+from quire.control.memory import DEFERRED, KVMemory
 from quire.control.memory.paged import PagedMemory
 from quire.control.request import Sequence
-from quire.vocabulary.plan import In, Out
+from quire.vocabulary.plan import SwapIn, SwapOut
 
 every_memory = pytest.mark.parametrize("name", EVERY)
 every_cache = pytest.mark.parametrize("name", CACHED)
@@ -35,8 +35,8 @@ every_paged = pytest.mark.parametrize("name", MEMORIES)  # for what reserved mem
 
 
 def sequence(id: int, length: int, *, start: int = 1, branches: int = 0, salt: str = "") -> Sequence:
-    seq = Sequence(id, [start + i for i in range(length)], salt=salt)
-    seq.branches = branches
+    seq = Sequence(id, [start + i for i in range(length)], cache_salt=salt)
+    seq.num_forks = branches
     return seq
 
 
@@ -46,7 +46,7 @@ def compute(memory: KVMemory, seq: Sequence, count: int) -> bool:
         seq.tokens.append(len(seq.tokens))
     if not memory.grow(seq, seq.planned + count):
         return False
-    memory.take_journal()
+    memory.take_page_ops()
     seq.planned += count
     seq.computed = seq.planned
     memory.commit(seq)
@@ -55,7 +55,7 @@ def compute(memory: KVMemory, seq: Sequence, count: int) -> bool:
 
 def admit(memory: KVMemory, seq: Sequence, budget: int = 64) -> int | None:
     reused = admit_one(memory, seq, budget)
-    if reused is None or reused is LATER:
+    if reused is None or reused is DEFERRED:
         return None
     seq.computed = seq.planned = reused
     return reused
@@ -110,14 +110,14 @@ def test_shortage_is_a_value_and_changes_nothing(name: str) -> None:
     serve(memory, cached)
     memory.free(cached)
     residents = fill(memory)
-    memory.take_journal()
+    memory.take_page_ops()
     before = insides(memory)
     assert admit_one(memory, sequence(2, 40), 64) is None
     assert insides(memory) == before
     blocked = next(seq for seq in residents if not memory.grow(seq, seq.planned + 16))
     assert insides(memory) == before
     assert not memory.grow(blocked, blocked.planned + 16)
-    assert memory.take_journal() == ((), ())
+    assert memory.take_page_ops() == ((), ())
 
 
 @every_memory
@@ -142,17 +142,17 @@ def test_what_branches_have_in_common_is_computed_by_one_and_held_once(name: str
     admitted = memory.admit(group, 64)
     assert isinstance(admitted, list)
     memory.check()
-    size = memory.prefixes.stride
+    size = memory.prefix_cache.prefix_granularity
     common, more = 33 // size * size, 36 // size * size
     assert admitted[0] == (0, None)
     assert admitted[1] == admitted[2] == (common, group[0])
     assert admitted[3] == (more, group[2] if more > common else group[0])
-    tables = [memory.place(seq).tables for seq in group]
-    assert not memory.forgets or not any(map(any, tables[1:]))
-    for g, pages in enumerate(() if memory.forgets else memory.geometry.groups):
+    tables = [memory.get_placement(seq).tables for seq in group]
+    assert not memory.drops_pages or not any(map(any, tables[1:]))
+    for g, pages in enumerate(() if memory.drops_pages else memory.kv_config.groups):
         first, _, third, fourth = (table[g] for table in tables)
-        assert first[: pages.whole(common)] == third[: pages.whole(common)]
-        assert third[: pages.whole(more)] == fourth[: pages.whole(more)]
+        assert first[: pages.num_full_pages(common)] == third[: pages.num_full_pages(common)]
+        assert third[: pages.num_full_pages(more)] == fourth[: pages.num_full_pages(more)]
     for seq in group:
         memory.free(seq)
         memory.check()
@@ -168,7 +168,7 @@ def test_grow_is_monotone_and_idempotent(name: str) -> None:
     seq = sequence(1, 9)
     admit(memory, seq)
     assert memory.grow(seq, 21)
-    memory.take_journal()
+    memory.take_page_ops()
     before = insides(memory)
     for length in (21, 20, 9, 1, 21):
         assert memory.grow(seq, length)
@@ -198,7 +198,7 @@ def test_admit_leaves_one_token_to_compute(name: str, length: int) -> None:
         seq = sequence(id, length)
         reused = serve(memory, seq)
         memory.free(seq)
-    size = memory.prefixes.stride
+    size = memory.prefix_cache.prefix_granularity
     assert reused == (length - 1) // size * size
 
 
@@ -219,7 +219,7 @@ def test_fits_means_that_they_can_be_held_together(
     if data.draw(st.booleans()):  # idle, but full of cached prefixes
         for id in range(1000, 1006):
             old = sequence(id, 12, start=id)
-            old.final = 12
+            old.max_total_len = 12
             if memory.fits([12]) and admit(memory, old, chunk) is not None:
                 while old.planned < 12:
                     assert compute(memory, old, min(chunk, 12 - old.planned))
@@ -227,7 +227,7 @@ def test_fits_means_that_they_can_be_held_together(
     seqs = []
     for id, length in enumerate(lengths):
         seq = sequence(id, data.draw(st.just(length) | st.integers(1, length)), start=100 * id)
-        seq.final = length
+        seq.max_total_len = length
         assert admit(memory, seq, chunk) is not None, f"{lengths} fit, but sequence {id} isn't admitted"
         seqs.append((seq, length))
     while any(seq.planned < length for seq, length in seqs):
@@ -274,13 +274,13 @@ def test_grow_and_commit_cost_the_pages_that_change(name: str) -> None:
 @every_memory
 def test_conservation(name: str) -> None:
     memory = EVERY[name](Build())
-    geometry = memory.geometry
+    geometry = memory.kv_config
     total = total_bytes(geometry)
     assert memory.account().usage.total == total
     seqs, held = [sequence(id, 11) for id in range(4)], set[tuple[int, int]]()
     for seq in seqs:
         assert serve(memory, seq) is not None
-        for group, table in zip(geometry.groups, memory.place(seq).tables):
+        for group, table in zip(geometry.groups, memory.get_placement(seq).tables):
             held |= {(page * group.page_bytes, group.page_bytes) for page in table if page}
         usage = usage_of(memory)
         assert usage.total == total
@@ -306,14 +306,16 @@ def test_reference_counts_equal_the_tables_that_name_a_page(name: str) -> None:
     """A sequence and its fork name the same pages, and write to pages of their own."""
     memory = EVERY[name](Build())
     parent, child = forked(memory)
-    assert memory.place(parent).tables == memory.place(child).tables
+    assert memory.get_placement(parent).tables == memory.get_placement(child).tables
     memory.check()
-    memory.take_journal()
+    memory.take_page_ops()
     for seq in (parent, child):
         assert compute(memory, seq, 3)
         memory.check()
-    for group, mine, yours in zip(memory.groups, memory.place(parent).tables, memory.place(child).tables):
-        full = group.whole(18)
+    for group, mine, yours in zip(
+        memory.groups, memory.get_placement(parent).tables, memory.get_placement(child).tables
+    ):
+        full = group.num_full_pages(18)
         assert not {page for page in mine[full:] if page} & set(yours[full:])
         assert mine[:full] == yours[:full] or not all(mine)
     memory.free(parent)
@@ -342,7 +344,7 @@ def test_admission_leaves_room_for_the_branches_to_come(name: str) -> None:
     tight = next(tokens for tokens in range(1, 200) if EVERY[name](Build(tokens)).fits([9]))
     for branches, admitted in ((0, 0), (100, None)):
         memory, seq = EVERY[name](Build(tight)), sequence(1, 9, branches=branches)
-        seq.final = 9
+        seq.max_total_len = 9
         assert admit_one(memory, seq, 64) == admitted
 
 
@@ -350,7 +352,7 @@ def test_admission_leaves_room_for_the_branches_to_come(name: str) -> None:
 
 
 def host_keeps(memory: PagedMemory, seqs: Iterable[Sequence]) -> set[tuple[int, int]]:
-    tables = [(g, table) for seq in seqs for g, table in enumerate(memory.swap.residents[seq.id].tables)]
+    tables = [(g, table) for seq in seqs for g, table in enumerate(memory.swap.seq_pages[seq.id].tables)]
     return {(g, page) for g, table in tables for page in table if page}
 
 
@@ -360,7 +362,7 @@ def test_a_failed_swap_changes_nothing(name: str) -> None:
     large, small = sequence(1, 20), sequence(2, 1, start=500)
     for seq in (large, small):
         serve(memory, seq)
-    fits = memory.swap.host.affords([sum(map(bool, table)) for table in memory.place(large).tables])
+    fits = memory.swap.host_pool.can_allocate([sum(map(bool, table)) for table in memory.get_placement(large).tables])
     before = insides(memory)
     if not fits:
         assert not memory.swap_out([large])
@@ -393,20 +395,29 @@ def test_conservation_on_the_host(name: str) -> None:
     assert [len(group.host_ids) for group in memory.groups] == [len(group.ids) for group in memory.groups]
     parent, child = forked(memory)
     assert compute(memory, child, 3)
-    held = {(g, page) for seq in (parent, child) for g, table in enumerate(memory.place(seq).tables) for page in table}
+    held = {
+        (g, page)
+        for seq in (parent, child)
+        for g, table in enumerate(memory.get_placement(seq).tables)
+        for page in table
+    }
     held -= {(g, 0) for g in range(len(memory.groups))}
     for _ in range(3):
         assert memory.swap_out([parent, child])
         memory.check()
         assert len(host_keeps(memory, (parent, child))) == len(held)
         assert host_free(memory) == host_total(memory) - len(held)
-        there = [(entry.group, entry.host) for entry in sum(memory.take_journal(), ()) if isinstance(entry, Out)]
+        there = [
+            (entry.group, entry.host_page) for entry in sum(memory.take_page_ops(), ()) if isinstance(entry, SwapOut)
+        ]
         assert len(there) == len(held)
         assert all(page in memory.groups[g].host_ids for g, page in there)
         assert memory.account().usage.used == memory.account().usage.internal == 0
         assert memory.swap_in([parent, child])
         memory.check()
-        back = [(entry.group, entry.host) for entry in sum(memory.take_journal(), ()) if isinstance(entry, In)]
+        back = [
+            (entry.group, entry.host_page) for entry in sum(memory.take_page_ops(), ()) if isinstance(entry, SwapIn)
+        ]
         assert set(back) <= set(there)
         assert host_free(memory) == host_total(memory)
     assert memory.swap_out([parent, child])

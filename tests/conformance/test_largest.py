@@ -10,14 +10,14 @@ from typing import NamedTuple
 import pytest
 from memories import VOCAB
 
-from quire.control.edge import Limits
+from quire.control.edge import EngineLimits
 from quire.control.engine import Engine
 from quire.control.memory.paged import PagedMemory
 from quire.control.scheduler import Scheduler
 from quire.errors import InputError
 from quire.sim.echo import EchoRunner
 from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.specs import Geometry, Group, Layout
+from quire.vocabulary.specs import KVCacheConfig, KVCacheGroup, KVCacheLayout
 
 SEQS, MAX_LEN = 8, 160
 
@@ -33,14 +33,14 @@ class Kind(NamedTuple):
 def memory_of(kinds: list[Kind], count: int, chunk: int, **how) -> PagedMemory:
     large = 256 * math.lcm(*(kind.ratio for kind in kinds))
     groups = tuple(
-        Group(
+        KVCacheGroup(
             (i,), large // ratio, large // ratio // run, -(-MAX_LEN // run), range(ratio, (count + 1) * ratio),
             range(1, count * ratio + 1), run, 1, window, "full" if window is None else "window",
         )
         for i, (ratio, run, window) in enumerate(kinds)
     )  # fmt: skip
-    geometry = Geometry(Layout.PAGED, (count + 1) * large, SEQS + 1, groups, 2, count * large, large)
-    return PagedMemory(geometry, chunk=chunk, debug=True, **how)
+    geometry = KVCacheConfig(KVCacheLayout.PAGED, (count + 1) * large, SEQS + 1, groups, 2, count * large, large)
+    return PagedMemory(geometry, max_step_tokens=chunk, debug=True, **how)
 
 
 def drawn_kinds(rng: random.Random) -> list[Kind]:
@@ -60,13 +60,13 @@ def serve(seed: int, way: str, prefix_tokens: int = 0) -> None:
     }  # fmt: skip
     count = next(c for c in range(1, 1000) if memory_of(kinds, c, chunk, **how).fits([longest] * n, longest - 1))
     memory, runner = memory_of(kinds, count, chunk, **how), EchoRunner(rng.randint(1, 3), vocab_size=VOCAB)
-    runner.bind(memory.geometry)
-    scheduler = Scheduler(memory, budget=chunk, max_seqs=SEQS, max_len=MAX_LEN, preemption=way)
-    engine = Engine(scheduler, runner, Limits(VOCAB, MAX_LEN, 1000), clock=lambda: 0.0)
+    runner.bind(memory.kv_config)
+    scheduler = Scheduler(memory, token_budget=chunk, max_seqs=SEQS, max_len=MAX_LEN, preemption=way)
+    engine = Engine(scheduler, runner, EngineLimits(VOCAB, MAX_LEN, 1000), clock=lambda: 0.0)
     stems = [rng.choices(range(1, VOCAB), k=MAX_LEN) for _ in range(2)]
     added = steps = served = done = 0
-    while added < 12 or engine.unfinished:
-        while added < 12 and (rng.random() < 0.3 or not engine.unfinished):
+    while added < 12 or engine.has_unfinished_requests:
+        while added < 12 and (rng.random() < 0.3 or not engine.has_unfinished_requests):
             width, length = (n, longest) if rng.random() < 0.5 else (1, rng.randint(2, longest))
             prompt = rng.randint(1, length - 1)
             params = SamplingParams(
@@ -83,8 +83,8 @@ def serve(seed: int, way: str, prefix_tokens: int = 0) -> None:
             try:
                 engine.register_prefix(str(steps), rng.choices(range(1, VOCAB), k=rng.randint(1, 3)))
             except InputError:
-                engine.release_prefix(rng.choice(list(engine.prefixes)))
-        done += sum(output.done for output in engine.step() if not output.request.startswith("prefix"))
+                engine.release_prefix(rng.choice(list(engine.prefix_lengths)))
+        done += sum(output.done for output in engine.step() if not output.request_id.startswith("prefix"))
         steps += 1
         assert steps < 20000, "the engine makes no progress"
         memory.check()

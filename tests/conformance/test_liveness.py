@@ -50,7 +50,7 @@ class Schedules(RuleBasedStateMachine):
         self.added += 1
 
     def step(self, rng: random.Random) -> None:
-        if self.trace.engine.unfinished:
+        if self.trace.engine.has_unfinished_requests:
             self.trace.step()
 
     def steps(self, rng: random.Random) -> None:
@@ -64,7 +64,7 @@ class Schedules(RuleBasedStateMachine):
     def preempt(self, rng: random.Random) -> None:
         """The youngest is preempted though there is room; like the scheduler, only when nothing is in flight."""
         scheduler = self.trace.scheduler
-        while self.trace.engine.flight:
+        while self.trace.engine.in_flight:
             self.collect()
         if scheduler.running:
             scheduler.preemption = rng.choice(("swap", "recompute"))
@@ -85,7 +85,7 @@ class Schedules(RuleBasedStateMachine):
         """All that was asked for is done: each token of each branch is computed a few times at most."""
         engine = self.trace.engine
         bound = 20 + 4 * MAX_LEN * sum(request.params.width for request in engine.requests.values())
-        while engine.unfinished:
+        while engine.has_unfinished_requests:
             self.trace.step()
             bound -= 1
             assert bound > 0, "the engine makes no progress"

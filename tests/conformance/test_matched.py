@@ -14,7 +14,7 @@ from memories import EVERY, VOCAB, Build
 from traces import Asked, Told, Trace
 
 from quire.vocabulary.params import SamplingParams, Structured
-from quire.vocabulary.plan import LAST, Mask, StepPlan
+from quire.vocabulary.plan import LAST_SAMPLED, StepPlan, TokenBitmask
 
 FORM = Structured("regex", "numbers")
 END = 0
@@ -30,7 +30,7 @@ class NumberMatcher:
         self._look()
 
     def _look(self) -> None:
-        if self.free():
+        if self.is_unconstrained():
             self.allowed = set(range(VOCAB))
             return
         rng = random.Random(f"{self.seed} {self.tokens}")
@@ -49,10 +49,10 @@ class NumberMatcher:
         self._look()
         return ""
 
-    def forced(self) -> tuple[int, ...]:
+    def forced_tokens(self) -> tuple[int, ...]:
         return self.queue
 
-    def free(self) -> bool:
+    def is_unconstrained(self) -> bool:
         """Every other one is from its fifth token on, unless a run was to follow."""
         return self.seed % 2 > 0 and len(self.tokens) >= 5 and not self.queue
 
@@ -68,10 +68,10 @@ class NumberGrammar:
     def __init__(self, seed: int) -> None:
         self.seed = seed
 
-    def matcher(self) -> NumberMatcher:
+    def new_matcher(self) -> NumberMatcher:
         return NumberMatcher(self.seed)
 
-    def masks(self, matchers: Sequence[NumberMatcher]) -> list[bytes]:
+    def compute_masks(self, matchers: Sequence[NumberMatcher]) -> list[bytes]:
         found = []
         for matcher in matchers:
             bits = np.zeros(-(-VOCAB // 32) * 32, dtype=np.bool_)
@@ -88,29 +88,29 @@ class MatchedTrace(Trace):
         self.masked = self.jumped = self.passed = self.early = self.freed = 0
         self.submitted = self.runner.submit
         if late:
-            self.scheduler.late = True
-            self.runner.hold, self.runner.release = self.hold, self.release  # type: ignore[attr-defined]
+            self.scheduler.deferred_masks = True
+            self.runner.submit_without_masks, self.runner.submit_masks = self.hold, self.release  # type: ignore[attr-defined]
         else:
             self.runner.submit = self.look  # type: ignore[method-assign]
 
     def hold(self, plan: StepPlan) -> int:
         """A step begins: its rows may follow tokens that nobody has seen."""
         assert not plan.masks
-        self.early += any(LAST in row.tokens for row in plan.rows if self._matched(row.slot))
+        self.early += any(LAST_SAMPLED in row.tokens for row in plan.slices if self._matched(row.slot))
         self.plan = plan
         return self.submitted(plan)
 
-    def release(self, ticket: int, masks: tuple[Mask, ...]) -> int:
+    def release(self, ticket: int, masks: tuple[TokenBitmask, ...]) -> int:
         """Its masks: of all rows that sample, but for those whose sequences have ended meanwhile."""
-        ended = {row.slot for row in self.plan.rows if self.scheduler.by_slot[row.slot][1].finish is not None}
-        asked = {row.slot for row in self.plan.rows if row.sample and self._matched(row.slot)}
+        ended = {row.slot for row in self.plan.slices if self.scheduler.by_slot[row.slot][1].finish_reason is not None}
+        asked = {row.slot for row in self.plan.slices if row.num_samples and self._matched(row.slot)}
         assert {mask.slot for mask in masks} == asked - ended
         self.masked += len(masks)
         self._count(self.plan)
-        return self.runner.runner.release(ticket, masks)
+        return self.runner.runner.submit_masks(ticket, masks)
 
     def _count(self, plan: StepPlan) -> None:
-        for row in plan.rows:
+        for row in plan.slices:
             request, seq = self.scheduler.by_slot[row.slot]
             self.jumped += seq.matcher is not None and row.start > seq.prompt_len and len(row.tokens) > 1
             self.freed += seq.matcher is None and request.params.grammar is not None
@@ -126,15 +126,15 @@ class MatchedTrace(Trace):
     def look(self, plan: StepPlan) -> int:
         """Masks are of rows that sample, one each; and no row of a matched sequence follows a token not yet seen."""
         slots = [mask.slot for mask in plan.masks]
-        asked = {row.slot for row in plan.rows if row.sample and self._matched(row.slot)}
+        asked = {row.slot for row in plan.slices if row.num_samples and self._matched(row.slot)}
         assert len(set(slots)) == len(slots)
         assert set(slots) == asked
-        for row in plan.rows:
+        for row in plan.slices:
             if self._matched(row.slot):
-                assert LAST not in row.tokens, "a mask was made before a token was known"
+                assert LAST_SAMPLED not in row.tokens, "a mask was made before a token was known"
         self._count(plan)
         self.masked += len(slots)
-        self.passed += bool(self.engine.flight) and bool(plan.rows) and not slots
+        self.passed += bool(self.engine.in_flight) and bool(plan.slices) and not slots
         return self.submitted(plan)
 
     def _matched(self, slot: int) -> bool:
@@ -162,7 +162,7 @@ def test_matched_traces(name: str, depth: int, preemption: str) -> None:
     assert sum(trace.freed for _, trace in pairs) > 0, "no matcher was let go"
     assert name != "paged-4" or sum(told.preemptions for told, _ in pairs) > 0
     assert depth == 1 or sum(trace.passed for _, trace in pairs) > 0, "nobody went on while others waited"
-    assert all(not trace.scheduler.matched for _, trace in pairs)
+    assert all(not trace.scheduler.num_grammar_requests for _, trace in pairs)
 
 
 @pytest.mark.parametrize("depth", [2, 3])
@@ -174,7 +174,7 @@ def test_masks_that_come_late(name: str, depth: int) -> None:
     assert sum(trace.jumped for _, trace in pairs) > 2
     assert sum(trace.freed for _, trace in pairs) > 0, "no matcher was let go"
     assert sum(trace.masked for _, trace in pairs) > 100
-    assert all(not trace.engine.held for _, trace in pairs)
+    assert all(not trace.engine.is_awaiting_masks for _, trace in pairs)
 
 
 @pytest.mark.soak
@@ -191,8 +191,8 @@ def test_a_token_that_cannot_follow_ends_its_request_alone() -> None:
     """As when a grammar grows too complex: the others go on."""
 
     class Broken(NumberGrammar):
-        def matcher(self) -> object:  # type: ignore[override]
-            made = super().matcher()
+        def new_matcher(self) -> object:  # type: ignore[override]
+            made = super().new_matcher()
             real = made.accept
             made.accept = lambda token: "too complex" if len(made.tokens) == 3 else real(token)  # type: ignore
             return made
@@ -201,7 +201,7 @@ def test_a_token_that_cannot_follow_ends_its_request_alone() -> None:
     broken = SamplingParams(seed=3, max_tokens=40, structured=FORM, grammar=Broken(1))
     trace.add(Asked("a", (1, 2, 3), broken, ""))
     trace.add(Asked("b", (1, 2, 3), SamplingParams(seed=4, max_tokens=20, ignore_eos=True), ""))
-    while trace.engine.unfinished:
+    while trace.engine.has_unfinished_requests:
         trace.step()
     last = trace.outputs["a"][-1]
     assert (last.finish_reason, last.stop_reason) == ("error", "too complex")

@@ -7,7 +7,7 @@ from memories import VOCAB, Build
 from pictured import PICTURED
 from traces import DEPTHS, Asked, Trace, drawn_trace
 
-from quire.vocabulary.media import Medium
+from quire.vocabulary.media import ImageItem
 from quire.vocabulary.params import SamplingParams
 
 
@@ -25,7 +25,7 @@ def test_what_one_leaves_half_encoded_another_one_begins_anew() -> None:
     trace = Trace(PICTURED["cross-4"](Build(128, 4)), seed=0, depth=1, budget=4, max_seqs=8)
     for i, id in enumerate("ab"):
         prompt, params = (7 + i, VOCAB - 1, 5), SamplingParams(seed=1, max_tokens=4)
-        trace.add(Asked(id, prompt, params, "", (Medium(bytes(32), 1, 1, 8, 4),)))
+        trace.add(Asked(id, prompt, params, "", (ImageItem(bytes(32), 1, 1, 8, 4),)))
     trace.step()
     trace.step()
     assert 0 < trace.runner.parts < 4

@@ -14,18 +14,18 @@ import pytest
 from memories import MEMORIES, Build
 from traces import STEMS, Asked, Checked, Trace, Watched, run_trace
 
-from quire.control.memory.arrivals import Arrivals
+from quire.control.memory.arrivals import AdmissionPlanner
 from quire.control.memory.paged import PagedMemory
-from quire.control.memory.pages import Ledger
+from quire.control.memory.pages import PagePool
 from quire.control.memory.policies import WindowPolicy
-from quire.control.memory.prefix import Prefixes, Reuse
+from quire.control.memory.prefix import PrefixCache, PrefixHit
 from quire.control.memory.swap import Swap
 from quire.control.request import Request, Sequence
 from quire.control.scheduler import Scheduler
-from quire.sim.cells import Pages
+from quire.sim.cells import EchoPages
 from quire.sim.echo import EchoRunner
 from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.plan import Copy, In, Out, Row, Sampled, StepPlan, StepResult, Table
+from quire.vocabulary.plan import PageCopy, SeqSlice, SliceResult, StepPlan, StepResult, SwapIn, SwapOut, TableWrite
 
 Patch = pytest.MonkeyPatch
 Plant = Callable[[Patch], None]
@@ -49,7 +49,7 @@ def instead_of(owner: Any, name: str) -> Callable[[Callable[..., Any]], Plant]:
 def journal(change: Callable[[list[Any]], list[Any]]) -> Plant:
     """Make a bug of a function that changes the entries of a step's journal."""
 
-    @instead_of(PagedMemory, "take_journal")
+    @instead_of(PagedMemory, "take_page_ops")
     def changed(take: Any, memory: PagedMemory) -> tuple[Any, Any]:
         now, ahead = take(memory)
         return tuple(change(list(now))), ahead
@@ -57,32 +57,32 @@ def journal(change: Callable[[list[Any]], list[Any]]) -> Plant:
     return changed
 
 
-lost_copy_on_write = journal(lambda entries: [e for e in entries if not isinstance(e, Copy)])
+lost_copy_on_write = journal(lambda entries: [e for e in entries if not isinstance(e, PageCopy)])
 swap_in_to_the_wrong_page = journal(
-    lambda entries: [e._replace(page=max(1, e.page - 1)) if isinstance(e, In) else e for e in entries]
+    lambda entries: [e._replace(page=max(1, e.page - 1)) if isinstance(e, SwapIn) else e for e in entries]
 )
 # Growth past a page border isn't told: the table keeps what an earlier owner of the slot left there.
-stale_table = journal(lambda entries: [e for e in entries if not (isinstance(e, Table) and e.at)])
+stale_table = journal(lambda entries: [e for e in entries if not (isinstance(e, TableWrite) and e.first_page)])
 # Pages are copied out when the step's other effects have been had, as if on a side stream without a fence.
-out_after_the_reuse = journal(lambda entries: sorted(entries, key=lambda e: isinstance(e, Out)))
+out_after_the_reuse = journal(lambda entries: sorted(entries, key=lambda e: isinstance(e, SwapOut)))
 grow_off_by_one_at_a_page_border = instead_of(PagedMemory, "grow")(
     lambda grow, memory, seq, length: grow(memory, seq, length - 1)
 )
-leak_of_a_page = instead_of(Ledger, "release")(
+leak_of_a_page = instead_of(PagePool, "decref")(
     lambda release, ledger, group, pages: release(ledger, group, [page for page in pages if page != 5])
 )
 
 
-@instead_of(Pages, "put")
-def write_off_by_one_at_a_page_border(put: Any, pages: Pages, slot: int, position: int, state: int) -> None:
+@instead_of(EchoPages, "write_state")
+def write_off_by_one_at_a_page_border(put: Any, pages: EchoPages, slot: int, position: int, state: int) -> None:
     """The first token of a page is kept where the first one of the page before it is."""
-    border = pages.group.whole(position) * pages.full == position * pages.group.token_bytes
+    border = pages.group.num_full_pages(position) * pages.used_page_bytes == position * pages.group.token_bytes
     put(pages, slot, position - (pages.group.page_tokens if border and position else 0), state)
 
 
-@instead_of(EchoRunner, "compute")
-def last_from_the_wrong_slot(compute: Any, runner: EchoRunner, row: Row) -> Sampled:
-    sampled: Sampled = compute(runner, row)
+@instead_of(EchoRunner, "compute_row")
+def last_from_the_wrong_slot(compute: Any, runner: EchoRunner, row: SeqSlice) -> SliceResult:
+    sampled: SliceResult = compute(runner, row)
     other = runner.slots.get(row.slot + 1)
     if sampled.tokens and other is not None:
         other.last = sampled.tokens[0]
@@ -91,10 +91,10 @@ def last_from_the_wrong_slot(compute: Any, runner: EchoRunner, row: Row) -> Samp
 
 @instead_of(Scheduler, "update")
 def token_of_a_wasted_row_given_out(update: Any, scheduler: Scheduler, plan: StepPlan, result: StepResult) -> Any:
-    for row in plan.rows:
+    for row in plan.slices:
         _, seq = scheduler.by_slot[row.slot]
-        if seq.finish == "stop":
-            seq.finish = None
+        if seq.finish_reason == "stop":
+            seq.finish_reason = None
     return update(scheduler, plan, result)
 
 
@@ -105,9 +105,9 @@ def unconfirmed_tail_published(commit: Any, memory: PagedMemory, seq: Sequence) 
     seq.computed = computed
 
 
-@instead_of(Scheduler, "_leave")
+@instead_of(Scheduler, "_free_seq")
 def rejected_tail_published(leave: Any, scheduler: Scheduler, seq: Sequence) -> None:
-    if seq.finish is not None:
+    if seq.finish_reason is not None:
         scheduler.memory.commit(seq)
     leave(scheduler, seq)
 
@@ -125,7 +125,7 @@ def no_copy_on_write(patch: Patch) -> None:
 @instead_of(PagedMemory, "fork")
 def fork_without_share(fork: Any, memory: PagedMemory, parent: Sequence, child: Sequence) -> bool:
     with pytest.MonkeyPatch.context() as inner:
-        inner.setattr(Ledger, "share_all", lambda ledger, group, pages: None)
+        inner.setattr(PagePool, "incref_used", lambda ledger, group, pages: None)
         return fork(memory, parent, child)
 
 
@@ -134,31 +134,33 @@ def hit_one_page_too_long(admit: Any, memory: PagedMemory, seqs: Seq[Sequence], 
     admitted = admit(memory, seqs, budget)
     if not isinstance(admitted, list):
         return admitted
-    longer = [one._replace(reused=one.reused + memory.prefixes.stride) for one in admitted]
+    longer = [
+        one._replace(reused_tokens=one.reused_tokens + memory.prefix_cache.prefix_granularity) for one in admitted
+    ]
     return [
-        more if one.reused and more.reused < min(seq.reusable, len(seq.tokens)) else one
+        more if one.reused_tokens and more.reused_tokens < min(seq.max_prefix_hit, len(seq.tokens)) else one
         for seq, one, more in zip(seqs, admitted, longer)
     ]
 
 
-@instead_of(Prefixes, "cached")
-def hit_of_a_whole_prompt(longest: Any, prefixes: Prefixes, seq: Sequence, known: int = 0) -> Reuse:
+@instead_of(PrefixCache, "find_cached")
+def hit_of_a_whole_prompt(longest: Any, prefixes: PrefixCache, seq: Sequence, known: int = 0) -> PrefixHit:
     seq.tokens.append(0)
     hit = longest(prefixes, seq, known)
     seq.tokens.pop()
     return hit
 
 
-@instead_of(Prefixes, "chain")
-def key_without_its_parent(chain: Any, prefixes: Prefixes, seq: Sequence, tokens: int) -> None:
-    for end in range((len(seq.keys) + 1) * prefixes.unit, tokens + 1, prefixes.unit):
-        alone = Sequence(0, seq.tokens[end - prefixes.unit : end], salt=seq.salt)
-        chain(prefixes, alone, prefixes.unit)
-        seq.keys += alone.keys
+@instead_of(PrefixCache, "extend_keys")
+def key_without_its_parent(chain: Any, prefixes: PrefixCache, seq: Sequence, tokens: int) -> None:
+    for end in range((len(seq.page_keys) + 1) * prefixes.key_tokens, tokens + 1, prefixes.key_tokens):
+        alone = Sequence(0, seq.tokens[end - prefixes.key_tokens : end], cache_salt=seq.cache_salt)
+        chain(prefixes, alone, prefixes.key_tokens)
+        seq.page_keys += alone.page_keys
 
 
-@instead_of(Prefixes, "_origin")
-def key_without_its_salt(origin: Any, prefixes: Prefixes, salt: str) -> bytes:
+@instead_of(PrefixCache, "_salted_root_key")
+def key_without_its_salt(origin: Any, prefixes: PrefixCache, salt: str) -> bytes:
     return origin(prefixes, "")
 
 
@@ -168,23 +170,23 @@ def window_dropped_a_page_early(reads: Any, policy: WindowPolicy, seq: Sequence 
     return range(span.start + (len(span) > 1), span.stop)
 
 
-@instead_of(Scheduler, "_born")
+@instead_of(Scheduler, "_init_slot")
 def child_with_its_parents_seed(born: Any, scheduler: Scheduler, request: Request, *more: Any, **named: Any) -> None:
     born(scheduler, request, *more, **named)
-    scheduler.births[-1] = scheduler.births[-1]._replace(seed=request.seed)
+    scheduler.new_slots[-1] = scheduler.new_slots[-1]._replace(seed=request.seed)
 
 
 @instead_of(EchoRunner, "submit")
 def last_birth_of_a_step_lost(submit: Any, runner: EchoRunner, plan: StepPlan) -> int:
-    return submit(runner, plan._replace(births=plan.births[: max(1, len(plan.births) - 1)]))
+    return submit(runner, plan._replace(new_slots=plan.new_slots[: max(1, len(plan.new_slots) - 1)]))
 
 
 def victim_that_keeps_its_progress(patch: Patch) -> None:
     @instead_of(Scheduler, "_preempt")
     def kept(preempt: Any, scheduler: Scheduler, victim: Request) -> None:
-        computed = {seq.id: seq.computed for seq in victim.live}
+        computed = {seq.id: seq.computed for seq in victim.live_seqs}
         preempt(scheduler, victim)
-        for seq in victim.live:
+        for seq in victim.live_seqs:
             seq.computed = seq.planned = computed[seq.id]
 
     @instead_of(PagedMemory, "admit")
@@ -192,75 +194,75 @@ def victim_that_keeps_its_progress(patch: Patch) -> None:
         admitted = admit(memory, seqs, budget)
         if not isinstance(admitted, list):
             return admitted
-        return [one._replace(reused=max(one.reused, seq.computed)) for seq, one in zip(seqs, admitted)]
+        return [one._replace(reused_tokens=max(one.reused_tokens, seq.computed)) for seq, one in zip(seqs, admitted)]
 
     kept(patch)
     kept_admission(patch)
 
 
-@instead_of(PagedMemory, "take_journal")
+@instead_of(PagedMemory, "take_page_ops")
 def out_after_the_rows(take: Any, memory: PagedMemory) -> tuple[Any, Any]:
     now, ahead = take(memory)
-    return tuple(e for e in now if not isinstance(e, Out)), ahead + tuple(e for e in now if isinstance(e, Out))
+    return tuple(e for e in now if not isinstance(e, SwapOut)), ahead + tuple(e for e in now if isinstance(e, SwapOut))
 
 
-@instead_of(Scheduler, "_wanted")
+@instead_of(Scheduler, "_num_new_tokens")
 def siblings_row_too_early(wanted: Any, scheduler: Scheduler, request: Request, seq: Sequence, budget: int) -> int:
-    seq.sibling = None
+    seq.prefix_source = None
     return wanted(scheduler, request, seq, budget)
 
 
 @instead_of(PagedMemory, "_copy_on_write")
 def registered_page_written_in_place(copy: Any, memory: PagedMemory, resident: Any, group: int, at: int) -> None:
-    if (group, resident.tables[group][at]) not in memory.prefixes.pins:
+    if (group, resident.tables[group][at]) not in memory.prefix_cache.pin_counts:
         copy(memory, resident, group, at)
 
 
-@instead_of(Prefixes, "pinned")
-def registered_prefix_of_another_salt(pinned: Any, prefixes: Prefixes, seq: Sequence) -> Reuse:
-    salt, keys = seq.salt, seq.keys
-    seq.salt, seq.keys = "", []
+@instead_of(PrefixCache, "find_registered")
+def registered_prefix_of_another_salt(pinned: Any, prefixes: PrefixCache, seq: Sequence) -> PrefixHit:
+    salt, keys = seq.cache_salt, seq.page_keys
+    seq.cache_salt, seq.page_keys = "", []
     try:
         return pinned(prefixes, seq)
     finally:
-        seq.salt, seq.keys = salt, keys
+        seq.cache_salt, seq.page_keys = salt, keys
 
 
 @instead_of(PagedMemory, "swap_in")
 def leak_of_a_host_page(swap_in: Any, memory: PagedMemory, seqs: Any) -> bool:
     back = swap_in(memory, seqs)
     if back:
-        memory.swap.host.pools[0].empty.pop()
+        memory.swap.host_pool.size_classes[0].empty.pop()
     return back
 
 
 @instead_of(PagedMemory, "free")
 def dropped_swap_that_keeps_its_pages(free: Any, memory: PagedMemory, seq: Sequence) -> None:
-    if memory.swap.residents.pop(seq.id, None) is None:
+    if memory.swap.seq_pages.pop(seq.id, None) is None:
         free(memory, seq)
 
 
 def common_pages_not_counted(patch: Patch) -> None:
-    patch.setattr(PagedMemory, "_share_common", lambda *args: None)
+    patch.setattr(PagedMemory, "_incref_shared", lambda *args: None)
 
 
-@instead_of(Arrivals, "_common")
-def branch_that_shares_too_much(common: Any, door: Arrivals, seq: Sequence, *more: Any) -> tuple[int, int]:
+@instead_of(AdmissionPlanner, "_find_shared_prefix")
+def branch_that_shares_too_much(common: Any, door: AdmissionPlanner, seq: Sequence, *more: Any) -> tuple[int, int]:
     """A stride more than it has in common with the branch before it."""
     tokens, owner = common(door, seq, *more)
-    longer = tokens + door.memory.prefixes.stride
+    longer = tokens + door.memory.prefix_cache.prefix_granularity
     return (longer, owner) if tokens and longer < len(seq.tokens) else (tokens, owner)
 
 
-@instead_of(Prefixes, "arrived")
-def waiting_one_that_is_not_told(arrived: Any, prefixes: Prefixes, *given: Any) -> None:
+@instead_of(PrefixCache, "resolve_pending")
+def waiting_one_that_is_not_told(arrived: Any, prefixes: PrefixCache, *given: Any) -> None:
     """What a sequence waits for has come, or will never come, and it waits on."""
-    awaited, prefixes.awaited = prefixes.awaited, {}
+    awaited, prefixes.deferred_by_key = prefixes.deferred_by_key, {}
     arrived(prefixes, *given)
-    prefixes.awaited = awaited
+    prefixes.deferred_by_key = awaited
 
 
-@instead_of(Swap, "_names")
+@instead_of(Swap, "_page_keys")
 def swapped_page_under_another_name(names: Any, swap: Swap, *args: Any) -> dict[tuple[int, int], bytes]:
     """A sequence that comes back takes a cached page for one of its own that holds something else."""
     found = names(swap, *args)
@@ -268,8 +270,8 @@ def swapped_page_under_another_name(names: Any, swap: Swap, *args: Any) -> dict[
     return dict(zip(found, values[1:] + values[:1]))
 
 
-@instead_of(Scheduler, "_join")
-def admitted_before_the_swapped_are_back(join: Any, scheduler: Scheduler, rows: list[Row]) -> None:
+@instead_of(Scheduler, "_schedule_waiting")
+def admitted_before_the_swapped_are_back(join: Any, scheduler: Scheduler, rows: list[SeqSlice]) -> None:
     join(scheduler, rows)
     swapped, scheduler.swapped = scheduler.swapped, deque()
     join(scheduler, rows)
@@ -340,9 +342,9 @@ PLANTED: dict[str, Planted] = {
         window_dropped_a_page_early, r"WindowPolicy, .* writes pages .*, and reads pages "
     ),
     "child with its parent's seed": Planted(child_with_its_parents_seed, WRONG),
-    "last birth of a step lost": Planted(last_birth_of_a_step_lost, r"KeyError in EchoRunner\.compute$"),
+    "last birth of a step lost": Planted(last_birth_of_a_step_lost, r"KeyError in EchoRunner\.compute_row$"),
     "victim that keeps its progress": Planted(victim_that_keeps_its_progress, HIT),
-    "lost swap-in": Planted(journal(lambda entries: [e for e in entries if not isinstance(e, In)]), WRONG, WRONG),
+    "lost swap-in": Planted(journal(lambda entries: [e for e in entries if not isinstance(e, SwapIn)]), WRONG, WRONG),
     "swap-in to the wrong page": Planted(swap_in_to_the_wrong_page, WRONG, WRONG),
     "Out after the reuse": Planted(out_after_the_reuse, WRONG, WRONG),
     "Out after the rows": Planted(out_after_the_rows, WRONG),
@@ -409,7 +411,7 @@ def run_prefix(depth: int) -> None:
     """Three requests, one of them salted, begin with a registered prefix that ends within a page."""
     trace = opened(depth, 64, "recompute", prefix_tokens=8)
     trace.engine.register_prefix("p", STEMS[0][:6])
-    while trace.engine.unfinished:
+    while trace.engine.has_unfinished_requests:
         trace.step()
     for i, salt in enumerate(("", "", "adapter")):
         trace.add(asked(str(i), (*STEMS[0][:6], 50 + i), salt, max_tokens=12))

@@ -14,88 +14,88 @@ from test_planted import HIT, SCRATCH, WRONG, Patch, Shown, every_depth, found_b
 from traces import Asked, Trace
 
 from quire.control.memory import gallery
-from quire.control.memory.gallery import Gallery
-from quire.control.memory.policies import Span, VisionPolicy
-from quire.control.memory.prefix import Prefixes
-from quire.control.memory.tables import Resident
+from quire.control.memory.gallery import EncoderCache
+from quire.control.memory.policies import ImageSpan, VisionPolicy
+from quire.control.memory.prefix import PrefixCache
+from quire.control.memory.tables import SeqPages
 from quire.control.request import Sequence
-from quire.control.sight import Sight
-from quire.sim.cells import WORD, Pages, States
+from quire.control.sight import EncoderBudget
+from quire.sim.cells import STATE_BYTES, EchoPages, States
 from quire.sim.echo import EchoRunner
-from quire.sim.sights import Sights
+from quire.sim.sights import EchoImages
 from quire.text import sight
-from quire.text.messages import Given
-from quire.vocabulary.media import Medium
+from quire.text.messages import ImageSource
+from quire.vocabulary.media import ImageItem
 from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.plan import Encode, Entry, StepResult
+from quire.vocabulary.plan import ImageEncoding, PageOp, StepResult
 
 
 def pages_of_another_picture_of_the_same_size(patch: Patch) -> None:
-    patch.setattr(gallery, "names", lambda key, count: [bytes([count]) * 32 + i.to_bytes(4) for i in range(count)])
+    patch.setattr(gallery, "page_keys", lambda key, count: [bytes([count]) * 32 + i.to_bytes(4) for i in range(count)])
 
 
-@instead_of(VisionPolicy, "begin")
-def embedding_freed_before_its_last_chunk(begin: Any, policy: VisionPolicy, spans: list[Span], start: int) -> int:
-    return min(begin(policy, spans, start) + (start > spans[0].medium.start), spans[-1].stop)
+@instead_of(VisionPolicy, "first_needed_page")
+def embedding_freed_before_its_last_chunk(begin: Any, policy: VisionPolicy, spans: list[ImageSpan], start: int) -> int:
+    return min(begin(policy, spans, start) + (start > spans[0].image.start), spans[-1].stop)
 
 
-embeddings_inside_pages_written_too_early = instead_of(Sights, "_inside")(
+embeddings_inside_pages_written_too_early = instead_of(EchoImages, "_inline_row")(
     lambda inside, sights, slot, at: inside(sights, slot, at - sights.groups[0].group.run_tokens)
 )
-embeddings_over_keys_that_are_there = instead_of(Gallery, "_go_on")(
+embeddings_over_keys_that_are_there = instead_of(EncoderCache, "_plan_parts")(
     lambda go_on, self, resident, place, at, most, skip=0: go_on(self, resident, place, at, most)
 )
 
 
 def picture_half_evicted_that_counts_as_there(patch: Patch) -> None:
-    def found(self: Gallery, g: int, key: bytes, count: int) -> list[int] | None:
-        index = self.pages.index[g]
-        pages = [index[name] for name in gallery.names(key, count) if name in index]
+    def found(self: EncoderCache, g: int, key: bytes, count: int) -> list[int] | None:
+        index = self.page_pool.index[g]
+        pages = [index[name] for name in gallery.page_keys(key, count) if name in index]
         return (pages * count)[:count] if pages else None
 
-    patch.setattr(Gallery, "_found", found)
-    patch.setattr(Gallery, "tear", lambda self: [torn.clear() for torn in self.torn.values()])
+    patch.setattr(EncoderCache, "_find_pages", found)
+    patch.setattr(EncoderCache, "drop_incomplete", lambda self: [torn.clear() for torn in self.evicted_keys.values()])
 
 
-@instead_of(Prefixes, "_beside")
-def key_of_tokens_without_their_picture(more: Any, prefixes: Prefixes, seq: Sequence, run: int) -> bytes:
-    media, seq.media = seq.media, ()
+@instead_of(PrefixCache, "_extra_key")
+def key_of_tokens_without_their_picture(more: Any, prefixes: PrefixCache, seq: Sequence, run: int) -> bytes:
+    media, seq.images = seq.images, ()
     found: bytes = more(prefixes, seq, run)
-    seq.media = media
+    seq.images = media
     return found
 
 
 def encoder_run_skipped_after_a_preemption(patch: Patch) -> None:
     once: set[bytes] = set()
 
-    @instead_of(Gallery, "leave")
-    def left(leave: Any, self: Gallery, resident: Resident) -> None:
-        once.update(medium.key for medium in resident.media)
+    @instead_of(EncoderCache, "detach")
+    def left(leave: Any, self: EncoderCache, resident: SeqPages) -> None:
+        once.update(medium.key for medium in resident.images)
         leave(self, resident)
 
-    @instead_of(Gallery, "extend")
-    def skipped(extend: Any, self: Gallery, seq: Sequence, resident: Resident, *more: Any) -> None:
+    @instead_of(EncoderCache, "extend_table")
+    def skipped(extend: Any, self: EncoderCache, seq: Sequence, resident: SeqPages, *more: Any) -> None:
         extend(self, seq, resident, *more)
-        for (_, i), coming in resident.pictures.items():
-            if seq.media[i].key in once and not coming.done:
-                coming.done = coming.parts
+        for (_, i), coming in resident.pending_encodings.items():
+            if seq.images[i].key in once and not coming.parts_done:
+                coming.parts_done = coming.num_parts
 
     skipped(patch)
     left(patch)
 
 
-row_that_does_not_wait_for_the_last_part = instead_of(Sight, "clear")(
+row_that_does_not_wait_for_the_last_part = instead_of(EncoderBudget, "schedule_encoding")(
     lambda clear, sight, seq, count: clear(sight, seq, count) or count
 )
 
 
 def encoder_that_is_a_step_late(patch: Patch) -> None:
-    replay = EchoRunner.replay
-    late: dict[int, list[Encode]] = {}
+    replay = EchoRunner.apply
+    late: dict[int, list[ImageEncoding]] = {}
 
-    @instead_of(EchoRunner, "replay")
-    def held(replay: Any, runner: EchoRunner, entry: Entry) -> None:
-        if isinstance(entry, Encode):
+    @instead_of(EchoRunner, "apply")
+    def held(replay: Any, runner: EchoRunner, entry: PageOp) -> None:
+        if isinstance(entry, ImageEncoding):
             late.setdefault(id(runner), []).append(entry)
         else:
             replay(runner, entry)
@@ -146,22 +146,25 @@ def run(name: str, depth: int) -> None:
 def trusting(patch: Patch) -> None:
     """A runner that reads and writes wherever it is told to, and takes what lies there for what should."""
 
-    def read(pages: Pages, slot: int, first: int, last: int) -> States:
+    def read(pages: EchoPages, slot: int, first: int, last: int) -> States:
         size = pages.group.token_bytes
-        held = [pages.page(slot, i) for i in range(first * size // pages.full, -(-last * size // pages.full))]
-        begin = first * size % pages.full
-        cells = pages.pages[held, : pages.full].reshape(-1)[begin : begin + (last - first) * size]
-        states: States = np.ascontiguousarray(cells.reshape(-1, size)[:, :WORD]).view(np.int64).reshape(-1)
-        return states ^ pages.number
+        held = [
+            pages.page_at(slot, i)
+            for i in range(first * size // pages.used_page_bytes, -(-last * size // pages.used_page_bytes))
+        ]
+        begin = first * size % pages.used_page_bytes
+        cells = pages.pages[held, : pages.used_page_bytes].reshape(-1)[begin : begin + (last - first) * size]
+        states: States = np.ascontiguousarray(cells.reshape(-1, size)[:, :STATE_BYTES]).view(np.int64).reshape(-1)
+        return states ^ pages.group_index
 
-    patch.setattr(Pages, "page", lambda pages, slot, logical: int(pages.table[slot, logical]))
-    patch.setattr(Pages, "read", read)
+    patch.setattr(EchoPages, "page_at", lambda pages, slot, logical: int(pages.table[slot, logical]))
+    patch.setattr(EchoPages, "read_states", read)
 
 
 def only_tokens(patch: Patch) -> None:
     """With no check of the memory's, of its tables, or of what is read: nothing fails but what comes out."""
     only_outputs(patch)
-    patch.setattr(Gallery, "check", lambda gallery: None)
+    patch.setattr(EncoderCache, "check", lambda gallery: None)
     trusting(patch)
 
 
@@ -187,7 +190,7 @@ def test_planted_bug_is_caught(name: str, checked: bool, depth: int, monkeypatch
         run(bug.memory, depth)
 
 
-key_without_its_salt = instead_of(sight, "key_of")(lambda key_of, image, settings, salt: key_of(image, settings, ""))
+key_without_its_salt = instead_of(sight, "image_key")(lambda key_of, image, settings, salt: key_of(image, settings, ""))
 
 
 def run_tenants(name: str, depth: int) -> None:
@@ -195,14 +198,14 @@ def run_tenants(name: str, depth: int) -> None:
     shown it by anybody of his own has it encoded, or would learn that somebody else has it."""
     memory = PICTURED[name](Build(256, 16, 8))
     trace = Trace(memory, seed=0, depth=depth, budget=16, max_seqs=8)
-    given, found = [Given("here", written(drawn(8, 8)))], list[tuple[int, int]]()
+    given, found = [ImageSource("here", written(drawn(8, 8)))], list[tuple[int, int]]()
     for i, salt in enumerate(("", "a", "b", "b", "a")):
-        [pixels] = seeing.sight().see(given, salt)
+        [pixels] = seeing.sight().load(given, salt)
         rows = 4
-        prompt = (7 + i, *[VOCAB - 1] * (rows if memory.geometry.sight else 1), 5, 6)
-        medium = Medium(pixels.key, 1, len(prompt) - 3, rows, 2)
+        prompt = (7 + i, *[VOCAB - 1] * (rows if memory.kv_config.sight else 1), 5, 6)
+        medium = ImageItem(pixels.key, 1, len(prompt) - 3, rows, 2)
         trace.add(Asked(str(i), prompt, SamplingParams(max_tokens=4, seed=i), salt, (medium,)))
-        while trace.engine.unfinished:
+        while trace.engine.has_unfinished_requests:
             trace.step()
         sharing = memory.account().sharing
         found.append((sharing.encoder_runs, sharing.picture_hits))

@@ -27,16 +27,25 @@ from test_planted import (
 from traces import run_trace
 from unlike import FULL, STATE, UNLIKE, WINDOW, Kind, large, unlike
 
-from quire.control.memory.large import LargePages
+from quire.control.memory.large import TwoLevelPagePool
 from quire.control.memory.paged import PagedMemory
 from quire.control.memory.policies import BudgetPolicy, ChunkedPolicy, FullPolicy, StatePolicy, WindowPolicy
-from quire.control.memory.prefix import Prefixes
-from quire.control.memory.tables import PageTables, Resident
+from quire.control.memory.prefix import PrefixCache
+from quire.control.memory.tables import PageTables, SeqPages
 from quire.control.request import Sequence
-from quire.sim.cells import WORD, Pages, Running
+from quire.sim.cells import STATE_BYTES, EchoPages, RecurrentStateRule
 from quire.sim.echo import EchoRunner
 from quire.vocabulary import wire
-from quire.vocabulary.plan import Birth, Copy, Row, Sampled, Sampling, StepPlan, StepResult, Table
+from quire.vocabulary.plan import (
+    DeviceSamplingParams,
+    PageCopy,
+    SeqSlice,
+    SliceResult,
+    SlotInit,
+    StepPlan,
+    StepResult,
+    TableWrite,
+)
 
 Make = Callable[[Build], PagedMemory]
 TWINS = unlike(*(Kind(8 + 8 * i, 2) for i in range(5)))
@@ -48,10 +57,10 @@ class Traveller(EchoRunner):
     """Every message goes through its binary form."""
 
     def submit(self, plan: StepPlan) -> int:
-        return super().submit(wire.decode(wire.encode(plan)))  # type: ignore[arg-type]
+        return super().submit(wire.decode_frame(wire.encode_frame(plan)))  # type: ignore[arg-type]
 
     def collect(self, ticket: int) -> StepResult:
-        return wire.decode(wire.encode(super().collect(ticket)))  # type: ignore[return-value]
+        return wire.decode_frame(wire.encode_frame(super().collect(ticket)))  # type: ignore[return-value]
 
 
 class Eager(PagedMemory):
@@ -59,32 +68,36 @@ class Eager(PagedMemory):
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
-        self.later: list[Table] = []
+        self.later: list[TableWrite] = []
 
     def grow(self, seq: Sequence, length: int) -> bool:
         if not super().grow(seq, length):
             return False
-        told, resident = len(self.entries), self.residents[seq.id]
-        more = min(resident.room + 1, MAX_LEN)
-        if more > resident.room and not resident.forked and self.pages.affords([8] * len(self.groups)):
-            held = resident.held
-            self._extend(seq, resident, more, seq.planned)
-            resident.held = held
-        self.later += [entry for entry in self.entries[told:] if isinstance(entry, Table)]
-        del self.entries[told:]
+        told, resident = len(self.page_ops), self.seq_pages[seq.id]
+        more = min(resident.capacity + 1, MAX_LEN)
+        if (
+            more > resident.capacity
+            and not resident.needs_cow_check
+            and self.page_pool.can_allocate([8] * len(self.groups))
+        ):
+            held = resident.requested_tokens
+            self._grow_tables(seq, resident, more, seq.planned)
+            resident.requested_tokens = held
+        self.later += [entry for entry in self.page_ops[told:] if isinstance(entry, TableWrite)]
+        del self.page_ops[told:]
         return True
 
-    def _leave(self, resident: Resident) -> None:
+    def _detach(self, resident: SeqPages) -> None:
         self.later = [entry for entry in self.later if entry.slot != resident.slot]
-        super()._leave(resident)
+        super()._detach(resident)
 
-    def take_journal(self) -> tuple[Any, Any]:
+    def take_page_ops(self) -> tuple[Any, Any]:
         ahead, self.later = tuple(self.later), []
-        return super().take_journal()[0], ahead
+        return super().take_page_ops()[0], ahead
 
 
 def eager(build: Build) -> PagedMemory:
-    return Eager(PLAIN(build).geometry, chunk=build.chunk)
+    return Eager(PLAIN(build).kv_config, max_step_tokens=build.chunk)
 
 
 def run(make: Make, depth: int, runner: type[EchoRunner] = EchoRunner, **settings: Any) -> None:
@@ -96,16 +109,18 @@ def run(make: Make, depth: int, runner: type[EchoRunner] = EchoRunner, **setting
         )  # fmt: skip
 
 
-@instead_of(PagedMemory, "take_journal")
+@instead_of(PagedMemory, "take_page_ops")
 def copy_keyed_without_its_group(take: Any, memory: PagedMemory) -> tuple[Any, Any]:
     now, ahead = take(memory)
-    last = {entry.dst: entry for entry in now if isinstance(entry, Copy)}
-    return tuple(e for e in now if not isinstance(e, Copy) or last[e.dst] is e), ahead
+    last = {entry.dst: entry for entry in now if isinstance(entry, PageCopy)}
+    return tuple(e for e in now if not isinstance(e, PageCopy) or last[e.dst] is e), ahead
 
 
 def state_page_shared_while_written(patch: Patch) -> None:
     patch.setattr(
-        StatePolicy, "writes", lambda policy, seq, start, end: range(policy.group.pages(start), policy.group.pages(end))
+        StatePolicy,
+        "writes",
+        lambda policy, seq, start, end: range(policy.group.num_pages(start), policy.group.num_pages(end)),
     )
 
 
@@ -114,7 +129,7 @@ def window_page_dropped_before_its_chunk_ran(grow: Any, memory: PagedMemory, seq
     grown: bool = grow(memory, seq, length)
     if grown:
         computed, seq.computed = seq.computed, length
-        memory._drop(seq, memory.residents[seq.id])
+        memory._drop_unneeded(seq, memory.seq_pages[seq.id])
         seq.computed = computed
     return grown
 
@@ -123,12 +138,12 @@ def window_page_dropped_before_its_chunk_ran(grow: Any, memory: PagedMemory, seq
 def chunk_page_dropped_one_token_early(_: Any, policy: ChunkedPolicy, seq: Any, start: int, end: int) -> range:
     assert policy.group.chunk is not None
     last = (start + 1) % policy.group.chunk == 0  # a chunk's last token still sees all of it
-    return range(policy.group.whole(policy.group.oldest(start + last)), policy.group.pages(end))
+    return range(policy.group.num_full_pages(policy.group.first_visible(start + last)), policy.group.num_pages(end))
 
 
-@instead_of(Prefixes, "_found")
+@instead_of(PrefixCache, "_shorten_hit")
 def hit_valid_for_one_group_only(
-    found: Any, prefixes: Prefixes, group: int, seq: Sequence, names: Any, tokens: range, known: int
+    found: Any, prefixes: PrefixCache, group: int, seq: Sequence, names: Any, tokens: range, known: int
 ) -> Any:
     return found(prefixes, group, seq, names, tokens, known) if group == 0 else (tokens.stop, known)
 
@@ -138,41 +153,41 @@ window_one_token_short = instead_of(WindowPolicy, "reads")(
 )
 
 
-@instead_of(PagedMemory, "_extend")
+@instead_of(PagedMemory, "_grow_tables")
 def a_type_allocated_when_another_fails(
-    extend: Any, memory: PagedMemory, seq: Sequence, resident: Resident, *rest: Any, **more: Any
+    extend: Any, memory: PagedMemory, seq: Sequence, resident: SeqPages, *rest: Any, **more: Any
 ) -> bool:
     done: bool = extend(memory, seq, resident, *rest, **more)
     for g in range(len(memory.groups)) if not done else ():
-        if memory.pages.reserve([int(i == g) for i in range(len(memory.groups))]):
-            memory.take(g, 1, resident.owner)
+        if memory.page_pool.reserve([int(i == g) for i in range(len(memory.groups))]):
+            memory.allocate_pages(g, 1, resident.owner)
     return done
 
 
-@instead_of(LargePages, "_forget")
-def hash_kept_on_a_rebound_page(forget: Any, pages: LargePages, group: int, page: int) -> None:
+@instead_of(TwoLevelPagePool, "_drop_content")
+def hash_kept_on_a_rebound_page(forget: Any, pages: TwoLevelPagePool, group: int, page: int) -> None:
     key = pages.keys[group][page]
     forget(pages, group, page)
-    if key is not None and not pages.busy[page // pages.ratios[group]]:
+    if key is not None and not pages.used_small[page // pages.small_pages_per_large[group]]:
         pages.index[group][key] = page
 
 
 @instead_of(EchoRunner, "submit")
 def ahead_not_done(submit: Any, runner: EchoRunner, plan: StepPlan) -> int:
-    return submit(runner, plan._replace(ahead=()))
+    return submit(runner, plan._replace(overlapped_page_ops=()))
 
 
-@instead_of(EchoRunner, "birth")
-def birth_that_inherits_the_wrong_rules(birth: Any, runner: EchoRunner, born: Birth) -> None:
-    birth(runner, born._replace(sampling=Sampling()) if born.sampling is None else born)
+@instead_of(EchoRunner, "init_slot")
+def birth_that_inherits_the_wrong_rules(birth: Any, runner: EchoRunner, born: SlotInit) -> None:
+    birth(runner, born._replace(sampling=DeviceSamplingParams()) if born.sampling is None else born)
 
 
-@instead_of(wire, "decode")
+@instead_of(wire, "decode_frame")
 def plan_that_changes_on_its_way(decode: Any, frame: bytes) -> Any:
     message = decode(frame)
     if isinstance(message, StepPlan):
-        rows = tuple(row._replace(score=row.score[:-1]) for row in message.rows)
-        message = message._replace(rows=rows)
+        rows = tuple(row._replace(score_tokens=row.score_tokens[:-1]) for row in message.slices)
+        message = message._replace(slices=rows)
     return message
 
 
@@ -190,58 +205,62 @@ def prefix_found_in_pages_that_changed(patch: Patch) -> None:
     @instead_of(PagedMemory, "__init__")
     def caching(init: Any, memory: PagedMemory, *arguments: Any, **settings: Any) -> None:
         init(memory, *arguments, **settings)
-        memory.caching = memory.prefixes.caching = True
+        memory.caching = memory.prefix_cache.caching = True
 
     patch.setattr(BudgetPolicy, "unit", FullPolicy.unit)
     caching(patch)
 
 
-def of(pages: Pages, slot: int, position: int, late: int = 0) -> int:
+def of(pages: EchoPages, slot: int, position: int, late: int = 0) -> int:
     """The state in the page where that after `position` tokens should be, whatever it says of itself."""
     if position == 0:
         return 0
     run = pages.group.run_tokens
     page = int(pages.table[slot, max(position - 1 - late, 0) // run])
-    return int(struct.unpack("<qq", pages.pages[page, : 2 * WORD].tobytes())[1])
+    return int(struct.unpack("<qq", pages.pages[page, : 2 * STATE_BYTES].tobytes())[1])
 
 
-def put(pages: Pages, slot: int, position: int, state: int, late: int = 0) -> None:
+def put(pages: EchoPages, slot: int, position: int, state: int, late: int = 0) -> None:
     page = int(pages.table[slot, max(position - late, 0) // pages.group.run_tokens])
-    pages.pages[page] = np.resize(np.frombuffer(struct.pack("<qq", position + 1, state), np.uint8), pages.full)
+    pages.pages[page] = np.resize(
+        np.frombuffer(struct.pack("<qq", position + 1, state), np.uint8), pages.used_page_bytes
+    )
 
 
-@instead_of(EchoRunner, "compute")
-def state_advanced_twice(compute: Any, runner: EchoRunner, row: Row) -> Sampled:
+@instead_of(EchoRunner, "compute_row")
+def state_advanced_twice(compute: Any, runner: EchoRunner, row: SeqSlice) -> SliceResult:
     """A step's first token is what the step before computed last: once in a while it goes into the state again."""
     for group in runner.groups:
-        if isinstance(group.rule, Running) and row.start % 5 == 4:
+        if isinstance(group.rule, RecurrentStateRule) and row.start % 5 == 4:
             state = of(group, row.slot, row.start)
-            put(group, row.slot, row.start - 1, Running._advanced(state, row.start - 1, 0))
+            put(group, row.slot, row.start - 1, RecurrentStateRule._advance(state, row.start - 1, 0))
     return compute(runner, row)
 
 
-@instead_of(PageTables, "_shared")
+@instead_of(PageTables, "_find_shared_writes")
 def fork_shares_the_running_state(shared: Any, memory: PagedMemory, *arguments: object) -> list[tuple[int, int]]:
     """What a branch goes on from isn't copied before it is written."""
     return [(g, at) for g, at in shared(memory, *arguments) if memory.groups[g].kind != "state"]
 
 
-@instead_of(EchoRunner, "replay")
+@instead_of(EchoRunner, "apply")
 def lost_copy_of_a_state(replay: Any, runner: EchoRunner, entry: object) -> None:
     """Branches get pages of their own, in which nothing is."""
-    if not isinstance(entry, Copy) or not isinstance(runner.groups[entry.group].rule, Running):
+    if not isinstance(entry, PageCopy) or not isinstance(runner.groups[entry.group].rule, RecurrentStateRule):
         replay(runner, entry)
 
 
 def checkpoint_a_token_late(patch: Patch) -> None:
     """The state goes on into the next page a token behind the border: alone, no sequence sees it."""
-    patch.setattr(Running, "_of", staticmethod(lambda pages, slot, position: of(pages, slot, position, late=1)))
+    patch.setattr(
+        RecurrentStateRule, "_read_state", staticmethod(lambda pages, slot, position: of(pages, slot, position, late=1))
+    )
 
-    def write(rule: Running, pages: Pages, slot: int, position: int, token: int, state: int) -> None:
-        after = rule._advanced(of(pages, slot, position, late=1), position, token)
+    def write(rule: RecurrentStateRule, pages: EchoPages, slot: int, position: int, token: int, state: int) -> None:
+        after = rule._advance(of(pages, slot, position, late=1), position, token)
         put(pages, slot, position, after, late=1)
 
-    patch.setattr(Running, "write", write)
+    patch.setattr(RecurrentStateRule, "write", write)
 
 
 def hit_without_a_checkpoint(patch: Patch) -> None:
@@ -334,8 +353,8 @@ def test_wrong_tokens_alone_show_a_wrong_state(name: str | None, depth: int, mon
     """Where states say nothing of themselves, and nothing is checked of the memory or of what it gives. Without a bug
     nothing is wrong."""
     only_outputs(monkeypatch)
-    monkeypatch.setattr(Running, "_of", staticmethod(of))
-    monkeypatch.setattr(Pages, "page", lambda pages, slot, logical: int(pages.table[slot, logical]))
+    monkeypatch.setattr(RecurrentStateRule, "_read_state", staticmethod(of))
+    monkeypatch.setattr(EchoPages, "page_at", lambda pages, slot, logical: int(pages.table[slot, logical]))
     if name is not None:
         PLANTED[name].plant(monkeypatch)
     with found_by(WRONG) if name else nullcontext():

@@ -36,18 +36,18 @@ from traces import Trace
 
 from quire.control.memory.virtual import VirtualMemory
 from quire.control.request import Sequence
-from quire.data.runner.virtual.driver import Run
+from quire.data.runner.virtual.driver import PageRun
 from quire.data.runner.virtual.fake import FakeDriver
-from quire.vocabulary.plan import Entry, Table
+from quire.vocabulary.plan import PageOp, TableWrite
 
 
-@instead_of(VirtualMemory, "_map_next")
-def mapped_anew_under_a_step(_: Any, memory: VirtualMemory) -> list[Table]:
+@instead_of(VirtualMemory, "_premap_next_slot")
+def mapped_anew_under_a_step(_: Any, memory: VirtualMemory) -> list[TableWrite]:
     """What is mapped ahead goes to a place that a sequence in memory uses."""
-    resident = next(iter(memory.residents.values()), None)
+    resident = next(iter(memory.seq_pages.values()), None)
     held = resident is not None and resident.tables[0][:1] not in ([], [0])
-    page = next(iter(memory.pages.of[0].empty), 0)
-    return [Table(resident.slot, 0, 0, (page,))] if resident is not None and held and page else []
+    page = next(iter(memory.page_pool.size_class_of[0].empty), 0)
+    return [TableWrite(resident.slot, 0, 0, (page,))] if resident is not None and held and page else []
 
 
 def slot_given_on_in_flight(patch: Patch) -> None:
@@ -59,14 +59,14 @@ def slot_given_on_in_flight(patch: Patch) -> None:
         seqs[seq.id] = seq
         return grow(memory, seq, length)
 
-    @instead_of(VirtualMemory, "_map_next")
-    def hasty(_: Any, memory: VirtualMemory) -> list[Table]:
-        ending = [id for id in memory.residents if id in seqs and not seqs[id].quiet and last(seqs[id])]
-        page = next(iter(memory.pages.of[0].empty), 0)
-        return [Table(memory.residents[ending[0]].slot, 0, 0, (page,))] if ending and page else []
+    @instead_of(VirtualMemory, "_premap_next_slot")
+    def hasty(_: Any, memory: VirtualMemory) -> list[TableWrite]:
+        ending = [id for id in memory.seq_pages if id in seqs and not seqs[id].not_in_flight and last(seqs[id])]
+        page = next(iter(memory.page_pool.size_class_of[0].empty), 0)
+        return [TableWrite(memory.seq_pages[ending[0]].slot, 0, 0, (page,))] if ending and page else []
 
     def last(seq: Sequence) -> bool:
-        return bool(seq.final) and seq.planned >= seq.final - 1
+        return bool(seq.max_total_len) and seq.planned >= seq.max_total_len - 1
 
     noted(patch)
     hasty(patch)
@@ -86,32 +86,32 @@ def page_of_an_earlier_owner_still_mapped(lay: Any, group: Addressed, slot: int,
         lay(group, slot, at, page)
 
 
-@instead_of(VirtualMemory, "pick")
+@instead_of(VirtualMemory, "choose_pages")
 def page_that_was_given_out_meanwhile(
     pick: Any, memory: VirtualMemory, group: int, count: int, owner: int, slot: int, at: int
 ) -> list[int]:
     """A slot's next owner gets the page that was mapped there ahead, though another sequence has got it."""
-    lying, pages = memory.lying[group][slot], list[int]()
+    lying, pages = memory.mapped_pages[group][slot], list[int]()
     for place in range(at, at + count):
         page = lying[place] if place < len(lying) else 0
-        if page and memory.pages.names(group, page):
-            memory.pages.share(group, page)
+        if page and memory.page_pool.ref_count(group, page):
+            memory.page_pool.incref(group, page)
             pages.append(page)
         else:
             pages += pick(memory, group, 1, owner, slot, place)
     return pages
 
 
-@instead_of(VirtualMemory, "take_journal")
+@instead_of(VirtualMemory, "take_page_ops")
 def mapped_behind_the_rows(take: Any, memory: VirtualMemory) -> tuple[Any, Any]:
     """What a step needs is mapped with what is for later."""
     now, ahead = take(memory)
-    growth = tuple(entry for entry in now if isinstance(entry, Table) and entry.at)
+    growth = tuple(entry for entry in now if isinstance(entry, TableWrite) and entry.first_page)
     return tuple(entry for entry in now if entry not in growth), growth + ahead
 
 
 @instead_of(Addressed, "runs")
-def one_buffer_forgotten(runs: Any, group: Addressed, slot: int, at: int, page: int) -> Iterator[Run]:
+def one_buffer_forgotten(runs: Any, group: Addressed, slot: int, at: int, page: int) -> Iterator[PageRun]:
     every = list(runs(group, slot, at, page))
     return iter(every[:-1] if slot else every)
 
@@ -120,18 +120,20 @@ def ahead_as_if_it_were_there(patch: Patch) -> None:
     """What is mapped ahead is remembered, and never mapped."""
 
     @instead_of(AddressedRunner, "_map")
-    def forgetful(submit: Any, runner: AddressedRunner, journal: Iterable[Entry]) -> None:
+    def forgetful(submit: Any, runner: AddressedRunner, journal: Iterable[PageOp]) -> None:
         if runner.submitted not in runner.holds:
             submit(runner, journal)
 
-    @instead_of(VirtualMemory, "take_journal")
+    @instead_of(VirtualMemory, "take_page_ops")
     def shorter(take: Any, memory: VirtualMemory) -> tuple[Any, Any]:
-        before = [[list(places) for places in slots] for slots in memory.lying]
+        before = [[list(places) for places in slots] for slots in memory.mapped_pages]
         now, ahead = take(memory)
-        return tuple(entry for entry in now if not isinstance(entry, Table) or not there(before, entry)), ahead
+        return tuple(entry for entry in now if not isinstance(entry, TableWrite) or not there(before, entry)), ahead
 
-    def there(lying: list[list[list[int]]], entry: Table) -> bool:
-        return tuple(lying[entry.group][entry.slot][entry.at : entry.at + len(entry.pages)]) == entry.pages
+    def there(lying: list[list[list[int]]], entry: TableWrite) -> bool:
+        return (
+            tuple(lying[entry.group][entry.slot][entry.first_page : entry.first_page + len(entry.pages)]) == entry.pages
+        )
 
     forgetful(patch)
     shorter(patch)
@@ -143,7 +145,7 @@ def shared_token_written_again(admit: Any, memory: VirtualMemory, seqs: Any, bud
     admitted = admit(memory, seqs, budget)
     if not isinstance(admitted, list) or len(seqs) > 1:
         return admitted
-    return [one._replace(reused=max(one.reused - 1, 0)) for one in admitted]
+    return [one._replace(reused_tokens=max(one.reused_tokens - 1, 0)) for one in admitted]
 
 
 UNMAPPED = "access to 0x[0-9a-f]+, where nothing is mapped"
@@ -204,10 +206,10 @@ def no_rules(patch: Patch) -> None:
     patch.setattr("traces.AddressedRunner", type(None))  # mappings aren't compared
     patch.setattr(FakeDriver, "kernel", lambda driver: nullcontext())
 
-    @instead_of(FakeDriver, "hold")
+    @instead_of(FakeDriver, "pin")
     def released(hold: Any, driver: FakeDriver, address: int, nbytes: int) -> int:
         token: int = hold(driver, address, nbytes)
-        driver.let_go(token)
+        driver.unpin(token)
         return token
 
     released(patch)

@@ -26,16 +26,16 @@ from memories import EVERY, RESERVED, VIRTUAL, VOCAB
 from traces import Watched, run_trace
 
 from quire.control.memory import paged
-from quire.control.memory.arrivals import Arrivals
-from quire.control.memory.policies import FAR, LayerPolicy, forgets
+from quire.control.memory.arrivals import AdmissionPlanner
+from quire.control.memory.policies import FAR, LayerPolicy, drops_pages
 from quire.control.memory.retention import Retention
 from quire.control.memory.tables import PageTables
 from quire.control.request import Sequence
 from quire.sim.echo import EchoRunner
-from quire.vocabulary.plan import Copy, Entry, In, Out, Poison, StepPlan, Table
+from quire.vocabulary.plan import PageCopy, PageOp, Poison, StepPlan, SwapIn, SwapOut, TableWrite
 
 FILE = Path(__file__).with_name("recorded.json.gz")
-LETTERS = {Table: "t", Copy: "c", Out: "o", In: "i", Poison: "p"}
+LETTERS = {TableWrite: "t", PageCopy: "c", SwapOut: "o", SwapIn: "i", Poison: "p"}
 
 
 class Case(NamedTuple):
@@ -70,13 +70,13 @@ class Recorder(EchoRunner):
 
 
 def step_of(plan: StepPlan) -> list[Any]:
-    births = [[birth.slot, birth.seq, birth.parent] for birth in plan.births]
-    journal = [entry_of(entry) for entry in plan.journal]
-    rows = [[row.slot, row.start, len(row.tokens), row.sample, len(row.score)] for row in plan.rows]
+    births = [[birth.slot, birth.seq_id, birth.parent_slot] for birth in plan.new_slots]
+    journal = [entry_of(entry) for entry in plan.page_ops]
+    rows = [[row.slot, row.start, len(row.tokens), row.num_samples, len(row.score_tokens)] for row in plan.slices]
     return [births, journal, rows]
 
 
-def entry_of(entry: Entry) -> list[Any]:
+def entry_of(entry: PageOp) -> list[Any]:
     fields = [list(field) if isinstance(field, tuple) else field for field in entry]
     return [LETTERS[type(entry)], *fields]
 
@@ -135,17 +135,19 @@ def canonical(steps: list[Any]) -> list[Any]:
 
 
 def as_estimated(policy: LayerPolicy, chunk: int, back: int) -> int:
-    if not forgets(policy):
+    if not drops_pages(policy):
         return FAR
     assert policy.group.window is not None
     return -(-(policy.group.window + 2 * chunk) // policy.group.page_tokens) + 1
 
 
-COMMON = Arrivals._common
+COMMON = AdmissionPlanner._find_shared_prefix
 
 
-def only_where_all_is_held(door: Arrivals, seq: Sequence, index: int, owners: dict[bytes, int]) -> tuple[int, int]:
-    return (0, index) if door.memory.forgets else COMMON(door, seq, index, owners)
+def only_where_all_is_held(
+    door: AdmissionPlanner, seq: Sequence, index: int, owners: dict[bytes, int]
+) -> tuple[int, int]:
+    return (0, index) if door.memory.drops_pages else COMMON(door, seq, index, owners)
 
 
 @pytest.mark.share(8)
@@ -158,10 +160,10 @@ def test_steps_are_the_recorded_ones(case: Case, monkeypatch: pytest.MonkeyPatch
         return admitted if isinstance(admitted, list) else None
 
     monkeypatch.setattr(Watched, "admit", held_up)
-    monkeypatch.setattr(paged, "most_at_once", as_estimated)
+    monkeypatch.setattr(paged, "max_pages_at_once", as_estimated)
     monkeypatch.setattr(paged, "Retention", lambda pages, policies, *_: Retention(pages, policies, "paper"))
-    monkeypatch.setattr(Arrivals, "_common", only_where_all_is_held)
-    monkeypatch.setitem(PageTables.__init__.__kwdefaults__, "aligned", 0)
+    monkeypatch.setattr(AdmissionPlanner, "_find_shared_prefix", only_where_all_is_held)
+    monkeypatch.setitem(PageTables.__init__.__kwdefaults__, "aligned_pages", 0)
     was, now = canonical(before()[str(case)]), canonical(record(case))
     differs = next((i for i, (a, b) in enumerate(zip(was, now)) if a != b), None)
     assert differs == SENT_AWAY.get(str(case)), f"step {differs}: {was[differs or 0]}, now {now[differs or 0]}"

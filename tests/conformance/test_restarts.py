@@ -13,7 +13,7 @@ from pictured import PICTURED
 from traces import Checked, Trace, Watched
 from unlike import UNLIKE
 
-from quire.control.recovery import Restarts
+from quire.control.recovery import RunnerRestarter
 from quire.errors import RanksLost
 
 LAYOUTS = {**EVERY, **UNLIKE, **PICTURED}
@@ -51,12 +51,12 @@ def run(name: str, seed: int, requests: int = 12) -> int:
 
     def anew() -> Any:
         trace.memory = Watched(LAYOUTS[name](build))
-        trace.runner = Checked(runner_for(trace.memory.geometry, depth, VOCAB), trace.memory, budget)
-        trace.runner.bind(trace.memory.geometry)
+        trace.runner = Checked(runner_for(trace.memory.kv_config, depth, VOCAB), trace.memory, budget)
+        trace.runner.bind(trace.memory.kv_config)
         return Flaky(trace.runner, rng, often), trace.memory
 
     trace.engine.runner = Flaky(trace.runner, rng, often)  # type: ignore[assignment]
-    trace.engine.restarts = Restarts(anew, most=10**6)
+    trace.engine.restarter = RunnerRestarter(anew, max_restarts=10**6)
     trace.run(requests)
     return trace.engine.stats.restarts
 

@@ -16,9 +16,9 @@ from quire.control import scene as scenes
 from quire.control.engine import Engine
 from quire.control.memory.paged import PagedMemory
 from quire.control.memory.virtual import VirtualMemory
-from quire.control.outcomes import Output
-from quire.control.queue import SPAN
-from quire.control.scene import CACHED, FIRST, FREE, OWNERS, PINNED, SHARED, scene
+from quire.control.outcomes import BranchOutput
+from quire.control.queue import ORDER_STEP
+from quire.control.scene import CACHED, FIRST_OWNER, FREE, NUM_OWNERS, PINNED, SHARED, take_snapshot
 
 NAMES = ["paged-4", "window", "mixed", "large", "states", "virtual-4", "cross-4", "large-vision-4", "vision-unlike",
          "uncached"]  # fmt: skip
@@ -29,35 +29,39 @@ def _check(engine: Engine, told: dict[str, Any]) -> None:
     memory = engine.scheduler.memory
     assert isinstance(memory, PagedMemory)
     assert json.loads(json.dumps(told)) == told
-    tables = Counter((g, page) for resident in memory.residents.values() for g, table in enumerate(resident.tables)
-                     for page in table[resident.first[g] :])  # fmt: skip
+    tables = Counter((g, page) for resident in memory.seq_pages.values() for g, table in enumerate(resident.tables)
+                     for page in table[resident.first_page[g] :])  # fmt: skip
     holding = [*engine.requests.values(), *engine.scheduler.running]
-    order = {seq.id: request.order // SPAN for request in holding for seq in (*request.live, *request.done)}
+    order = {
+        seq.id: request.order // ORDER_STEP
+        for request in holding
+        for seq in (*request.live_seqs, *request.finished_seqs)
+    }
     owner = {
         (g, page): order[id]
-        for id, resident in memory.residents.items()
+        for id, resident in memory.seq_pages.items()
         for g, table in enumerate(resident.tables)
-        for page in table[resident.first[g] :]
+        for page in table[resident.first_page[g] :]
     }
     held = 0
     for g, group in enumerate(told["groups"]):
-        named = memory.references()[g]
+        named = memory.count_refs()[g]
         cells = b64decode(group["cells"])
         assert len(cells) == group["pages"] == len(memory.groups[g].ids)
         assert group["used"] == len(named) == sum(cell > CACHED for cell in cells)
-        assert group["cached"] == memory.pages.cached_pages[g] == cells.count(CACHED)
+        assert group["cached"] == memory.page_pool.num_cached[g] == cells.count(CACHED)
         assert group["shared"] == cells.count(SHARED)
         assert group["saved"] == sum(count - 1 for (at, _), count in tables.items() if at == g)
         held += len(named) * group["page_bytes"]
         for at, cell in enumerate(cells):
             place = g, memory.groups[g].ids.start + at
-            pins = memory.prefixes.pins[place] > 0
+            pins = memory.prefix_cache.pin_counts[place] > 0
             if tables[place] + pins > 1:
                 assert cell == SHARED
             elif pins:
                 assert cell == PINNED
             elif tables[place]:
-                assert cell == FIRST + owner[place] % OWNERS
+                assert cell == FIRST_OWNER + owner[place] % NUM_OWNERS
     saved = sum(group["saved"] * group["page_bytes"] for group in told["groups"])
     assert saved == told["sharing"]["saved"]
     _check_host(engine, memory, told)
@@ -71,20 +75,20 @@ def _check(engine: Engine, told: dict[str, Any]) -> None:
 
 def _check_host(engine: Engine, memory: PagedMemory, told: dict[str, Any]) -> None:
     """Host pages are those of the tables of sequences that were swapped out."""
-    order = {seq.id: request.order // SPAN for request in engine.requests.values() for seq in request.live}
+    order = {seq.id: request.order // ORDER_STEP for request in engine.requests.values() for seq in request.live_seqs}
     for g, group in enumerate(told["groups"]):
         host = group["host"]
         named = defaultdict[int, list[int]](list)
-        for id, resident in memory.swap.residents.items():
+        for id, resident in memory.swap.seq_pages.items():
             for page in filter(None, resident.tables[g]):
-                named[page - memory.swap.shift[g]].append(order[id])
+                named[page - memory.swap.host_id_offset[g]].append(order[id])
         ids = memory.groups[g].host_ids
         assert (host["pages"], host["used"], host["per"]) == (len(ids), len(named), 1)
         assert host["shared"] == sum(len(owners) > 1 for owners in named.values())
         cells = b64decode(host["cells"]) or bytes(len(ids))
         for id, cell in zip(ids, cells, strict=True):
             owners = named.get(id, [])
-            assert cell == (FREE if not owners else SHARED if len(owners) > 1 else FIRST + owners[0] % OWNERS)
+            assert cell == (FREE if not owners else SHARED if len(owners) > 1 else FIRST_OWNER + owners[0] % NUM_OWNERS)
     assert sum(group["host"]["used"] for group in told["groups"]) == told["sharing"]["host_pages_used"]
 
 
@@ -92,10 +96,10 @@ def _check_host(engine: Engine, memory: PagedMemory, told: dict[str, Any]) -> No
 def test_every_page_is_what_the_tables_say(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     step, seen = Engine.step, Counter[str]()
 
-    def watched(engine: Engine) -> list[Output]:
+    def watched(engine: Engine) -> list[BranchOutput]:
         outputs = step(engine)
         if engine.stats.steps % 7 == 0 or engine.scheduler.swapped:
-            told = scene(engine)
+            told = take_snapshot(engine)
             _check(engine, told)
             shared = any(group["shared"] for group in told["groups"])
             swapped = any(group["host"]["used"] for group in told["groups"])
@@ -112,12 +116,12 @@ def test_every_page_is_what_the_tables_say(name: str, monkeypatch: pytest.Monkey
 def test_cells_stand_for_several_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     step, looks = Engine.step, []
 
-    def watched(engine: Engine) -> list[Output]:
+    def watched(engine: Engine) -> list[BranchOutput]:
         outputs = step(engine)
-        monkeypatch.setattr(scenes, "MOST_CELLS", 1 << 14)
-        whole = scene(engine)["groups"][0]
-        monkeypatch.setattr(scenes, "MOST_CELLS", 10)
-        few = scene(engine)["groups"][0]
+        monkeypatch.setattr(scenes, "MAX_CELLS", 1 << 14)
+        whole = take_snapshot(engine)["groups"][0]
+        monkeypatch.setattr(scenes, "MAX_CELLS", 10)
+        few = take_snapshot(engine)["groups"][0]
         cells, shown = b64decode(whole["cells"]), b64decode(few["cells"])
         per = few["per"]
         assert per == -(-len(cells) // 10) > 1
@@ -128,7 +132,7 @@ def test_cells_stand_for_several_pages(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Engine, "step", watched)
     soaking.soak(12)
-    assert max(looks) >= FIRST
+    assert max(looks) >= FIRST_OWNER
 
 
 def test_memory_without_pages_is_told_in_bytes() -> None:
@@ -138,10 +142,10 @@ def test_memory_without_pages_is_told_in_bytes() -> None:
     engine.runner = trace.runner.runner
     for i in range(6):
         trace.add(trace.draw(trace.rng, str(i)))
-    told = [scene(engine)]
-    while engine.unfinished:
+    told = [take_snapshot(engine)]
+    while engine.has_unfinished_requests:
         engine.step()
-        told.append(scene(engine))
+        told.append(take_snapshot(engine))
     assert all(one["groups"] == [] for one in told)
     assert max(one["bytes"]["used"] for one in told) > 0
     assert {sum(one["bytes"].values()) for one in told} == {memory.account().usage.total}

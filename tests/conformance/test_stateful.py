@@ -18,14 +18,14 @@ from memories import EVERY, Build, admit_one, check_published, insides, is_unuse
 from traces import STEMS
 
 from quire.control.request import Sequence
-from quire.vocabulary.plan import Copy, Table
-from quire.vocabulary.specs import Group
+from quire.vocabulary.plan import PageCopy, TableWrite
+from quire.vocabulary.specs import KVCacheGroup
 
 OPS = ("admit", "admit", "group", "begin", "begin", "confirm", "step", "step", "fork", "fork", "free", "read", "reset")
 Content = tuple[Any, ...]  # what a position holds: the salt, and the tokens up to it
 
 
-def offset(group: Group, position: int) -> int:
+def offset(group: KVCacheGroup, position: int) -> int:
     """Where in its page a position is kept; a state takes the place of the one before it."""
     return 0 if group.kind == "state" else position % group.run_tokens
 
@@ -37,12 +37,12 @@ class Device:
         self.tables: dict[tuple[int, int, int], int] = {}  # (slot, group, logical page) -> page
         self.cells: dict[tuple[int, int], Any] = {}  # (byte of a page, offset) -> (group, content)
 
-    def replay(self, journal: tuple[Any, ...], groups: tuple[Group, ...]) -> None:
+    def replay(self, journal: tuple[Any, ...], groups: tuple[KVCacheGroup, ...]) -> None:
         for entry in journal:
-            if isinstance(entry, Table):
+            if isinstance(entry, TableWrite):
                 for i, page in enumerate(entry.pages):
-                    self.tables[entry.slot, entry.group, entry.at + i] = page
-            elif isinstance(entry, Copy):
+                    self.tables[entry.slot, entry.group, entry.first_page + i] = page
+            elif isinstance(entry, PageCopy):
                 page_bytes = groups[entry.group].page_bytes
                 for offset in range(groups[entry.group].run_tokens):
                     moved = self.cells.get((entry.src * page_bytes, offset))
@@ -55,13 +55,13 @@ class Calls(RuleBasedStateMachine):
     name = "paged-4"
 
     def content(self, seq: Sequence, position: int) -> Content:
-        return seq.salt, tuple(seq.tokens[: position + 1])
+        return seq.cache_salt, tuple(seq.tokens[: position + 1])
 
     @initialize(tokens=st.integers(40, 160), chunk=st.integers(1, 20), max_seqs=st.integers(2, 6))
     def build(self, tokens: int, chunk: int, max_seqs: int) -> None:
         self.memory = EVERY[self.name](Build(tokens, chunk, max_seqs))
         self.chunk = chunk
-        self.total = total_bytes(self.memory.geometry)
+        self.total = total_bytes(self.memory.kv_config)
         self.device = Device()
         self.alive: dict[int, Sequence] = {}
         self.contents: dict[int, list[Content]] = {}  # the reference
@@ -70,7 +70,7 @@ class Calls(RuleBasedStateMachine):
         self.owners: dict[int, tuple[Sequence, int]] = {}  # who computes what another one shares, and how much
 
     def pick(self, data: st.DataObject, quiet: bool) -> Sequence | None:
-        found = [seq for seq in self.alive.values() if seq.quiet or not quiet]
+        found = [seq for seq in self.alive.values() if seq.not_in_flight or not quiet]
         return data.draw(st.sampled_from(found)) if found else None
 
     # One rule, not one for each call: hypothesis leaves rules out of most runs, and here they only matter together.
@@ -83,8 +83,8 @@ class Calls(RuleBasedStateMachine):
         tail = data.draw(st.lists(st.integers(1, 3), max_size=2))
         salt, branches = data.draw(st.sampled_from(["", "", "adapter"])), data.draw(st.integers(0, 2))
         self.born += 1
-        seq = Sequence(self.born, [*stem[:length], *tail], salt=salt)
-        seq.branches = branches
+        seq = Sequence(self.born, [*stem[:length], *tail], cache_salt=salt)
+        seq.num_forks = branches
         before = insides(self.memory)
         reused = admit_one(self.memory, seq, self.chunk)
         if not isinstance(reused, int):
@@ -101,7 +101,7 @@ class Calls(RuleBasedStateMachine):
         salt, seqs = data.draw(st.sampled_from(["", "adapter"])), []
         for tail in data.draw(st.lists(st.lists(st.integers(1, 2), max_size=8), min_size=2, max_size=3)):
             self.born += 1
-            seqs.append(Sequence(self.born, [*stem[:length], *tail], salt=salt))
+            seqs.append(Sequence(self.born, [*stem[:length], *tail], cache_salt=salt))
             seqs[-1].prompt_len = length
         before = insides(self.memory)
         admitted = self.memory.admit(seqs, self.chunk)
@@ -142,17 +142,17 @@ class Calls(RuleBasedStateMachine):
         if not self.memory.grow(seq, end):
             assert insides(self.memory) == before
             return
-        self.device.replay(self.memory.take_journal()[0], self.memory.geometry.groups)
+        self.device.replay(self.memory.take_page_ops()[0], self.memory.kv_config.groups)
         slot = self.memory.slot(seq)
         for position in range(seq.planned, end):
             content = self.content(seq, position)
             self.contents[seq.id].append(content)
-            for g, group in enumerate(self.memory.geometry.groups):  # a token is where its first byte is
+            for g, group in enumerate(self.memory.kv_config.groups):  # a token is where its first byte is
                 if group.kind == "state" and position:  # computing goes on from what is there
-                    last = self.device.tables[slot, g, group.whole(position - 1)] * group.page_bytes
+                    last = self.device.tables[slot, g, group.num_full_pages(position - 1)] * group.page_bytes
                     before = self.device.cells.get((last, 0))
                     assert before == (g, self.contents[seq.id][position - 1]), f"the state before {position} is wrong"
-                page = self.device.tables[slot, g, group.whole(position)]
+                page = self.device.tables[slot, g, group.num_full_pages(position)]
                 assert page, "a position to write has no page"
                 self.device.cells[page * group.page_bytes, offset(group, position)] = (g, content)
         seq.planned = end
@@ -203,20 +203,20 @@ class Calls(RuleBasedStateMachine):
 
     def read(self, data: st.DataObject | None = None) -> None:
         """Through the replayed tables, each sequence finds what the reference holds, as far as it may look back."""
-        self.device.replay(self.memory.take_journal()[0], self.memory.geometry.groups)
-        followers = getattr(self.memory, "followers", None)
+        self.device.replay(self.memory.take_page_ops()[0], self.memory.kv_config.groups)
+        followers = getattr(self.memory, "prefix_waiters", None)
         for seq in self.alive.values():
-            if self.waits(seq) or (followers and seq.id in followers.ahead):  # which has no pages before its turn
+            if self.waits(seq) or (followers and seq.id in followers.leaders):  # which has no pages before its turn
                 continue
-            place = self.memory.place(seq)
-            for g, group in enumerate(self.memory.geometry.groups):
+            place = self.memory.get_placement(seq)
+            for g, group in enumerate(self.memory.kv_config.groups):
                 table = place.tables[g]
                 assert tuple(self.device.tables[place.slot, g, i] for i in range(len(table))) == table
-                first = group.oldest(seq.computed)
+                first = group.first_visible(seq.computed)
                 if group.kind == "state":
                     first = max(seq.planned - 1, 0)
                 for position in range(first, seq.planned):
-                    begin = table[group.whole(position)] * group.page_bytes
+                    begin = table[group.num_full_pages(position)] * group.page_bytes
                     cell = self.device.cells.get((begin, offset(group, position)))
                     assert cell == (g, self.contents[seq.id][position]), f"position {position} of group {g} is wrong"
 

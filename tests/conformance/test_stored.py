@@ -11,7 +11,7 @@ from stored import PAGE, StoredRunner, leftovers
 from traces import Trace
 
 from quire.control.memory.virtual import VirtualMemory
-from quire.control.outcomes import Output
+from quire.control.outcomes import BranchOutput
 from quire.data.runner.virtual.store import VirtualStore
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memfd is Linux's")
@@ -21,22 +21,22 @@ LENGTH = 48
 def check(memory: VirtualMemory, store: VirtualStore) -> None:
     """Bytes and mappings are what they are said to be."""
     driver = store.driver
-    assert driver.physical() == driver.counters.physical == memory.geometry.bytes
-    for mine, theirs in zip(memory.lying, store.lying):
+    assert driver.physical() == driver.counters.physical == memory.kv_config.bytes
+    for mine, theirs in zip(memory.mapped_pages, store.mapped_pages):
         for slot, lying in enumerate(mine[1:], 1):
             assert theirs[slot, : len(lying)].tolist() == lying
-    mapped = sum(int((lying > 0).sum()) * group.parts for lying, group in zip(store.lying, memory.groups))
+    mapped = sum(int((lying > 0).sum()) * group.parts for lying, group in zip(store.mapped_pages, memory.groups))
     scratch = sum(group.table_width * group.parts for group in memory.groups)
-    assert driver.counters.mapped == memory.geometry.bytes // PAGE + scratch + mapped
-    assert store.mapped.maps - store.mapped.unmaps == mapped
+    assert driver.counters.mapped == memory.kv_config.bytes // PAGE + scratch + mapped
+    assert store.mapping_stats.maps - store.mapping_stats.unmaps == mapped
 
 
 class Checked(Trace):
     """A trace that looks at its pages whenever no step is in flight."""
 
-    def step(self) -> list[Output]:
+    def step(self) -> list[BranchOutput]:
         outputs = super().step()
-        if not self.engine.flight:
+        if not self.engine.in_flight:
             check(self.memory.memory, self.runner.runner.store)
         return outputs
 
@@ -48,7 +48,7 @@ def traced(name: str, seed: int, depth: int) -> None:
     trace = Checked(memory, seed=seed, depth=depth, budget=16, max_seqs=8, runner=runner, preemption="auto")
     assert trace.run(20).finished > 5
     check(memory, runner.store)
-    assert not memory.ahead or runner.store.mapped.ahead > 0
+    assert not memory.maps_ahead or runner.store.mapping_stats.overlapped > 0
     runner.close()
     assert leftovers() == before
 
@@ -75,6 +75,6 @@ def test_mapped_pages_are_given_back_and_mapped_anew(name: str) -> None:
     trace.sleeps = []
     trace.run(8, arrivals=0.05)
     assert len(trace.sleeps) > 3
-    trace.engine.rest.sleep(1)
+    trace.engine.sleep_controller.sleep(1)
     del runner.store
     assert leftovers() == before, "pages are mapped still"

@@ -11,7 +11,7 @@ from traces import DEPTHS, WAYS, Asked, Told, Trace, drawn_trace, run_trace
 
 from quire.sim.echo import EchoRunner
 from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.plan import LAST, Row, Sampled, StepPlan
+from quire.vocabulary.plan import LAST_SAMPLED, SeqSlice, SliceResult, StepPlan
 
 
 def drawn(name: str, seed: int, depth: int) -> Told:
@@ -35,8 +35,8 @@ class Staged(EchoRunner):
     beside = 0
 
     def submit(self, plan: StepPlan) -> int:
-        assert not any(LAST in row.tokens for row in plan.rows), "a sample is needed that isn't known yet"
-        self.beside += bool(plan.rows and any(other.rows for other in self.queue))
+        assert not any(LAST_SAMPLED in row.tokens for row in plan.slices), "a sample is needed that isn't known yet"
+        self.beside += bool(plan.slices and any(other.slices for other in self.queue))
         return super().submit(plan)
 
 
@@ -84,10 +84,10 @@ def test_the_id_of_an_aborted_request_can_be_used_at_once(depth: int, steps: int
         trace.step()
     trace.abort("a")
     again = Asked("a", (4, 5, 6), SamplingParams(seed=2, max_tokens=20, ignore_eos=True), "")
-    (first,) = trace.engine.outbox
+    (first,) = trace.engine.pending_outputs
     assert first.finish_reason == "abort"
     assert first.done
-    trace.engine.outbox.clear()
+    trace.engine.pending_outputs.clear()
     trace.aborted.clear()
     trace.add(again)
     trace.finish()
@@ -105,7 +105,7 @@ def test_named_log_probabilities_survive_preemption(way: str, depth: int) -> Non
         params = {"seed": i, "max_tokens": 12, "ignore_eos": True, "logprob_token_ids": [9, 2, 40 + i]} | values
         trace.add(Asked(str(i), prompt, SamplingParams(**params), ""))
     trace.finish()
-    assert trace.scheduler.preempted[way] > 0
+    assert trace.scheduler.preemption_counts[way] > 0
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
@@ -118,7 +118,7 @@ def test_beams_that_are_preempted_between_their_candidates(depth: int) -> None:
         trace.add(Asked("old", tuple(range(1, 10)), old, ""))
         trace.add(Asked("beams", tuple(range(20, 29)), SamplingParams(seed=1, beam_width=4, max_tokens=9), ""))
         beams = list(trace.scheduler.waiting)[1]
-        while trace.engine.unfinished:
+        while trace.engine.has_unfinished_requests:
             waited, before = len(beams.candidates), beams.preemptions
             trace.step()
             hurt += waited > 0 and beams.preemptions > before
@@ -156,7 +156,7 @@ def test_an_abort_while_branches_wait_to_be_forked(depth: int) -> None:
         trace.add(Asked("a", (1, 2, 3), SamplingParams(seed=1, max_tokens=20, **kind), ""))
         plan = trace.scheduler.schedule()
         assert plan is not None
-        trace.engine.flight.append((plan, trace.runner.submit(plan)))
+        trace.engine.in_flight.append((plan, trace.runner.submit(plan)))
         trace.abort("a")
         assert trace.aborts["forking"] == 1
         trace.finish()
@@ -169,8 +169,8 @@ class Faulty(EchoRunner):
         super().__init__(depth, vocab_size=VOCAB)
         self.slot, self.step = slot, step
 
-    def compute(self, row: Row) -> Sampled:
-        sampled = super().compute(row)
+    def compute_row(self, row: SeqSlice) -> SliceResult:
+        sampled = super().compute_row(row)
         return sampled._replace(error="not finite") if (row.slot, self.collected) == (self.slot, self.step) else sampled
 
 
@@ -184,7 +184,7 @@ def test_a_request_whose_branches_advance_together_fails_as_one(slot: int, budge
         params = SamplingParams(n=2, beam_width=3, seed=1, max_tokens=9, ignore_eos=True)
         trace.engine.add("a", (1, 2, 3), params)
         ends: list[str | None] = []
-        while trace.engine.unfinished:
+        while trace.engine.has_unfinished_requests:
             ends += [output.finish_reason for output in trace.step() if output.finish_reason is not None]
         assert ends in (["error"] * 2, ["length"] * 2)
         assert step > 6 or slot > 1 or budget < 64 or ends == ["error"] * 2

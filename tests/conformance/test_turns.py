@@ -11,17 +11,17 @@ from memories import spec
 
 from quire.config import EngineConfig
 from quire.control.assembly import assemble
-from quire.control.edge import Limits
+from quire.control.edge import EngineLimits
 from quire.control.engine import Engine
-from quire.control.memory.layout import Size, joint_geometries
+from quire.control.memory.layout import MemorySize, build_joint_kv_configs
 from quire.control.memory.paged import PagedMemory
-from quire.control.memory.part import Common
-from quire.control.memory.tables import ledger_of
-from quire.control.turns import Turns
-from quire.sim.echo import EchoRunner, Pages, expected
+from quire.control.memory.part import SharedPool
+from quire.control.memory.tables import build_page_pool
+from quire.control.turns import SharedMemoryGroup
+from quire.sim.echo import EchoPages, EchoRunner, expected_tokens
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.seeds import branch_seed
-from quire.vocabulary.specs import Geometry
+from quire.vocabulary.specs import KVCacheConfig
 
 VOCAB, LONGEST = 64, 48
 MODELS = [((None,), 4), ((None, 6, 6), 4), ((9, 9, None), 2)]  # windows of the layers, and tokens of a page
@@ -34,9 +34,9 @@ class Beside(EchoRunner):
         super().__init__(2, vocab_size=VOCAB)
         self.cells = cells
 
-    def bind(self, geometry: Geometry) -> None:
+    def bind(self, geometry: KVCacheConfig) -> None:
         host = np.zeros(geometry.host_bytes, dtype=np.uint8)
-        self.groups = [Pages(group, g, self.cells, host, geometry.slots) for g, group in enumerate(geometry.groups)]
+        self.groups = [EchoPages(group, g, self.cells, host, geometry.slots) for g, group in enumerate(geometry.groups)]
 
 
 def engines(seed: int, count: int) -> list[Engine]:
@@ -48,16 +48,16 @@ def engines(seed: int, count: int) -> list[Engine]:
             page_size=tokens, max_num_seqs=6, max_num_batched_tokens=16, swap_gib=2e-6, preemption=ways[(seed + i) % 3],
             prefix_tokens=0, debug=True,
         )  # fmt: skip
-        models.append((config, spec(windows, LONGEST), Size(0, LONGEST, 2)))
-    geometries = joint_geometries(models, 2200)
+        models.append((config, spec(windows, LONGEST), MemorySize(0, LONGEST, 2)))
+    geometries = build_joint_kv_configs(models, 2200)
     groups = tuple(group for geometry in geometries for group in geometry.groups)
-    joint = Geometry(geometries[0].layout, geometries[0].bytes, 7, groups, 2, 0, geometries[0].large_bytes)
-    common = Common(ledger_of(joint, [group.ids for group in groups]), geometries, [0] * count)
-    cells, turns = np.zeros(joint.bytes, dtype=np.uint8), Turns()
-    for i, ((config, _, _), part) in enumerate(zip(models, common.parts)):
-        memory, runner = PagedMemory.over(part.geometry, config, str(i), part), Beside(cells)
-        runner.bind(memory.geometry)
-        turns.add(assemble(config, memory, runner, Limits(VOCAB, LONGEST, 99), clock=lambda: 0.0))
+    joint = KVCacheConfig(geometries[0].layout, geometries[0].bytes, 7, groups, 2, 0, geometries[0].large_bytes)
+    common = SharedPool(build_page_pool(joint, [group.ids for group in groups]), geometries, [0] * count)
+    cells, turns = np.zeros(joint.bytes, dtype=np.uint8), SharedMemoryGroup()
+    for i, ((config, _, _), part) in enumerate(zip(models, common.views)):
+        memory, runner = PagedMemory.from_kv_config(part.kv_config, config, str(i), part), Beside(cells)
+        runner.bind(memory.kv_config)
+        turns.add(assemble(config, memory, runner, EngineLimits(VOCAB, LONGEST, 99), clock=lambda: 0.0))
     return turns.engines
 
 
@@ -87,35 +87,39 @@ def run(seed: int, count: int, aborts: float = 0) -> tuple[int, int]:
             engine.add(str(j), prompt, params)
             for branch in range(n):
                 seed_of = branch_seed(j, branch) if branch else j
-                groups = memory.geometry.groups
-                must[i, str(j), branch] = expected(prompt, params, seed_of, vocab_size=VOCAB, groups=groups)
+                groups = memory.kv_config.groups
+                must[i, str(j), branch] = expected_tokens(prompt, params, seed_of, vocab_size=VOCAB, groups=groups)
     short: dict[Engine, int] = {}  # who gave way, and what had ended elsewhere
     gave_way, gone = 0, set[tuple[int, str]]()
     for _ in range(4000):
-        if not any(engine.unfinished for engine in made):
+        if not any(engine.has_unfinished_requests for engine in made):
             break
         i = rng.randrange(count)
-        for output in made[i].step() if made[i].unfinished else ():
+        for output in made[i].step() if made[i].has_unfinished_requests else ():
             if output.tokens:
-                told.setdefault((i, output.request, output.branch), []).extend(output.tokens)
+                told.setdefault((i, output.request_id, output.branch), []).extend(output.tokens)
         if rng.random() < aborts:
             i, id = rng.randrange(count), str(rng.randrange(10))
             gone |= {(i, id)} if id in made[i].requests else set()
             made[i].abort(id)
         for engine in made:
             engine.scheduler.memory.check()
-            ended = sum(other.ended for other in made if other is not engine)
-            if engine.turns is not None and engine in engine.turns.short and engine not in short:
-                short[engine], gave_way = engine.turns.short[engine], gave_way + 1
+            ended = sum(other.num_ended for other in made if other is not engine)
+            if (
+                engine.shared_memory_group is not None
+                and engine in engine.shared_memory_group.blocked
+                and engine not in short
+            ):
+                short[engine], gave_way = engine.shared_memory_group.blocked[engine], gave_way + 1
             if short.get(engine) != ended:
                 short.pop(engine, None)
-            elif any(other.scheduler.unfinished for other in made if other is not engine):
+            elif any(other.scheduler.has_unfinished_requests for other in made if other is not engine):
                 assert not engine.scheduler.running, "who was short is back before anything has ended elsewhere"
     for key, tokens in must.items():
         said = told.get(key, [])
         assert said == (tokens[: len(said)] if key[:2] in gone else tokens)
     assert all(engine.scheduler.memory.account().usage.used == 0 for engine in made)
-    return sum(engine.scheduler.preemptions for engine in made), gave_way
+    return sum(engine.scheduler.num_preemptions for engine in made), gave_way
 
 
 def test_a_request_that_is_given_up_leaves_nothing_to_be_done_to_pages_that_others_have() -> None:

@@ -7,7 +7,7 @@ from traces import DEPTHS, Told, drawn_trace
 from unlike import KNOWN, QUERIES, UNLIKE
 
 from quire.control.request import Sequence
-from quire.vocabulary.specs import Group
+from quire.vocabulary.specs import KVCacheGroup
 
 every = pytest.mark.parametrize("name", UNLIKE)
 
@@ -20,7 +20,7 @@ def drawn(name: str, seed: int, depth: int) -> Told:
 def test_pages_that_are_written_are_among_those_that_are_read(kind: str) -> None:
     """Room is made for what is read, and only for that."""
     window, chunk = 5 if kind == "window" else None, 7 if kind == "chunked" else None
-    group = Group(
+    group = KVCacheGroup(
         (0,), 64, 4, 100, range(1, 200), run_tokens=5, run_pages=2, window=window, kind=kind, chunk=chunk, budget=7
     )
     policy = KNOWN[kind](group)

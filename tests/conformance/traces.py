@@ -14,22 +14,22 @@ import pytest
 from addresses import AddressedRunner, runner_for
 from memories import MAX_LEN, VOCAB, Build, check_published, evictions, insides, is_static, is_unused
 
-from quire.control.costs import Costs
-from quire.control.edge import Limits
+from quire.control.costs import PreemptionCosts
+from quire.control.edge import EngineLimits
 from quire.control.engine import Engine
-from quire.control.memory import Admitted, KVMemory, Later
+from quire.control.memory import Admission, Deferred, KVMemory
 from quire.control.memory.paged import PagedMemory
-from quire.control.outcomes import Output
-from quire.control.request import Request, Sequence, Status
+from quire.control.outcomes import BranchOutput
+from quire.control.request import Request, RequestStatus, Sequence
 from quire.control.scheduler import Scheduler
-from quire.control.sight import Sight
+from quire.control.sight import EncoderBudget
 from quire.errors import Asleep, InputError
-from quire.sim.echo import EchoRunner, Found, expected, expected_beams, fake_top, states
-from quire.vocabulary.media import Medium, Pixels
+from quire.sim.echo import BeamResult, EchoRunner, expected_beams, expected_states, expected_tokens, fake_top
+from quire.vocabulary.media import ImageItem, ImagePixels
 from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.plan import Encode, StepPlan, StepResult
+from quire.vocabulary.plan import ImageEncoding, StepPlan, StepResult
 from quire.vocabulary.seeds import branch_seed
-from quire.vocabulary.specs import Geometry
+from quire.vocabulary.specs import KVCacheConfig
 
 EOS = frozenset({0})
 DEPTHS = (1, 2, 3)
@@ -56,18 +56,18 @@ class Watched:
     def _prefix(self, seq: Sequence, group: int, page: int) -> tuple[object, ...]:
         """What a full page holds: the tokens up to its end, a token that goes on in the next page included, and the
         pictures among them; where they see what is behind them, all of the prompt."""
-        pages = self.memory.geometry.groups[group]
+        pages = self.memory.kv_config.groups[group]
         end = -(-(page + 1) * pages.run_tokens // pages.run_pages)
-        if self.memory.geometry.both_ways:
+        if self.memory.kv_config.both_ways:
             end = max(end, seq.prompt_len)
-        media = tuple((medium.key, medium.start) for medium in seq.media if medium.start < end)
-        return seq.salt, tuple(seq.tokens[:end]), media
+        media = tuple((medium.key, medium.start) for medium in seq.images if medium.start < end)
+        return seq.cache_salt, tuple(seq.tokens[:end]), media
 
     def _unchanged(self, before: object) -> None:
         self.shortages += 1
         assert insides(self.memory) == before, "a call that reported shortage changed the memory"
 
-    def admit(self, seqs: Seq[Sequence], budget: int) -> list[Admitted] | Later | None:
+    def admit(self, seqs: Seq[Sequence], budget: int) -> list[Admission] | Deferred | None:
         before = insides(self.memory)
         admitted = self.memory.admit(seqs, budget)
         if not isinstance(admitted, list):
@@ -78,14 +78,14 @@ class Watched:
         for seq, (reused, after) in zip(seqs, admitted):
             assert 0 <= reused < len(seq.tokens), f"{reused} of {len(seq.tokens)} tokens are reused"
             if len(seqs) == 1:  # what branches share was scored before they were forked
-                assert reused <= seq.reusable, "more is reused than the sequence allows"
+                assert reused <= seq.max_prefix_hit, "more is reused than the sequence allows"
             self.hits += reused > 0
-            groups = self.memory.geometry.groups
+            groups = self.memory.kv_config.groups
             of_tokens = [g for g, group in enumerate(groups) if group.kind not in ("cross", "vision")]
-            self.partial += any(groups[g].pages(reused) > groups[g].whole(reused) for g in of_tokens)
+            self.partial += any(groups[g].num_pages(reused) > groups[g].num_full_pages(reused) for g in of_tokens)
             self.residents[seq.id] = seq
-            for g, table in enumerate(self.memory.place(seq).tables):
-                for i, page in enumerate(table[: groups[g].whole(reused)] if g in of_tokens else ()):
+            for g, table in enumerate(self.memory.get_placement(seq).tables):
+                for i, page in enumerate(table[: groups[g].num_full_pages(reused)] if g in of_tokens else ()):
                     if page and after is None and len(seqs) == 1:
                         assert self.content.get((g, page)) == self._prefix(seq, g, i), "a hit has another content"
         return admitted
@@ -99,9 +99,9 @@ class Watched:
 
     def _hold(self, seq: Sequence) -> None:
         """Note what the sequence's full pages hold."""
-        for g, table in enumerate(self.memory.place(seq).tables):
-            group = self.memory.geometry.groups[g]
-            for i, page in enumerate(table[: group.whole(seq.computed)]):
+        for g, table in enumerate(self.memory.get_placement(seq).tables):
+            group = self.memory.kv_config.groups[g]
+            for i, page in enumerate(table[: group.num_full_pages(seq.computed)]):
                 if page and group.kind not in ("cross", "vision"):
                     self.content[g, page] = self._prefix(seq, g, i)
 
@@ -137,22 +137,22 @@ class Watched:
         for seq in seqs:
             self.residents[seq.id] = seq
             self.away.discard(seq.id)
-            if seq.sibling is None:
+            if seq.prefix_source is None:
                 self._hold(seq)
         return True
 
     def free(self, seq: Sequence) -> None:
-        assert seq.quiet, f"sequence {seq.id} is freed while in flight"
+        assert seq.not_in_flight, f"sequence {seq.id} is freed while in flight"
         if seq.id in self.away:
             self.away.discard(seq.id)
         else:
             del self.residents[seq.id]
         self.memory.free(seq)
 
-    def take_journal(self) -> tuple[Any, Any]:
-        places = [self.memory.place(seq) for seq in self.residents.values()]
+    def take_page_ops(self) -> tuple[Any, Any]:
+        places = [self.memory.get_placement(seq) for seq in self.residents.values()]
         self.placed.append({place.slot: place.tables for place in places})
-        return self.memory.take_journal()
+        return self.memory.take_page_ops()
 
 
 class Checked:
@@ -162,16 +162,16 @@ class Checked:
         self.runner, self.memory, self.budget, self.depth = runner, memory, budget, runner.depth
         self.rows = self.parts = 0
         self.shown: set[bytes] = set()
-        self.media: dict[int, tuple[Medium, ...]] = {}  # by slot
+        self.media: dict[int, tuple[ImageItem, ...]] = {}  # by slot
 
-    def see(self, pixels: Pixels) -> None:
+    def add_image(self, pixels: ImagePixels) -> None:
         assert pixels.key not in self.shown, "a picture is sent twice"
         self.shown.add(pixels.key)
-        self.runner.see(pixels)
+        self.runner.add_image(pixels)
 
-    def forget(self, key: bytes) -> None:
+    def remove_image(self, key: bytes) -> None:
         self.shown.remove(key)
-        self.runner.forget(key)
+        self.runner.remove_image(key)
 
     def bind(self, geometry: Any) -> None:
         self.runner.bind(geometry)
@@ -183,31 +183,31 @@ class Checked:
         self.runner.wake(tags)
 
     def submit(self, plan: StepPlan) -> int:
-        encodes = [entry for entry in plan.journal if isinstance(entry, Encode)]
-        assert plan.rows or plan.births or encodes, "a step does nothing"
-        self.media |= {birth.slot: birth.media for birth in plan.births}
+        encodes = [entry for entry in plan.page_ops if isinstance(entry, ImageEncoding)]
+        assert plan.slices or plan.new_slots or encodes, "a step does nothing"
+        self.media |= {birth.slot: birth.images for birth in plan.new_slots}
         for entry in encodes:
-            self.parts += entry.parts
-            key = self.media[entry.slot][entry.medium].key
-            assert entry.first or key in self.shown, "a picture is encoded that the runner hasn't got"
+            self.parts += entry.num_parts
+            key = self.media[entry.slot][entry.image_index].key
+            assert entry.first_part or key in self.shown, "a picture is encoded that the runner hasn't got"
         self._bounded(encodes)
-        assert sum(len(row.tokens) for row in plan.rows) <= self.budget, "a step exceeds the budget"
-        assert len({row.slot for row in plan.rows}) == len(plan.rows), "a slot has two rows in a step"
-        self.rows += len(plan.rows)
+        assert sum(len(row.tokens) for row in plan.slices) <= self.budget, "a step exceeds the budget"
+        assert len({row.slot for row in plan.slices}) == len(plan.slices), "a slot has two rows in a step"
+        self.rows += len(plan.slices)
         ticket = self.runner.submit(plan)
         if isinstance(self.runner, AddressedRunner):
-            for mine, group in zip(self.memory.lying, self.runner.groups):
+            for mine, group in zip(self.memory.mapped_pages, self.runner.groups):
                 for slot, lying in enumerate(mine):
                     there = group.lying[slot, : len(lying)].tolist()
                     assert there == lying, f"in slot {slot} lie pages {there}, not {lying}"
         return ticket
 
-    def _bounded(self, encodes: Seq[Encode]) -> None:
+    def _bounded(self, encodes: Seq[ImageEncoding]) -> None:
         """A step encodes no more than is planned for, where nothing is kept but for a picture, or a prompt's, alone."""
-        geometry = self.memory.geometry
-        together = {(entry.slot, 0 if geometry.both_ways else entry.medium) for entry in encodes}
+        geometry = self.memory.kv_config
+        together = {(entry.slot, 0 if geometry.both_ways else entry.image_index) for entry in encodes}
         if encodes and not (geometry.sight == "off" and len(together) == 1):
-            most, parts = Sight(self.memory, self.budget).most, sum(entry.parts for entry in encodes)
+            most, parts = EncoderBudget(self.memory, self.budget).max_parts, sum(entry.num_parts for entry in encodes)
             assert parts <= most, f"a step encodes {parts} parts, and {most} at most"
 
     def collect(self, ticket: int) -> StepResult:
@@ -229,7 +229,7 @@ class Asked(NamedTuple):
     prompt: tuple[int, ...]
     params: SamplingParams
     salt: str
-    media: tuple[Medium, ...] = ()
+    media: tuple[ImageItem, ...] = ()
 
 
 class Told(NamedTuple):
@@ -279,10 +279,10 @@ def draw_request(rng: random.Random, id: str) -> Asked:
     return Asked(id, prompt, params, rng.choice(("", "", "adapter")))
 
 
-def with_pictures(asked: Asked, geometry: Geometry) -> Asked:
+def with_pictures(asked: Asked, geometry: KVCacheConfig) -> Asked:
     """The same request, or one with pictures in it, some of which others have too, at places that others have too."""
     rng = random.Random(asked.id)
-    prompt, media = list(asked.prompt), list[Medium]()
+    prompt, media = list(asked.prompt), list[ImageItem]()
     for _ in range(rng.choice((0, 1, 1, 2, 3))):
         number = rng.randrange(5)
         rows, parts = (3, 8, 5, 11, 8)[number], (1, 3, 2, 1, 4)[number]
@@ -294,7 +294,7 @@ def with_pictures(asked: Asked, geometry: Geometry) -> Asked:
             break
         prompt[at:at] = [VOCAB - 1] * tokens
         key = hashlib.sha256(f"{number} {asked.salt}".encode()).digest()
-        media.append(Medium(key, at, tokens, rows, parts))
+        media.append(ImageItem(key, at, tokens, rows, parts))
     most = min(asked.params.max_tokens or 1, MAX_LEN - len(prompt) - 1)
     params = replace(asked.params, max_tokens=most, min_tokens=min(asked.params.min_tokens, most))
     return asked._replace(prompt=tuple(prompt), media=tuple(media), params=params)
@@ -319,37 +319,38 @@ class Trace:
         self.rng = random.Random(seed)
         self.memory = Watched(memory)
         self.memory.rng, self.memory.unforked = random.Random(seed), unforked
-        echo = runner or runner_for(memory.geometry, depth, VOCAB)
+        echo = runner or runner_for(memory.kv_config, depth, VOCAB)
         self.runner = Checked(echo, self.memory, budget)
-        self.runner.bind(memory.geometry)
-        self.groups = memory.geometry.groups
+        self.runner.bind(memory.kv_config)
+        self.groups = memory.kv_config.groups
         # Under "auto" victims of a few pages are swapped, larger ones recomputed.
-        costs = Costs(0, 1, 6 * max(group.page_bytes for group in self.groups), 0, 0)
+        costs = PreemptionCosts(0, 1, 6 * max(group.page_bytes for group in self.groups), 0, 0)
         self.scheduler = Scheduler(
-            self.memory, budget=budget, max_seqs=max_seqs, max_len=MAX_LEN, eos_ids=tuple(EOS), preemption=preemption,
-            costs=costs, static=is_static(memory), stages=stages,
+            self.memory, token_budget=budget, max_seqs=max_seqs, max_len=MAX_LEN, eos_ids=tuple(EOS),
+            preemption=preemption,
+            costs=costs, static_batching=is_static(memory), pp_size=stages,
         )  # fmt: skip
-        limits = Limits(VOCAB, MAX_LEN, 1000)
+        limits = EngineLimits(VOCAB, MAX_LEN, 1000)
         self.engine = Engine(self.scheduler, self.runner, limits, clock=lambda: 0.0)
         self.total = memory.account().usage.total
         self.asked: dict[str, Asked] = {}
-        self.outputs: dict[str, list[Output]] = {}
+        self.outputs: dict[str, list[BranchOutput]] = {}
         self.aborted: set[str] = set()
         self.aborts: Counter[str] = Counter()
         self.ran: set[Request] = set()
         self.refused = self.steps = self.siblings = 0
         self.sleeps: list[int] | None = None  # if it sleeps where it has nothing to do: the levels
-        self.registers = memory.prefixes is not None and memory.account().sharing.prefix_capacity > 0
+        self.registers = memory.prefix_cache is not None and memory.account().sharing.prefix_capacity > 0
 
     def draw(self, rng: random.Random, id: str) -> Asked:
         """A request, with pictures where there may be any."""
         asked = draw_request(rng, id)
-        return with_pictures(asked, self.memory.geometry) if self.memory.geometry.sees else asked
+        return with_pictures(asked, self.memory.kv_config) if self.memory.kv_config.has_images else asked
 
     def add(self, asked: Asked) -> None:
         try:
-            pixels = [Pixels(medium.key, (1, 1, 1, 3), bytes(3)) for medium in asked.media]
-            self.engine.add(asked.id, asked.prompt, asked.params, salt=asked.salt, media=asked.media, pixels=pixels)
+            pixels = [ImagePixels(medium.key, (1, 1, 1, 3), bytes(3)) for medium in asked.media]
+            self.engine.add(asked.id, asked.prompt, asked.params, salt=asked.salt, images=asked.media, pixels=pixels)
         except InputError:
             self.refused += 1
             return
@@ -360,15 +361,20 @@ class Trace:
         request = self.engine.requests.get(id)
         if request is not None:
             self.aborted.add(id)
-            first = request.live[0]
-            forking = request.status is Status.RUNNING and len(request.live) == 1 and first.branches and first.pending
+            first = request.live_seqs[0]
+            forking = (
+                request.status is RequestStatus.RUNNING
+                and len(request.live_seqs) == 1
+                and first.num_forks
+                and first.pending_samples
+            )
             self.aborts["forking" if forking else request.status.value] += 1
         self.engine.abort(id)
 
     def prefixes(self) -> None:
         """Register one, or release one, computed or not, used or not."""
         name = str(self.rng.randrange(4))
-        if name in self.engine.prefixes:
+        if name in self.engine.prefix_lengths:
             assert self.engine.release_prefix(name)
         else:
             try:
@@ -376,11 +382,11 @@ class Trace:
             except InputError:
                 self.refused += 1
 
-    def step(self) -> list[Output]:
+    def step(self) -> list[BranchOutput]:
         self.steps += 1
         outputs = self.engine.step()
         for output in outputs:
-            self.outputs.setdefault(output.request, []).append(output)
+            self.outputs.setdefault(output.request_id, []).append(output)
         self._scheduled()
         self.memory.check()
         check_published(self.memory.memory, self.memory.residents.values())
@@ -401,33 +407,39 @@ class Trace:
         assert not any(request.order > oldest > 0 for request in fresh), "a request was admitted before a swapped one"
         away = sorted([*swapped, *waiting], key=lambda request: request.order)
         # Whoever waits for what another one computes lets others pass.
-        held_up = [request for request in away if not self.memory.later & {seq.id for seq in request.live}]
+        held_up = [request for request in away if not self.memory.later & {seq.id for seq in request.live_seqs}]
         for queue in (running, swapped, waiting, [] if self.memory.unforked else [*running, *held_up]):
             assert [request.order for request in queue] == sorted(request.order for request in queue), "out of order"
         for request in (*running, *away):
-            where = Status.SWAPPED if request in swapped else Status.WAITING if request in waiting else Status.RUNNING
+            where = (
+                RequestStatus.SWAPPED
+                if request in swapped
+                else RequestStatus.WAITING
+                if request in waiting
+                else RequestStatus.RUNNING
+            )
             assert request.status is where, f"request {request.id} is {request.status}, but stands with {where}"
-            for seq in request.live:
-                assert (seq.id in self.memory.residents) == (where is Status.RUNNING), "a branch is elsewhere"
-                assert (seq.id in self.memory.away) == (where is Status.SWAPPED), "a branch is elsewhere"
-                self.siblings += seq.sibling is not None
+            for seq in request.live_seqs:
+                assert (seq.id in self.memory.residents) == (where is RequestStatus.RUNNING), "a branch is elsewhere"
+                assert (seq.id in self.memory.away) == (where is RequestStatus.SWAPPED), "a branch is elsewhere"
+                self.siblings += seq.prefix_source is not None
 
     def run(self, requests: int = 16, aborts: float = 0.04, arrivals: float = 0.4) -> Told:
         """Serve a random stream, then check everything that must hold at the end."""
         added = 0
         for _ in range(3 if self.registers else 0):
             self.prefixes()
-        while added < requests or self.engine.unfinished:
-            if self.sleeps is not None and not self.engine.unfinished:
+        while added < requests or self.engine.has_unfinished_requests:
+            if self.sleeps is not None and not self.engine.has_unfinished_requests:
                 self.sleep()
-            while added < requests and (self.rng.random() < arrivals or not self.engine.unfinished):
+            while added < requests and (self.rng.random() < arrivals or not self.engine.has_unfinished_requests):
                 self.add(self.draw(self.rng, str(added)))
                 added += 1
             if self.rng.random() < aborts and self.asked:
                 self.abort(self.rng.choice(list(self.asked)))
             if self.registers and self.rng.random() < 0.04:
                 self.prefixes()
-            if self.engine.unfinished:
+            if self.engine.has_unfinished_requests:
                 self.step()
             assert self.steps < 400 * requests, "the engine makes no progress"
         self.drained()
@@ -435,8 +447,8 @@ class Trace:
             len(self.asked) - len(self.aborted),
             len(self.aborted),
             self.steps,
-            self.scheduler.preempted["swap"],
-            self.scheduler.preempted["recompute"],
+            self.scheduler.preemption_counts["swap"],
+            self.scheduler.preemption_counts["recompute"],
             self.memory.shortages,
             self.memory.hits,
             self.memory.partial,
@@ -451,18 +463,18 @@ class Trace:
         prefixes are computed to again."""
         assert self.sleeps is not None
         self.sleeps.append(len(self.sleeps) % 2 + 1)
-        self.engine.rest.sleep(self.sleeps[-1])
+        self.engine.sleep_controller.sleep(self.sleeps[-1])
         self.memory.check()
         assert is_unused(self.memory.memory), "something is held"
         for tags in (None,) if len(self.sleeps) % 3 else (("weights",), ("kv_cache",)):
             with pytest.raises(Asleep):
                 self.engine.add("asleep", [1], SamplingParams())
-            self.engine.rest.wake(tags)
+            self.engine.sleep_controller.wake(tags)
         self.memory.check()
 
     def finish(self) -> None:
         """Do what was asked for, then check everything that must hold at the end."""
-        while self.engine.unfinished:
+        while self.engine.has_unfinished_requests:
             self.step()
         self.drained()
 
@@ -472,12 +484,12 @@ class Trace:
         sharing = memory.account().sharing
         assert sharing.tables == 0, "sequences still hold pages"
         if isinstance(memory, PagedMemory):
-            assert sum(memory.pages.used) == len(memory.prefixes.pins), "pages did not come back"
-        for name in list(self.engine.prefixes):
+            assert sum(memory.page_pool.used) == len(memory.prefix_cache.pin_counts), "pages did not come back"
+        for name in list(self.engine.prefix_lengths):
             assert self.engine.release_prefix(name)
         assert is_unused(memory), f"pages did not come back: {memory.account().usage}"
         assert sharing.host_pages_used == 0, "host pages did not come back"
-        assert len(memory.slots) == memory.geometry.slots - 1, "slots did not come back"
+        assert len(memory.free_slots) == memory.kv_config.slots - 1, "slots did not come back"
         assert not self.memory.residents, "sequences did not leave"
         assert not self.scheduler.running, "requests still run"
         assert not self.scheduler.by_slot, "slots are still mapped"
@@ -487,24 +499,24 @@ class Trace:
         for id, asked in self.asked.items():
             self._compare(asked, self.outputs[id])
 
-    def _wanted(self, asked: Asked) -> list[Found]:
+    def _wanted(self, asked: Asked) -> list[BeamResult]:
         """What each branch must be, computed without a memory."""
         params, settings = asked.params, {"vocab_size": VOCAB, "groups": self.groups, "max_len": MAX_LEN}
-        pictures = {"media": asked.media, "both_ways": self.memory.geometry.both_ways}
+        pictures = {"media": asked.media, "both_ways": self.memory.kv_config.both_ways}
         settings |= pictures
         if params.beam_width is not None:
             return expected_beams(asked.prompt, params, eos_ids=EOS, **settings)
         found = []
         assert params.seed is not None
         for branch in range(params.width):
-            tokens = expected(asked.prompt, params, branch_seed(params.seed, branch), eos_ids=EOS, **settings)
-            known = states([*asked.prompt, *tokens], self.groups, prompt=len(asked.prompt), **pictures)
+            tokens = expected_tokens(asked.prompt, params, branch_seed(params.seed, branch), eos_ids=EOS, **settings)
+            known = expected_states([*asked.prompt, *tokens], self.groups, prompt=len(asked.prompt), **pictures)
             known = known[len(asked.prompt) - 1 :]
             logprob = sum(fake_top(state, token, 0, VOCAB).logprob for state, token in zip(known, tokens))
-            found.append(Found(tokens, logprob, *ending(params, tokens)))
-        return sorted(found, key=lambda one: -one.logprob)[: params.n] if params.ranked else found[: params.n]
+            found.append(BeamResult(tokens, logprob, *ending(params, tokens)))
+        return sorted(found, key=lambda one: -one.logprob)[: params.n] if params.returns_best_of else found[: params.n]
 
-    def _compare(self, asked: Asked, outputs: list[Output]) -> None:
+    def _compare(self, asked: Asked, outputs: list[BranchOutput]) -> None:
         assert sum(output.done for output in outputs) == 1, f"request {asked.id} did not end once"
         assert outputs[-1].done, f"request {asked.id} went on after its end"
         for branch, want in enumerate(self._wanted(asked)):
@@ -516,22 +528,24 @@ class Trace:
             assert got == want.tokens, f"request {asked.id}, branch {branch}: {got} instead of {want.tokens}"
             assert [o.finish_reason for o in mine[:-1]] == [None] * (len(mine) - 1), "a branch went on after its end"
             assert (mine[-1].finish_reason, mine[-1].stop_reason) == (want.reason, want.stop_reason)
-            if asked.params.top >= 0 or asked.params.beam_width or asked.params.ranked:
+            if asked.params.num_logprobs >= 0 or asked.params.beam_width or asked.params.returns_best_of:
                 assert mine[-1].cumulative_logprob == want.logprob
             self._compare_tops(asked, mine, want.tokens)
 
-    def _compare_tops(self, asked: Asked, mine: list[Output], want: list[int]) -> None:
+    def _compare_tops(self, asked: Asked, mine: list[BranchOutput], want: list[int]) -> None:
         params, prompt = asked.params, asked.prompt
-        both_ways = self.memory.geometry.both_ways
-        known = states([*prompt, *want], self.groups, prompt=len(prompt), media=asked.media, both_ways=both_ways)
-        if params.top >= 0:
-            tops, named = [top for output in mine for top in output.tops], tuple(params.logprob_token_ids or ())
+        both_ways = self.memory.kv_config.both_ways
+        known = expected_states(
+            [*prompt, *want], self.groups, prompt=len(prompt), media=asked.media, both_ways=both_ways
+        )
+        if params.num_logprobs >= 0:
+            tops, named = [top for output in mine for top in output.top_logprobs], tuple(params.logprob_token_ids or ())
             states_of = known[len(prompt) - 1 :]
-            assert tops == [fake_top(state, t, params.top, VOCAB, named) for state, t in zip(states_of, want)]
+            assert tops == [fake_top(state, t, params.num_logprobs, VOCAB, named) for state, t in zip(states_of, want)]
             assert not named or {top.ids for top in tops} <= {named}
         if params.prompt_logprobs is not None and mine[0].branch == 0:
-            assert mine[0].prompt_tops is not None
-            assert list(mine[0].prompt_tops) == [
+            assert mine[0].prompt_logprobs is not None
+            assert list(mine[0].prompt_logprobs) == [
                 fake_top(known[i], token, params.prompt_logprobs, VOCAB) for i, token in enumerate(prompt[1:])
             ], f"the log-probabilities of the prompt of request {asked.id} are wrong"
 

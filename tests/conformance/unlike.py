@@ -12,10 +12,10 @@ from memories import Build
 from sink import WITH_SINKS
 
 from quire.control.memory.paged import PagedMemory
-from quire.control.memory.part import Common
-from quire.control.memory.tables import ledger_of
+from quire.control.memory.part import SharedPool
+from quire.control.memory.tables import build_page_pool
 from quire.control.request import Sequence
-from quire.vocabulary.specs import Geometry, Group, Layout, lay_out
+from quire.vocabulary.specs import KVCacheConfig, KVCacheGroup, KVCacheLayout, place_page_ids
 
 Make = Callable[[Build], PagedMemory]
 KNOWN = WITH_SINKS
@@ -45,9 +45,9 @@ class Kind(NamedTuple):
             return self.token_bytes + self.padding
         return self.run * self.token_bytes // self.pages + self.padding
 
-    def group(self, i: int, build: Build, ids: range, host_ids: range) -> Group:
+    def group(self, i: int, build: Build, ids: range, host_ids: range) -> KVCacheGroup:
         """That of layer `i` alone."""
-        return Group(
+        return KVCacheGroup(
             (i,), self.page_bytes, self.token_bytes, -(-build.max_len * self.pages // self.run), ids, host_ids,
             self.run, self.pages, self.window, self.kind or ("full" if self.window is None else "window"),
             chunk=self.chunk, budget=self.budget,
@@ -69,14 +69,14 @@ def unlike(*kinds: Kind, caching: bool = True, debug: bool = False, **more: Any)
             if kind.kind == "state" and kind.run >= build.max_len:  # one for good, a sequence
                 counts[i] = build.max_seqs + 1
         sizes = [kind.page_bytes for kind in kinds]
-        ids, end = lay_out(list(zip(sizes, counts)), max(sizes))
-        rows, host_end = lay_out([(size, min(build.host, count)) for size, count in zip(sizes, counts)], 0)
+        ids, end = place_page_ids(list(zip(sizes, counts)), max(sizes))
+        rows, host_end = place_page_ids([(size, min(build.host, count)) for size, count in zip(sizes, counts)], 0)
         groups = tuple(
             kind.group(i, build, ids[i], range(rows[i].start + 1, rows[i].stop + 1)) for i, kind in enumerate(kinds)
         )
-        geometry = Geometry(Layout.PAGED, end, build.max_seqs + 1, groups, 2, host_end, 0, *ending(kinds))
+        geometry = KVCacheConfig(KVCacheLayout.PAGED, end, build.max_seqs + 1, groups, 2, host_end, 0, *ending(kinds))
         return PagedMemory(
-            geometry, chunk=build.chunk, caching=caching, debug=debug, prefix_tokens=build.prefix_tokens,
+            geometry, max_step_tokens=build.chunk, caching=caching, debug=debug, prefix_tokens=build.prefix_tokens,
             policies=KNOWN, **more,
         )  # fmt: skip
 
@@ -100,22 +100,22 @@ def large(
             for i, (kind, ratio) in enumerate(zip(kinds, ratios))
         )
         slots = build.max_seqs + 1
-        geometry = Geometry(
-            Layout.PAGED, (count + 1) * whole, slots, groups, 2, hosts * whole, whole, *ending(kinds)
+        geometry = KVCacheConfig(
+            KVCacheLayout.PAGED, (count + 1) * whole, slots, groups, 2, hosts * whole, whole, *ending(kinds)
         )  # fmt: skip
         part = None
         if beside:
             both = [replace(geometry, groups=some) for some in (groups[:beside], groups[beside:])]
-            ledger = ledger_of(geometry, [group.ids for group in groups], association)
-            first, part = Common(ledger, both, [0, build.prefix_tokens]).parts
+            ledger = build_page_pool(geometry, [group.ids for group in groups], association)
+            first, part = SharedPool(ledger, both, [0, build.prefix_tokens]).views
             crowd(
-                PagedMemory(first.geometry, chunk=build.chunk, policies=KNOWN, part=first),
+                PagedMemory(first.kv_config, max_step_tokens=build.chunk, policies=KNOWN, view=first),
                 min(build.max_len, build.chunk),
             )
-            geometry = part.geometry
+            geometry = part.kv_config
         return PagedMemory(
-            geometry, chunk=build.chunk, caching=caching, debug=debug, prefix_tokens=build.prefix_tokens,
-            policies=KNOWN, association=association, part=part, **more,
+            geometry, max_step_tokens=build.chunk, caching=caching, debug=debug, prefix_tokens=build.prefix_tokens,
+            policies=KNOWN, association=association, view=part, **more,
         )  # fmt: skip
 
     return make

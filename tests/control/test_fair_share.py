@@ -74,9 +74,9 @@ def test_a_client_alone_is_served_as_before() -> None:
         prompts = [(str(i), [i, *PROMPT]) for i in range(60)]
         for part in [prompts] if together else [[one] for one in prompts]:
             made.add_all(part, LONG)
-        while made.unfinished:
+        while made.has_unfinished_requests:
             made.step()
-        assert made.scheduler.preemptions == 0
+        assert made.scheduler.num_preemptions == 0
         counted.append(made.stats.steps)
     assert counted[0] == counted[1]
 
@@ -93,9 +93,9 @@ def test_all_of_a_batch_that_yields_ends() -> None:
             if turn < canaries:
                 made.add_all([(f"c{turn}", [turn])], CANARY)
             for output in made.step():
-                found.setdefault((output.request, output.branch), []).extend(output.tokens)
-            if not made.unfinished:
+                found.setdefault((output.request_id, output.branch), []).extend(output.tokens)
+            if not made.has_unfinished_requests:
                 break
-        assert made.scheduler.preemptions > 0 or not canaries
+        assert made.scheduler.num_preemptions > 0 or not canaries
         told.append({key: tokens for key, tokens in found.items() if key[0][0] != "c"})
     assert told[0] == told[1]

@@ -13,10 +13,10 @@ from unittest.mock import Mock
 import pytest
 from memories import MEMORIES, Build
 
-from quire.control.edge import Limits
+from quire.control.edge import EngineLimits
 from quire.control.engine import Engine
-from quire.control.outcomes import Output
-from quire.control.recent import LAST, Recent, Step
+from quire.control.outcomes import BranchOutput
+from quire.control.recent import MAX_STEPS, StepHistory, StepRecord
 from quire.control.scheduler import Scheduler
 from quire.errors import EngineDead, InputError
 from quire.sim.echo import EchoRunner
@@ -116,7 +116,7 @@ ANSWERS: dict[str, tuple[Answer, str]] = {
     "no answer": (lambda b, c: None, r"answered None, and nobody else continues its branches"),
     "an exception": (failing, r"failed in advance\(\): KeyError: 'mine' \(test_misbehaviour\.py:\d+\)$"),
     "an exception without a text": (unspeakable, r"failed in advance\(\): Unspeakable \("),
-    "a branch's tokens changed": (writing, r"failed in advance\(\): AttributeError: 'ReadOnly' object"),
+    "a branch's tokens changed": (writing, r"failed in advance\(\): AttributeError: 'ReadOnlyTokens' object"),
 }
 
 
@@ -126,17 +126,17 @@ def engine_of(
     """Over a runner, or one of so many steps in flight."""
     memory = MEMORIES["paged-4"](Build(tokens, budget, 8, host=host))
     runner = EchoRunner(runner, vocab_size=VOCAB) if isinstance(runner, int) else runner
-    runner.bind(memory.geometry)
-    scheduler = Scheduler(memory, budget=budget, max_seqs=8, max_len=48, preemption=preemption)
-    return Engine(scheduler, runner, Limits(VOCAB, 48, 8), clock=time.monotonic)
+    runner.bind(memory.kv_config)
+    scheduler = Scheduler(memory, token_budget=budget, max_seqs=8, max_len=48, preemption=preemption)
+    return Engine(scheduler, runner, EngineLimits(VOCAB, 48, 8), clock=time.monotonic)
 
 
-def drive(engine: Engine) -> dict[str, list[Output]]:
+def drive(engine: Engine) -> dict[str, list[BranchOutput]]:
     """All outputs, by request; at the end nothing is left anywhere."""
-    outputs: dict[str, list[Output]] = {}
-    while engine.unfinished:
+    outputs: dict[str, list[BranchOutput]] = {}
+    while engine.has_unfinished_requests:
         for output in engine.step():
-            outputs.setdefault(output.request, []).append(output)
+            outputs.setdefault(output.request_id, []).append(output)
         engine.scheduler.memory.check()
     assert not engine.requests
     assert not engine.scheduler.by_slot
@@ -144,7 +144,7 @@ def drive(engine: Engine) -> dict[str, list[Output]]:
     return outputs
 
 
-def tokens_of(outputs: list[Output]) -> dict[int, list[int]]:
+def tokens_of(outputs: list[BranchOutput]) -> dict[int, list[int]]:
     found: dict[int, list[int]] = {}
     for output in outputs:
         found.setdefault(output.branch, []).extend(output.tokens)
@@ -268,8 +268,8 @@ def test_what_is_no_method_is_refused_and_nothing_is_queued(name: str) -> None:
     if callable(factory):
         with pytest.raises(InputError, match=message):
             engine.add_all([("a", [1, 2]), ("b", [1, 2])], asked(second))
-    assert (engine.added, engine.scheduler.next_seq, len(engine.requests)) == (0, 0, 0)
-    assert not engine.unfinished
+    assert (engine.num_added, engine.scheduler.last_seq_id, len(engine.requests)) == (0, 0, 0)
+    assert not engine.has_unfinished_requests
 
 
 def test_more_candidates_than_tokens() -> None:
@@ -283,16 +283,16 @@ def test_more_candidates_than_tokens() -> None:
 def test_a_session_may_wait_for_its_caller(depth: int) -> None:
     """Its steps bring nothing then; its neighbours' go on."""
     engine = engine_of(depth)
-    engine.add("session", [1, 2, 3], session_params(2, 20, 5), waits=True)
+    engine.add("session", [1, 2, 3], session_params(2, 20, 5), may_wait=True)
     assert [engine.step() for _ in range(3)] == [[]] * 3
     for id, (prompt, params) in NEIGHBOURS.items():
         engine.add(id, prompt, params)
-    outputs: dict[str, list[Output]] = {id: [] for id in NEIGHBOURS}
+    outputs: dict[str, list[BranchOutput]] = {id: [] for id in NEIGHBOURS}
     while len(engine.requests) > 1:
         for output in engine.step():
-            outputs[output.request].append(output)
+            outputs[output.request_id].append(output)
     assert {id: tokens_of(found) for id, found in outputs.items()} == alone(depth)
-    assert engine.unfinished
+    assert engine.has_unfinished_requests
     assert engine.step() == []
     engine.abort("session")
     assert [output.finish_reason for output in drive(engine)["session"]] == ["abort"]
@@ -332,7 +332,7 @@ def test_seconds_that_do_not_overlap_are_added_as_they_are(depth: int) -> None:
     runner = Timed(depth, vocab_size=VOCAB)
     engine = engine_of(runner)
     engine.add("a", [1, 2, 3], SamplingParams(max_tokens=9, ignore_eos=True))
-    while engine.unfinished:
+    while engine.has_unfinished_requests:
         engine.step()
         assert engine.stats.step_seconds == sum(n / 8 for n in range(1, runner.collected + 1))
     assert runner.collected == engine.stats.steps == 9
@@ -348,22 +348,22 @@ def test_the_last_steps_are_noted_from_when_somebody_watches(depth: int) -> None
     for _ in range(2):
         engine.step()
     begun, computed = engine.stats.steps, engine.stats.computed_tokens
-    under_way = sum(len(row.tokens) for plan, _ in engine.flight for row in plan.rows)
-    before, engine.recent = dict(scheduler.preempted), Recent(scheduler.preempted)
+    under_way = sum(len(row.tokens) for plan, _ in engine.in_flight for row in plan.slices)
+    before, engine.step_history = dict(scheduler.preemption_counts), StepHistory(scheduler.preemption_counts)
     engine.add("g", [7] * 12, SamplingParams(max_tokens=2))
-    steps = list[Step]()
-    while engine.unfinished:
+    steps = list[StepRecord]()
+    while engine.has_unfinished_requests:
         engine.step()
-        steps += [step for step in engine.recent.steps if not steps or step.number > steps[-1].number]
-        assert len(engine.recent.steps) <= LAST
+        steps += [step for step in engine.step_history.steps if not steps or step.number > steps[-1].number]
+        assert len(engine.step_history.steps) <= MAX_STEPS
     assert [step.number for step in steps] == list(range(begun + 1, engine.stats.steps + 1))
     assert [step.ms for step in steps] == [125.0 * step.number for step in steps]
-    told = sum(step.tokens + step.rows for step in steps)
+    told = sum(step.prefill_tokens + step.decode_slices for step in steps)
     assert told == engine.stats.computed_tokens - computed - under_way
-    assert max(step.tokens for step in steps) > 8
-    assert sum(step.swapped for step in steps) == scheduler.preempted["swap"] - before["swap"]
-    assert sum(step.recomputed for step in steps) == scheduler.preempted["recompute"] - before["recompute"]
-    assert scheduler.preemptions > sum(before.values())
+    assert max(step.prefill_tokens for step in steps) > 8
+    assert sum(step.swapped for step in steps) == scheduler.preemption_counts["swap"] - before["swap"]
+    assert sum(step.recomputed for step in steps) == scheduler.preemption_counts["recompute"] - before["recompute"]
+    assert scheduler.num_preemptions > sum(before.values())
 
 
 class Second:
@@ -402,7 +402,7 @@ def test_a_stop_in_a_methods_text_ends_all_of_its_branches(depth: int, steps: in
     assert engine.requests == {}
     for _ in range(depth):
         assert engine.step() == []
-    assert not engine.unfinished
+    assert not engine.has_unfinished_requests
     assert engine.stats.finished == {"stop": n}
     assert engine.stats.steps <= steps + depth
     engine.scheduler.memory.check()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-from quire.control.queue import Queue
+from quire.control.queue import RequestQueue
 from quire.control.request import Request, Sequence
 from quire.vocabulary.params import SamplingParams
 
@@ -13,29 +13,29 @@ PARAMS = SamplingParams(max_tokens=4)
 
 
 def request(client: str, batch: int, tokens: int = 9) -> Request:
-    made = Request(f"{client}{batch}", Sequence(0, [1] * tokens), PARAMS, arrival=0.0, max_tokens=4)
-    made.client, made.batch = client, batch
+    made = Request(f"{client}{batch}", Sequence(0, [1] * tokens), PARAMS, arrival_time=0.0, max_tokens=4)
+    made.client, made.batch_id = client, batch
     return made
 
 
-def filled(*batches: tuple[str, int, int]) -> Queue:
+def filled(*batches: tuple[str, int, int]) -> RequestQueue:
     """A queue of (client, batch, requests), each of 10 tokens."""
-    queue = Queue()
+    queue = RequestQueue()
     for client, batch, count in batches:
         for _ in range(count):
             queue.add(request(client, batch))
     return queue
 
 
-def first(queue: Queue) -> Request | None:
-    return queue.returned[0] if queue.returned else queue.newcomer()
+def first(queue: RequestQueue) -> Request | None:
+    return queue.preempted[0] if queue.preempted else queue.peek_new()
 
 
-def taken(queue: Queue, count: int) -> list[Request]:
+def taken(queue: RequestQueue, count: int) -> list[Request]:
     found = []
     for _ in range(count):
         found.append(first(queue))
-        queue.take(found[-1])
+        queue.pop(found[-1])
     return found
 
 
@@ -47,7 +47,7 @@ def test_one_batch_is_first_come_first_served() -> None:
     queue = filled(("a", 1, 5))
     there = list(queue)
     assert taken(queue, 5) == there
-    assert (len(queue), queue.batches, first(queue)) == (0, 0, None)
+    assert (len(queue), queue.num_batches, first(queue)) == (0, 0, None)
 
 
 def test_clients_share_and_batches_share_a_client_s_part() -> None:
@@ -85,8 +85,8 @@ def test_who_was_preempted_is_first_and_who_was_put_back_keeps_its_place() -> No
     queue = filled(("a", 1, 4), ("b", 2, 2))
     first, second, third = taken(queue, 3)
     queue.put_back([second, third])
-    queue.give_back(first)
-    assert (len(queue), queue.batches) == (6, 2)
+    queue.requeue(first)
+    assert (len(queue), queue.num_batches) == (6, 2)
     assert taken(queue, 3) == [first, second, third]
 
 
@@ -94,7 +94,7 @@ def test_any_calls_leave_nobody_behind() -> None:
     """Beside a plain list."""
     for seed in range(60):
         chance = random.Random(seed)
-        queue, there, away = Queue(), list[Request](), list[Request]()
+        queue, there, away = RequestQueue(), list[Request](), list[Request]()
         for step in range(200):
             action = chance.random()
             if action < 0.45 or not there:
@@ -103,10 +103,10 @@ def test_any_calls_leave_nobody_behind() -> None:
             elif action < 0.75:
                 one = first(queue)
                 assert one in there, step
-                new = one is queue.newcomer()
-                queue.take(one)
+                new = one is queue.peek_new()
+                queue.pop(one)
                 if new and chance.random() < 0.3:
-                    queue.newcomer()
+                    queue.peek_new()
                     queue.put_back([one])
                     continue
                 there.remove(one)
@@ -117,10 +117,10 @@ def test_any_calls_leave_nobody_behind() -> None:
                 there.remove(one)
             elif away:
                 one = away.pop()
-                queue.give_back(one)
+                queue.requeue(one)
                 there.append(one)
             assert (len(queue), set(queue)) == (len(there), set(there))
-            assert queue.batches == len({(one.client, one.batch) for one in there})
+            assert queue.num_batches == len({(one.client, one.batch_id) for one in there})
             assert (first(queue) is None) == (not there)
 
 
@@ -128,15 +128,15 @@ def test_shares_are_equal_whoever_is_put_back() -> None:
     """Of two clients with requests in line none is served two requests more, however large these are."""
     for seed in range(40):
         chance = random.Random(seed)
-        queue, served = Queue(), Counter[str]()
+        queue, served = RequestQueue(), Counter[str]()
         for _ in range(200):
             queue.add(request(chance.choice("ab"), chance.randrange(4), chance.randrange(1, 20)))
         for _ in range(80):
-            one = queue.newcomer()
-            queue.take(one)
+            one = queue.peek_new()
+            queue.pop(one)
             if chance.random() < 0.5:
-                queue.newcomer()
+                queue.peek_new()
                 queue.put_back([one])
             else:
-                served[one.client] += one.prompt_len + one.width
+                served[one.client] += one.prompt_len + one.max_slots
         assert abs(served["a"] - served["b"]) <= 2 * 20

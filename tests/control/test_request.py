@@ -15,7 +15,7 @@ from traces import Asked, Trace
 
 from quire.errors import InputError, Overloaded, PromptTooLong, QuireError
 from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.seeds import branch_seed, split_mix
+from quire.vocabulary.seeds import branch_seed, splitmix64
 
 NAN, INF = math.nan, math.inf
 NUMBERS = {  # field: (low, high)
@@ -116,10 +116,14 @@ def test_values_are_normalised() -> None:
 
 
 def test_named_log_probabilities_and_what_they_go_with() -> None:
-    assert [SamplingParams(logprobs=k).top for k in (None, 0, 20)] == [-1, 0, 20]
-    assert SamplingParams(logprob_token_ids=range(128)).top == 0  # type: ignore[arg-type]
+    assert [SamplingParams(logprobs=k).num_logprobs for k in (None, 0, 20)] == [-1, 0, 20]
+    assert SamplingParams(logprob_token_ids=range(128)).num_logprobs == 0  # type: ignore[arg-type]
     params = SamplingParams(logprob_token_ids=[5, 6, 5], logprobs=2, prompt_logprobs=3, n=2, best_of=3)
-    assert (params.top, params.sampling().logprob_token_ids, params.sampling().prompt_logprobs) == (0, (5, 6), 3)
+    assert (
+        params.num_logprobs,
+        params.to_device_params().logprob_token_ids,
+        params.to_device_params().prompt_logprobs,
+    ) == (0, (5, 6), 3)
     assert dataclasses.replace(params, n=1).logprob_token_ids == (5, 6)
     for k in (0, 1, 3):
         with pytest.raises(
@@ -172,10 +176,20 @@ def test_a_refused_request_leaves_the_engine_undisturbed(name: str) -> None:
     trace.step()
     if name == "queue full":
         trace.engine.limits = trace.engine.limits._replace(max_queued=0)
-    before = (trace.engine.added, trace.scheduler.next_seq, len(trace.scheduler.waiting), set(trace.engine.requests))
+    before = (
+        trace.engine.num_added,
+        trace.scheduler.last_seq_id,
+        len(trace.scheduler.waiting),
+        set(trace.engine.requests),
+    )
     with pytest.raises(error, match=message):
         trace.engine.add("canary" if name == "id in use" else "bad", prompt, params)
-    after = (trace.engine.added, trace.scheduler.next_seq, len(trace.scheduler.waiting), set(trace.engine.requests))
+    after = (
+        trace.engine.num_added,
+        trace.scheduler.last_seq_id,
+        len(trace.scheduler.waiting),
+        set(trace.engine.requests),
+    )
     assert before == after
     trace.engine.limits = trace.engine.limits._replace(max_queued=10)
     trace.add(Asked("late", (1, 2, 3, 4, 5), OK, ""))
@@ -189,7 +203,7 @@ def test_split_mix_is_the_published_generator() -> None:
     """The first outputs of the reference implementation (prng.di.unimi.it/splitmix64.c) for the state 1234567."""
     states = [(1234567 + i * 0x9E3779B97F4A7C15) % 2**64 for i in range(1, 6)]
     known = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821]
-    assert [split_mix(state) for state in states] == known
+    assert [splitmix64(state) for state in states] == known
 
 
 @given(seed=st.integers(-(2**63), 2**63 - 1))

@@ -8,9 +8,9 @@ import pytest
 from memories import MAX_LEN, MEMORIES, VOCAB, Build
 from traces import Asked, Trace
 
-from quire.control.request import Request, Status
+from quire.control.request import Request, RequestStatus
 from quire.control.scheduler import Scheduler
-from quire.sim.echo import EchoRunner, expected
+from quire.sim.echo import EchoRunner, expected_tokens
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.plan import StepPlan, StepResult
 
@@ -37,7 +37,7 @@ class Recorded(Scheduler):
     log: list[tuple[StepPlan | None, list[str], list[str], int]]  # plan, admitted, preempted, steps in flight
 
     def schedule(self) -> StepPlan | None:
-        before, flight = [request.id for request in self.running], self.flight
+        before, flight = [request.id for request in self.running], self.num_in_flight
         self.victims: list[str] = []
         plan = super().schedule()
         stayed = set(before) - set(self.victims)
@@ -67,7 +67,7 @@ def test_first_come_first_served(seed: int, depth: int) -> None:
     scheduler = recorded(trace)
     for i in range(10):
         ask(trace, f"{i:02}", rng.randint(1, 20), n=rng.choice((1, 1, 2)), max_tokens=rng.randint(8, 20))
-    while trace.engine.unfinished:
+    while trace.engine.has_unfinished_requests:
         trace.step()
         running = [request.id for request in scheduler.running]
         waiting = [request.id for request in scheduler.waiting]
@@ -80,7 +80,7 @@ def test_first_come_first_served(seed: int, depth: int) -> None:
             assert flight == 0
         assert admitted == sorted(admitted)
         if plan is not None:
-            assert sum(len(row.tokens) for row in plan.rows) <= scheduler.budget
+            assert sum(len(row.tokens) for row in plan.slices) <= scheduler.token_budget
     assert any(victims for _, _, victims, _ in scheduler.log)
 
 
@@ -96,7 +96,7 @@ def test_a_new_request_joins_within_one_step(depth: int) -> None:
     plan, admitted, _, _ = scheduler.log[0]
     assert admitted == ["new"]
     assert plan is not None
-    assert sorted(len(row.tokens) for row in plan.rows) == [1, 8]
+    assert sorted(len(row.tokens) for row in plan.slices) == [1, 8]
     trace.finish()
 
 
@@ -106,10 +106,10 @@ def test_the_oldest_gets_the_budget_first() -> None:
         ask(trace, id, 10, max_tokens=4)
     scheduler = recorded(trace)
     shares = []
-    while trace.engine.unfinished:
+    while trace.engine.has_unfinished_requests:
         trace.step()
         plan = scheduler.log[-1][0]
-        shares.append([] if plan is None else [len(row.tokens) for row in plan.rows])
+        shares.append([] if plan is None else [len(row.tokens) for row in plan.slices])
     trace.drained()
     assert shares[:6] == [[6], [4, 2], [1, 5], [1, 3, 2], [1, 1, 4], [1, 4]]
 
@@ -118,7 +118,7 @@ def test_the_oldest_gets_the_budget_first() -> None:
 def test_a_late_stop_wastes_at_most_the_other_steps_in_flight(depth: int) -> None:
     trace = opened(depth=depth)
     prompt = (1, 2, 3)
-    free = expected(prompt, SamplingParams(max_tokens=20, ignore_eos=True), 7, vocab_size=VOCAB, max_len=MAX_LEN)
+    free = expected_tokens(prompt, SamplingParams(max_tokens=20, ignore_eos=True), 7, vocab_size=VOCAB, max_len=MAX_LEN)
     end = next(i for i in range(6, 20) if free[i] not in free[:i])
     params = SamplingParams(seed=7, max_tokens=20, ignore_eos=True, stop_token_ids=[free[end]])
     trace.add(Asked("a", prompt, params, ""))
@@ -132,9 +132,9 @@ def test_a_late_stop_wastes_at_most_the_other_steps_in_flight(depth: int) -> Non
 def test_a_blind_runner_draws_one_constant_token_for_each_sample() -> None:
     trace = opened()
     ask(trace, "a", 5, n=3, max_tokens=4)
-    trace.engine.runner = EchoRunner(blind=True)
+    trace.engine.runner = EchoRunner(is_constant=True)
     trace.memory.placed.clear()
-    while trace.engine.unfinished:
+    while trace.engine.has_unfinished_requests:
         trace.step()
     tokens = {token for output in trace.outputs["a"] for token in output.tokens}
     assert len(tokens) == 1
@@ -149,16 +149,16 @@ def test_refused_branches_are_tried_again_when_others_were_swapped_out() -> None
     ask(trace, "b", 10, n=3, max_tokens=12)
     a, b = trace.scheduler.waiting
     memory = trace.memory.memory
-    while memory.refused[0] != b.live[0].id:
+    while memory.last_refused[0] != b.live_seqs[0].id:
         trace.step()
-    assert (a.status, b.status) == (Status.RUNNING, Status.WAITING)
-    assert memory.admit(b.live, 64) is None
+    assert (a.status, b.status) == (RequestStatus.RUNNING, RequestStatus.WAITING)
+    assert memory.admit(b.live_seqs, 64) is None
     trace.scheduler.preemption = "swap"
     trace.scheduler._preempt(a)
-    assert a.status is Status.SWAPPED
+    assert a.status is RequestStatus.SWAPPED
     trace.abort("a")
     trace.step()
-    assert b.status is Status.RUNNING
+    assert b.status is RequestStatus.RUNNING
     trace.finish()
 
 
@@ -169,11 +169,13 @@ def test_all_branches_come_back_in_one_step_or_none_does() -> None:
     ask(trace, "b", 10, n=3, max_tokens=12)
     b = list(trace.scheduler.waiting)[1]
     some = 0
-    while trace.engine.unfinished:
+    while trace.engine.has_unfinished_requests:
         trace.step()
-        here = [seq.id in trace.memory.memory.residents for seq in b.live]
+        here = [seq.id in trace.memory.memory.seq_pages for seq in b.live_seqs]
         assert all(here) or not any(here)
-        some += b.preemptions > 0 and b.status is Status.WAITING and trace.memory.memory.pages.affords([5])
+        some += (
+            b.preemptions > 0 and b.status is RequestStatus.WAITING and trace.memory.memory.page_pool.can_allocate([5])
+        )
     assert some > 0
     trace.drained()
 
@@ -197,10 +199,10 @@ def test_who_waits_for_another_does_not_starve(tokens: int, depth: int) -> None:
     twice(trace, "a", "b", 30, max_tokens=2)
     scheduler = recorded(trace)
     a, b = scheduler.waiting
-    (first,) = a.live
+    (first,) = a.live_seqs
     later: list[Request] = []
     shared: int | None = None  # the step after which all is there that can be shared
-    while b.status is Status.WAITING:
+    while b.status is RequestStatus.WAITING:
         ask(trace, f"c{len(scheduler.log):03}", 3 + len(scheduler.log) % 5, max_tokens=6)
         later.append(list(scheduler.waiting)[-1])
         trace.step()
@@ -211,7 +213,7 @@ def test_who_waits_for_another_does_not_starve(tokens: int, depth: int) -> None:
             assert not came or came[0] == "b", f"{came} come first"
         assert len(scheduler.log) < 60, "it starves"
     assert shared is not None
-    assert any(request.scheduled is not None or request.status is not Status.WAITING for request in later)
+    assert any(request.scheduled_time is not None or request.status is not RequestStatus.WAITING for request in later)
     trace.finish()
 
 
@@ -226,7 +228,7 @@ def test_room_is_kept_for_who_waits_for_another(depth: int) -> None:
     trace.engine.add("c", [*range(40, 60), *range(20, 28)], SamplingParams(max_tokens=12, ignore_eos=True))
     order = [request.id for request in trace.scheduler.waiting]
     came: list[str] = []
-    while trace.engine.unfinished:
+    while trace.engine.has_unfinished_requests:
         trace.step()
         came += [request.id for request in trace.scheduler.running if request.id not in came]
     assert came == order
@@ -240,21 +242,21 @@ def test_nobody_new_passes_a_preempted_one_that_waits_for_another(depth: int) ->
     trace.step()
     for _ in range(2 + depth):
         trace.step()
-    while trace.engine.flight:
+    while trace.engine.in_flight:
         trace.scheduler.update(*_collected(trace))
     for request in reversed(list(trace.scheduler.running)):
-        trace.scheduler._drop(request)
-    trace.memory.prefixes.reset()
+        trace.scheduler._preempt_by_recompute(request)
+    trace.memory.prefix_cache.reset()
     ask(trace, "c", 5, max_tokens=4)
     came: list[str] = []
-    while trace.engine.unfinished:
+    while trace.engine.has_unfinished_requests:
         trace.step()
         came += [request.id for request in trace.scheduler.running if request.id not in came]
     assert came == ["a", "b", "c"]
 
 
 def _collected(trace: Trace) -> tuple[StepPlan, StepResult]:
-    plan, ticket = trace.engine.flight.popleft()
+    plan, ticket = trace.engine.in_flight.popleft()
     return plan, trace.runner.collect(ticket)
 
 
@@ -265,19 +267,19 @@ def test_a_group_is_swapped_while_what_it_shares_is_being_computed() -> None:
     prompt = tuple(random.Random(1).choices(range(1, VOCAB), k=16))
     trace.add(Asked("a", prompt, SamplingParams(n=2, seed=1, max_tokens=12, ignore_eos=True), ""))
     scheduler, (a,) = trace.scheduler, trace.scheduler.waiting
-    while len(a.live) < 2:
+    while len(a.live_seqs) < 2:
         trace.step()
     scheduler._preempt(a)
-    trace.memory.prefixes.reset()
+    trace.memory.prefix_cache.reset()
     trace.step()
-    assert a.live[1].sibling is a.live[0]
-    assert (a.live[0].computed, a.live[1].computed) == (12, 16)
+    assert a.live_seqs[1].prefix_source is a.live_seqs[0]
+    assert (a.live_seqs[0].computed, a.live_seqs[1].computed) == (12, 16)
     scheduler.preemption = "swap"
     scheduler._preempt(a)
-    trace.memory.prefixes.reset()
+    trace.memory.prefix_cache.reset()
     trace.add(Asked("b", (*prompt, 5), SamplingParams(seed=2, max_tokens=4, ignore_eos=True), ""))
     trace.step()
-    assert a.status is Status.RUNNING
+    assert a.status is RequestStatus.RUNNING
     trace.finish()
 
 
@@ -292,7 +294,7 @@ def test_nobody_new_is_admitted_while_somebody_is_swapped() -> None:
         trace.step()
         assert "c" not in [request.id for request in trace.scheduler.running] or not trace.scheduler.swapped
     trace.finish()
-    assert trace.scheduler.preempted == {"swap": 1, "recompute": 0}
+    assert trace.scheduler.preemption_counts == {"swap": 1, "recompute": 0}
 
 
 def test_auto_takes_the_cheaper_way_for_each_victim() -> None:
@@ -302,5 +304,5 @@ def test_auto_takes_the_cheaper_way_for_each_victim() -> None:
         ask(trace, "a", length, max_tokens=6)
         trace.step()
         trace.scheduler._preempt(next(iter(trace.scheduler.running)))
-        assert trace.scheduler.preempted[way] == 1
+        assert trace.scheduler.preemption_counts[way] == 1
         trace.finish()

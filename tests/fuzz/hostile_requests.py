@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from quire.server.protocol import (
-    IGNORED,
-    REFUSED,
+    IGNORED_FIELDS,
+    REFUSED_FIELDS,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -38,7 +38,7 @@ class Route(NamedTuple):
     @property
     def fields(self) -> frozenset[str]:
         """What an error may name."""
-        return frozenset() if self.model is None else frozenset(self.model.model_fields) | REFUSED
+        return frozenset() if self.model is None else frozenset(self.model.model_fields) | REFUSED_FIELDS
 
 
 SMALL = {"max_tokens": "3", "seed": "1"}
@@ -170,7 +170,7 @@ def bodies(route: Route) -> st.SearchStrategy[bytes]:
     fields, hostile = values(route.model), st.sampled_from(HOSTILE)
     names = st.sampled_from([*fields])
     sound = names.flatmap(lambda name: st.tuples(st.just(name), fields[name]))
-    wrong = st.tuples(names | st.sampled_from([*sorted(REFUSED), *sorted(IGNORED), *ODD_NAMES]), hostile)
+    wrong = st.tuples(names | st.sampled_from([*sorted(REFUSED_FIELDS), *sorted(IGNORED_FIELDS), *ODD_NAMES]), hostile)
     changes = st.lists(sound, max_size=6) | st.lists(sound | wrong, min_size=1, max_size=4)
 
     def written(drawn: tuple[list[tuple[str, str]], bool, str | None]) -> bytes:

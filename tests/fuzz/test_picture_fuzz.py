@@ -23,15 +23,15 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import pytest
 from picture_files import drawn, mutated, small_files, uri, written
 
-from quire.control.edge import Limits, check_pixels
+from quire.control.edge import EngineLimits, check_pixels
 from quire.data.models.vision import VisionSettings
-from quire.data.models.vision.shapes import PREPARED, VISION
+from quire.data.models.vision.shapes import PREPROCESSOR_CONFIGS, VISION_CONFIGS
 from quire.errors import InputError
-from quire.text.images import ImageLimits, decode
-from quire.text.messages import Given
-from quire.text.pictures import FamilyEyes, read_placeholder, read_preparation
-from quire.text.sight import Sight, joined
-from quire.vocabulary.media import Pixels
+from quire.text.images import ImageLimits, decode_file
+from quire.text.messages import ImageSource
+from quire.text.pictures import ModelImageProcessor, read_image_preprocessor, read_placeholder
+from quire.text.sight import ImageLoader, merge_adjacent
+from quire.vocabulary.media import ImagePixels
 
 LIMITS = ImageLimits(pixels=1 << 20)
 WORDS = {"<image>": 90, "<img>": 91, "</img>": 92, "<IMG_CONTEXT>": 93, "<|image|>": 94, "<bos>": 2, "\n": 10}
@@ -47,34 +47,38 @@ KINDS = {b"\xff": "jpeg", b"R": "webp", b"G": "gif"}
 
 
 def decoded(data: bytes, rng: random.Random) -> None:
-    image = decode(data, LIMITS)
+    image = decode_file(data, LIMITS)
     assert image.mode == "RGB"
     assert 0 < image.width * image.height <= LIMITS.pixels
 
 
-def seeing(name: str) -> Sight:
+def seeing(name: str) -> ImageLoader:
     """As a folder of this model gives it."""
-    said = PREPARED[name]
-    vision = VisionSettings.read({**VISION[name], **TEXTS[name]}, said)
-    how = read_preparation(said, vision.tiling, vision.normal.mean)
-    return Sight(FamilyEyes(how, read_placeholder(vision.kind, WORDS.get), PIECES.__getitem__, [10]), LIMITS)
+    said = PREPROCESSOR_CONFIGS[name]
+    vision = VisionSettings.from_config({**VISION_CONFIGS[name], **TEXTS[name]}, said)
+    how = read_image_preprocessor(said, vision.tiling, vision.normalization.mean)
+    return ImageLoader(
+        ModelImageProcessor(how, read_placeholder(vision.kind, WORDS.get), PIECES.__getitem__, [10]), LIMITS
+    )
 
 
-def taken(sight: Sight, pixels: Seq[Pixels]) -> None:
+def taken(sight: ImageLoader, pixels: Seq[ImagePixels]) -> None:
     """Pictures that were seen have places in a prompt, and pass where an engine looks at them."""
-    eyes, tiling = sight.eyes, sight.eyes.how.tiling  # type: ignore[attr-defined]
-    ids, media = sight.placed([5, *[eyes.token] * len(pixels), 6], pixels, Limits(100, 1 << 14, 1))
+    eyes, tiling = sight.processor, sight.processor.preprocessor.tiling  # type: ignore[attr-defined]
+    ids, media = sight.expand_placeholders(
+        [5, *[eyes.image_token_id] * len(pixels), 6], pixels, EngineLimits(100, 1 << 14, 1)
+    )
     assert len(ids) >= 2 + len(pixels)
     for one, medium in zip(pixels, media, strict=True):
-        assert len(one.data) == math.prod(one.shape) <= 40 * 3 * tiling.tile**2
-        assert medium.rows <= tiling.most_rows
-    if eyes.joins:
-        media, pixels = joined(media, pixels)
+        assert len(one.data) == math.prod(one.shape) <= 40 * 3 * tiling.tile_size**2
+        assert medium.num_embeds <= tiling.max_embeds
+    if eyes.joins_adjacent:
+        media, pixels = merge_adjacent(media, pixels)
     for i, (one, medium) in enumerate(zip(pixels, media, strict=True)):
-        check_pixels(i, medium, one, tiling, eyes.joins)
+        check_pixels(i, medium, one, tiling, eyes.joins_adjacent)
 
 
-def all_the_way(sights: dict[str, Sight]) -> Callable[[bytes, random.Random], None]:
+def all_the_way(sights: dict[str, ImageLoader]) -> Callable[[bytes, random.Random], None]:
     def whole(data: bytes, rng: random.Random) -> None:
         name, sight = rng.choice(list(sights.items()))
         if rng.random() < 0.25:  # a good one of a size that may be odd
@@ -83,8 +87,8 @@ def all_the_way(sights: dict[str, Sight]) -> Callable[[bytes, random.Random], No
             data = written(drawn().resize((wide, high)))
         kind = KINDS.get(data[:1], "png") if rng.random() < 0.95 else rng.choice(("png", "jpeg", "webp", "gif"))
         others = [uri(written(drawn(9, 7)))] * rng.choice((0, 0, 0, 1))
-        given = [Given(f"image[{i}]", one) for i, one in enumerate([uri(data, kind), *others])]
-        pixels = sight.see(given, rng.choice(("", "salt")))
+        given = [ImageSource(f"image[{i}]", one) for i, one in enumerate([uri(data, kind), *others])]
+        pixels = sight.load(given, rng.choice(("", "salt")))
         try:
             taken(sight, pixels)
         except InputError as error:

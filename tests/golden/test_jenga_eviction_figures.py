@@ -16,11 +16,11 @@ from quire.control.request import Sequence
 
 def memory_of(pages: int, window: int, **orders: Any) -> PagedMemory:
     """Self-attention and a sliding window over `pages` pages."""
-    geometry = unlike(Kind(16, 1), Kind(16, 1, window=window))(Build(tokens=pages, max_len=64)).geometry
+    geometry = unlike(Kind(16, 1), Kind(16, 1, window=window))(Build(tokens=pages, max_len=64)).kv_config
     ids = geometry.groups[0].ids
     groups = tuple(replace(group, ids=ids) for group in geometry.groups)
     geometry = replace(geometry, groups=groups, bytes=ids.stop * 16)
-    return PagedMemory(geometry, chunk=4, retention="slack", slack=0, **orders)
+    return PagedMemory(geometry, max_step_tokens=4, retention="slack", slack=0, **orders)
 
 
 def ask(memory: PagedMemory, id: int, tokens: list[int]) -> int:
@@ -46,7 +46,7 @@ def hits(memory: PagedMemory) -> list[int]:
     for id, first in ((1, 100), (2, 200), (3, 300)):
         assert ask(memory, id, text(first, 24)) == 0
     looked = (Sequence(9, [*text(first, 24), 7]) for first in (100, 200))
-    return [memory.prefixes.cached(seq).tokens for seq in looked]
+    return [memory.prefix_cache.find_cached(seq).tokens for seq in looked]
 
 
 def test_figure_4a_one_clock_for_all_types_keeps_what_another_type_of_the_same_tokens_keeps() -> None:
@@ -61,21 +61,21 @@ def test_figure_4b_the_same_tokens_are_evicted_of_every_type() -> None:
     only, the last eight."""
     found = {}
     for aligned in (1, 0):
-        memory = memory_of(60, 64, aligned=aligned)
+        memory = memory_of(60, 64, aligned_pages=aligned)
         assert ask(memory, 1, text(100, 24)) == 0
         other = Sequence(2, text(200, 10))
         assert serve_by(memory, other) == 0
-        assert memory.pages.evictions == 8
-        found[aligned] = memory.prefixes.cached(Sequence(9, [*text(100, 24), 7])).tokens
+        assert memory.page_pool.evictions == 8
+        found[aligned] = memory.prefix_cache.find_cached(Sequence(9, [*text(100, 24), 7])).tokens
     assert found == {1: 20, 0: 16}
 
 
 def test_the_deepest_pages_of_all_types_are_evicted_together() -> None:
     """What is evicted step by step is always the end of one prefix (§5.1, set_prefix_length)."""
-    memory = memory_of(60, 64, aligned=1)
+    memory = memory_of(60, 64, aligned_pages=1)
     assert ask(memory, 1, text(100, 24)) == 0
     for gone in range(1, 13):
-        memory.pages.make_room(gone % 2)
-        left = [len(index) for index in memory.pages.index]
+        memory.page_pool.make_room(gone % 2)
+        left = [len(index) for index in memory.page_pool.index]
         assert abs(left[0] - left[1]) <= 1
-        assert memory.prefixes.cached(Sequence(9, [*text(100, 24), 7])).tokens == min(left)
+        assert memory.prefix_cache.find_cached(Sequence(9, [*text(100, 24), 7])).tokens == min(left)

@@ -10,8 +10,8 @@ import numpy as np
 from memories import admit_one, spec
 
 from quire.config import EngineConfig
-from quire.control.decoding import method_of
-from quire.control.memory import Size, build_memory
+from quire.control.decoding import new_method
+from quire.control.memory import MemorySize, build_memory
 from quire.control.memory.paged import PagedMemory
 from quire.control.memory.reserved import ReservedMemory
 from quire.control.request import Request, Sequence
@@ -19,7 +19,7 @@ from quire.control.scheduler import Scheduler
 from quire.sim.echo import EchoRunner
 from quire.vocabulary.method import Advance, Branch, Choice, Context
 from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.plan import Copy, Sampled, StepPlan, StepResult, Table
+from quire.vocabulary.plan import PageCopy, SliceResult, StepPlan, StepResult, TableWrite
 
 BLOCK = 4
 BLOCKS = 9
@@ -33,17 +33,17 @@ def ids(text: str) -> list[int]:
 class Stepped:
     def __init__(self, memory: Any, longest: int) -> None:
         self.memory = memory
-        self.scheduler = Scheduler(memory, budget=64, max_seqs=4, max_len=longest)
+        self.scheduler = Scheduler(memory, token_budget=64, max_seqs=4, max_len=longest)
         self.runner = EchoRunner(vocab_size=1000)
-        self.runner.bind(memory.geometry)
+        self.runner.bind(memory.kv_config)
 
     def begin(self, tokens: list[int], params: SamplingParams, prefix: str | None = None) -> Request:
-        seq = Sequence(self.scheduler.new_id(), list(tokens))
+        seq = Sequence(self.scheduler.new_seq_id(), list(tokens))
         longest = params.max_tokens or 16
-        request = Request(str(seq.id), seq, params, arrival=0.0, max_tokens=longest)
-        request.method, request.prefix = method_of(params), prefix
-        seq.branches = (params.n if request.method is None else request.method.width) - 1
-        seq.final = len(tokens) + longest
+        request = Request(str(seq.id), seq, params, arrival_time=0.0, max_tokens=longest)
+        request.method, request.prefix_name = new_method(params), prefix
+        seq.num_forks = (params.n if request.method is None else request.method.width) - 1
+        seq.max_total_len = len(tokens) + longest
         self.scheduler.add(request)
         return request
 
@@ -66,26 +66,29 @@ class Server(Stepped):
 
     def __init__(self, order: Iterable[int], blocks: int = BLOCKS, caching: bool = False, prefix: int = 0) -> None:
         config = EngineConfig(page_size=BLOCK, max_num_seqs=4)
-        built = build_memory(config, spec((None,), 32), Size(blocks * BLOCK, 32, 2))
+        built = build_memory(config, spec((None,), 32), MemorySize(blocks * BLOCK, 32, 2))
         rest = [block for block in range(blocks) if block not in set(order)]
         pages = [block + 1 for block in (*order, *rest)]
         super().__init__(
-            PagedMemory(built.geometry, chunk=64, caching=caching, order=pages, prefix_tokens=prefix), longest=32
+            PagedMemory(built.kv_config, max_step_tokens=64, caching=caching, order=pages, prefix_tokens=prefix),
+            longest=32,
         )
 
     def add(self, text: str, n: int = 1) -> Sequence:
-        return self.begin(ids(text), SamplingParams(n=n, max_tokens=16, ignore_eos=True)).live[0]
+        return self.begin(ids(text), SamplingParams(n=n, max_tokens=16, ignore_eos=True)).live_seqs[0]
 
     def blocks(self, seq: Sequence) -> list[int]:
-        (table,) = self.memory.place(seq).tables
+        (table,) = self.memory.get_placement(seq).tables
         return [page - 1 for page in table]
 
     def compute(self, plan: StepPlan, *words: str) -> None:
         """Compute the step; the words that it "generates" are the figures'."""
         result = self.runner.collect(self.runner.submit(plan))
         drawn = iter(words)
-        samples = tuple(Sampled(tuple(WORDS.index(next(drawn)) for _ in sampled.tokens)) for sampled in result.samples)
-        for row, sampled in zip(plan.rows, samples):
+        samples = tuple(
+            SliceResult(tuple(WORDS.index(next(drawn)) for _ in sampled.tokens)) for sampled in result.slice_results
+        )
+        for row, sampled in zip(plan.slices, samples):
             if sampled.tokens:
                 self.runner.slots[row.slot].last = sampled.tokens[0]
         self.scheduler.update(plan, StepResult(samples, 0.0))
@@ -98,16 +101,16 @@ class Server(Stepped):
 
     def table(self, seq: Sequence) -> list[tuple[int, int]]:
         """The block table as the figures draw it: (physical block, #filled) of each logical block."""
-        (table,) = self.memory.place(seq).tables
+        (table,) = self.memory.get_placement(seq).tables
         return [(page - 1, min(seq.computed - i * BLOCK, BLOCK)) for i, page in enumerate(table)]
 
     def refs(self, block: int) -> int:
-        return self.memory.pages.of[0].refs[block + 1]
+        return self.memory.page_pool.size_class_of[0].refs[block + 1]
 
     @property
     def available(self) -> int:
         """Blocks that no table names."""
-        (pool,) = self.memory.pages.pools
+        (pool,) = self.memory.page_pool.size_classes
         return pool.available
 
     def cells(self, block: int) -> list[bytes]:
@@ -125,20 +128,20 @@ def test_figure_6_block_table_translation() -> None:
 
     # 1: the prompt's 7 tokens fill logical block 0 and three quarters of 1, mapped to physical blocks 7 and 1.
     plan = server.step("fathers")
-    assert plan.journal == (Table(1, 0, 0, (7 + 1, 1 + 1)),)
-    assert plan.rows[0].tokens == tuple(ids("Four score and seven years ago our"))
+    assert plan.page_ops == (TableWrite(1, 0, 0, (7 + 1, 1 + 1)),)
+    assert plan.slices[0].tokens == tuple(ids("Four score and seven years ago our"))
     assert server.table(seq) == [(7, 4), (1, 3)]
     assert (server.filled(7), server.filled(1)) == (4, 3)
 
     # 2: "fathers" goes into the slot that remains; only #filled changes, from 3 to 4.
     plan = server.step("brought")
-    assert plan.journal == ()
+    assert plan.page_ops == ()
     assert server.table(seq) == [(7, 4), (1, 4)]
     assert (server.filled(7), server.filled(1)) == (4, 4)
 
     # 3: the last logical block is full: "brought" is stored in a new one, physical block 3, with #filled 1.
     plan = server.step("forth")
-    assert plan.journal == (Table(1, 0, 2, (3 + 1,)),)
+    assert plan.page_ops == (TableWrite(1, 0, 2, (3 + 1,)),)
     assert server.table(seq) == [(7, 4), (1, 4), (3, 1)]
     assert (server.filled(7), server.filled(1), server.filled(3)) == (4, 4, 1)
 
@@ -156,13 +159,13 @@ def test_figure_7_two_requests_at_the_same_time() -> None:
 
     b = server.add("it was the best of")
     plan = server.step("brought", "times")
-    assert [len(row.tokens) for row in plan.rows] == [1, 5]
-    assert plan.journal == (Table(2, 0, 0, (5 + 1, 2 + 1)),)
+    assert [len(row.tokens) for row in plan.slices] == [1, 5]
+    assert plan.page_ops == (TableWrite(2, 0, 0, (5 + 1, 2 + 1)),)
     assert server.table(a) == [(7, 4), (1, 4)]
     assert server.table(b) == [(5, 4), (2, 1)]
 
     plan = server.step("forth", "it")
-    assert plan.journal == (Table(1, 0, 2, (3 + 1,)),)
+    assert plan.page_ops == (TableWrite(1, 0, 2, (3 + 1,)),)
     assert server.table(a) == [(7, 4), (1, 4), (3, 1)]
     assert server.table(b) == [(5, 4), (2, 2)]
     assert [server.filled(block) for block in range(BLOCKS)] == [0, 4, 2, 1, 0, 4, 0, 4, 0]
@@ -170,7 +173,7 @@ def test_figure_7_two_requests_at_the_same_time() -> None:
     assert b.tokens[:6] == ids("it was the best of times")
 
     # Waste is within one block a request; the neighbours of both lie apart.
-    usage, block_bytes = server.memory.account().usage, server.memory.geometry.groups[0].page_bytes
+    usage, block_bytes = server.memory.account().usage, server.memory.kv_config.groups[0].page_bytes
     assert usage.internal == (3 + 2) * block_bytes // BLOCK
     assert usage.free == (BLOCKS - 5) * block_bytes
 
@@ -189,10 +192,10 @@ def test_figure_8_parallel_sampling_copies_on_write() -> None:
 
     plan = server.plan()
     slot1, slot2 = server.memory.slot(a1), server.memory.slot(a2)
-    assert plan.journal == (
-        Table(slot2, 0, 0, (7 + 1, 1 + 1)),  # the fork
-        Copy(0, 1 + 1, 3 + 1),  # the copy on write, then A1's new table entry
-        Table(slot1, 0, 1, (3 + 1,)),
+    assert plan.page_ops == (
+        TableWrite(slot2, 0, 0, (7 + 1, 1 + 1)),  # the fork
+        PageCopy(0, 1 + 1, 3 + 1),  # the copy on write, then A1's new table entry
+        TableWrite(slot1, 0, 1, (3 + 1,)),
     )
     assert (server.refs(7), server.refs(1), server.refs(3)) == (2, 1, 1)
     before = server.cells(1)[:3]
@@ -224,22 +227,22 @@ class Figure9:
 def test_figure_9_beam_search() -> None:
     server = Server(order=(), blocks=16, caching=True)
     request = server.begin(ids("Four score and seven"), SamplingParams(method=Figure9, max_tokens=20))
-    while len(request.live[0].tokens) < 16:
+    while len(request.live_seqs[0].tokens) < 16:
         server.run()
     plan = server.plan()  # the last token before the dotted line
-    assert [server.blocks(seq) for seq in request.live] == [[0, 1, 3, 5], [0, 1, 3, 6], [0, 1, 3, 7], [0, 2, 4, 8]]
+    assert [server.blocks(seq) for seq in request.live_seqs] == [[0, 1, 3, 5], [0, 1, 3, 6], [0, 1, 3, 7], [0, 2, 4, 8]]
     assert [server.refs(block) for block in range(10)] == [4, 3, 1, 3, 1, 1, 1, 1, 1, 0]
-    before = [list(seq.tokens) for seq in request.live]
+    before = [list(seq.tokens) for seq in request.live_seqs]
 
     server.scheduler.update(plan, server.runner.collect(server.runner.submit(plan)))
-    assert [seq.tokens[:16] for seq in request.live] == [before[1], before[1], before[2], before[2]]
+    assert [seq.tokens[:16] for seq in request.live_seqs] == [before[1], before[1], before[2], before[2]]
     freed = [block for block in range(9) if server.refs(block) == 0]
     assert freed == [2, 4, 5, 8]
-    assert [server.blocks(seq) for seq in request.live] == [[0, 1, 3, 6]] * 2 + [[0, 1, 3, 7]] * 2
+    assert [server.blocks(seq) for seq in request.live_seqs] == [[0, 1, 3, 6]] * 2 + [[0, 1, 3, 7]] * 2
 
     plan = server.run()
-    assert not [entry for entry in plan.journal if isinstance(entry, Copy)]  # full blocks are never copied
-    tables = [server.blocks(seq) for seq in request.live]
+    assert not [entry for entry in plan.page_ops if isinstance(entry, PageCopy)]  # full blocks are never copied
+    tables = [server.blocks(seq) for seq in request.live_seqs]
     assert tables == [[0, 1, 3, 6, 9], [0, 1, 3, 6, 10], [0, 1, 3, 7, 11], [0, 1, 3, 7, 12]]
     assert [server.refs(block) for block in (0, 1, 3, 6, 7)] == [4, 4, 4, 2, 2]
     assert [server.refs(block) for block in (9, 10, 11, 12)] == [1, 1, 1, 1]
@@ -251,32 +254,32 @@ def test_figure_10_a_shared_prompt_is_mapped_and_its_last_block_copied_on_write(
     prefix = ids("Four score and seven years ago")
     server.begin(prefix, SamplingParams(max_tokens=1), prefix="translate")
     server.run()
-    assert not server.scheduler.unfinished
+    assert not server.scheduler.has_unfinished_requests
     assert (server.refs(0), server.refs(1)) == (1, 1)
     assert server.available == BLOCKS - 2
     kept = server.cells(1)
 
-    first = server.begin(prefix + ids("it was the best"), SamplingParams(max_tokens=4)).live[0]
-    second = server.begin(prefix + ids("brought forth"), SamplingParams(max_tokens=4)).live[0]
+    first = server.begin(prefix + ids("it was the best"), SamplingParams(max_tokens=4)).live_seqs[0]
+    second = server.begin(prefix + ids("brought forth"), SamplingParams(max_tokens=4)).live_seqs[0]
     plan = server.run()
     # The prompt phase computes the user's part only.
-    assert [(row.start, row.tokens) for row in plan.rows] == [
+    assert [(row.start, row.tokens) for row in plan.slices] == [
         (6, tuple(ids("it was the best"))),
         (6, tuple(ids("brought forth"))),
     ]
-    assert [entry for entry in plan.journal if isinstance(entry, Copy)] == [
-        Copy(0, 1 + 1, 2 + 1),
-        Copy(0, 1 + 1, 4 + 1),
+    assert [entry for entry in plan.page_ops if isinstance(entry, PageCopy)] == [
+        PageCopy(0, 1 + 1, 2 + 1),
+        PageCopy(0, 1 + 1, 4 + 1),
     ]
     assert server.blocks(first) == [0, 2, 3]
     assert server.blocks(second) == [0, 4]
     assert [server.refs(block) for block in range(5)] == [3, 1, 1, 1, 1]
     assert server.cells(1) == kept  # the prefix is as it was
     assert server.cells(2)[:2] == server.cells(4)[:2] == kept[:2]
-    while server.scheduler.unfinished:
+    while server.scheduler.has_unfinished_requests:
         server.run()
     assert [server.refs(block) for block in range(BLOCKS)] == [1, 1] + [0] * (BLOCKS - 2)
-    assert server.memory.prefixes.unpin("translate")
+    assert server.memory.prefix_cache.unpin("translate")
     assert server.available == BLOCKS
 
 
@@ -285,12 +288,12 @@ def test_figure_3_two_requests_waste_less_than_a_page_each() -> None:
     them, and what their last pages hold no tokens in is all that is wasted."""
     page = 16
     config = EngineConfig(page_size=page, max_num_seqs=4)
-    memory = build_memory(config, spec((None,), 2048), Size(2560, 2048, 2))
-    token = memory.geometry.groups[0].page_bytes // page
+    memory = build_memory(config, spec((None,), 2048), MemorySize(2560, 2048, 2))
+    token = memory.kv_config.groups[0].page_bytes // page
     server, seqs = Stepped(memory, 2048), []
     for prompt, longest in ((7, 2048), (3, 512)):
         params = SamplingParams(max_tokens=longest - prompt, ignore_eos=True)
-        seqs += server.begin(list(range(100 * prompt, 100 * prompt + prompt)), params).live
+        seqs += server.begin(list(range(100 * prompt, 100 * prompt + prompt)), params).live_seqs
     assert memory.fits([2048])
     for _ in range(40):
         server.run()
@@ -308,12 +311,12 @@ class Chunks(Stepped):
 
     def __init__(self) -> None:
         config = EngineConfig(memory="orca-max", page_size=1, max_num_seqs=4)
-        geometry = build_memory(config, spec((None,), 2048), Size(4096, 2048, 2)).geometry
+        geometry = build_memory(config, spec((None,), 2048), MemorySize(4096, 2048, 2)).kv_config
         reserves = {7: 2048, 3: 512}
-        super().__init__(ReservedMemory(geometry, lambda prompt, *_: reserves[prompt], longest=2048), 2048)
+        super().__init__(ReservedMemory(geometry, lambda prompt, *_: reserves[prompt], max_len=2048), 2048)
 
     def add(self, prompt: int, output: int) -> Sequence:
-        return self.begin(list(range(prompt)), SamplingParams(max_tokens=output, ignore_eos=True)).live[0]
+        return self.begin(list(range(prompt)), SamplingParams(max_tokens=output, ignore_eos=True)).live_seqs[0]
 
     def iteration(self) -> StepPlan:
         """The prompts' iteration; then the next one is planned, which the figure shows."""
@@ -324,7 +327,7 @@ class Chunks(Stepped):
 
     def slots(self) -> tuple[int, ...]:
         """Used, reserved, internal, external, free."""
-        usage, slot = self.memory.account().usage, self.memory.geometry.groups[0].page_bytes
+        usage, slot = self.memory.account().usage, self.memory.kv_config.groups[0].page_bytes
         return tuple(part // slot for part in (usage.used, usage.reserved, usage.internal, usage.external, usage.free))
 
 
@@ -348,10 +351,10 @@ def test_figure_3_two_requests_keep_others_out() -> None:
     a, b = chunks.add(*A), chunks.add(*B)
     plan = chunks.iteration()
     assert chunks.slots() == (8 + 4, 2 + 1, 2038 + 507, 0, 1024 + 512)
-    (first,), (second,) = chunks.memory.place(a).tables, chunks.memory.place(b).tables
+    (first,), (second,) = chunks.memory.get_placement(a).tables, chunks.memory.get_placement(b).tables
     assert first == tuple(range(1, 1 + 2048))  # page 0 is scratch
     assert second == tuple(range(1 + 2048, 1 + 2048 + 512))
-    assert [len(row.tokens) for row in plan.rows] == [1, 1]
+    assert [len(row.tokens) for row in plan.slices] == [1, 1]
 
     late = chunks.add(*A)
     assert admit_one(chunks.memory, late, 64) is None

@@ -11,7 +11,7 @@ from torch import Tensor
 from quire.bench import exchange_rank
 from quire.bench.exchange_rank import Timed, _unlike
 from quire.parallel import rank
-from quire.parallel.questions import QUESTIONS
+from quire.parallel.questions import RANK_QUERIES
 
 EXACT, LATE = range(2)
 LAPS = 3
@@ -22,11 +22,11 @@ class Carried(Timed):
     """`warm_up(rows, EXACT)` or LATE; `found` is what came of it."""
 
     def warm_up(self, rows: int, way: int) -> None:
-        carrier = getattr(self.exchange, "carrier", None)
-        torch.manual_seed(-1 - self.part.rank)
+        carrier = getattr(self.exchange, "copy_engine", None)
+        torch.manual_seed(-1 - self.part.tp_rank)
         delta = torch.randn(rows, exchange_rank.SIZE).to(self.device, exchange_rank.DTYPE)
         self.first = torch.ones_like(delta)
-        self.pieces = self.exchange.pieces(rows, delta.nbytes)
+        self.pieces = self.exchange.split_rows(rows, delta.nbytes)
         if carrier is None or not self.pieces:
             self.found = {"missing": f"{rows} rows are not carried: {'; '.join(self.seat.notices) or 'no carrier'}"}
             return
@@ -34,11 +34,11 @@ class Carried(Timed):
         before = carrier.call
         self.found = self._exact(delta) if way == EXACT else self._late(delta, carrier)
         self.found |= {"pieces": len(self.pieces), "calls": carrier.call - before}
-        self.exchange.check()
+        self.exchange.check_peers()
 
     def _sent(self, delta: Tensor) -> Tensor:
         for piece in self.pieces:
-            self.exchange.send(delta, piece)
+            self.exchange.send_rows(delta, piece)
         return delta
 
     def _exact(self, delta: Tensor) -> dict[str, Any]:
@@ -50,27 +50,29 @@ class Carried(Timed):
             given, got = delta.roll(2 * lap, 0), self.first.clone()
             _unlike((got, self.norms[0](got, self._sent(given))), (x.roll(2 * lap, 0), out.roll(2 * lap, 0)), wrong)
             given = delta.roll(2 * lap + 1, 0)
-            _unlike((self.exchange.add(self._sent(given)),), (total.roll(2 * lap + 1, 0).to(self.device),), wrong)
+            _unlike(
+                (self.exchange.all_reduce(self._sent(given)),), (total.roll(2 * lap + 1, 0).to(self.device),), wrong
+            )
         return {"wrong": int(wrong)}
 
     def _late(self, delta: Tensor, carrier: Any) -> dict[str, Any]:
         """The last rank sends nothing until the others have given up, and nothing on their GPUs waits any more:
         `named` is whom they miss, from 1 on."""
-        peers, late = carrier.peers, self.part.rank == self.part.ranks - 1
+        peers, late = carrier.peers, self.part.tp_rank == self.part.tp_size - 1
         if not late:
             carrier.peers = peers._replace(polls=FEW)
             self._sent(delta)
             carrier._stream.synchronize()
-        self.host.meet()
+        self.host.barrier()
         if not late:
-            self.exchange.add(delta)
+            self.exchange.all_reduce(delta)
             torch.cuda.synchronize()
         named = int(peers.error)
-        self.host.meet()
+        self.host.barrier()
         if late:
-            self.exchange.add(self._sent(delta))
+            self.exchange.all_reduce(self._sent(delta))
             torch.cuda.synchronize()
-        self.host.meet()
+        self.host.barrier()
         carrier.peers = peers
         peers.error.zero_()
         return {"named": named}
@@ -78,5 +80,5 @@ class Carried(Timed):
 
 def main() -> None:
     """See quire.parallel.rank."""
-    QUESTIONS["found"] = lambda runner: runner.found
+    RANK_QUERIES["found"] = lambda runner: runner.found
     rank.main(Carried)

@@ -38,12 +38,12 @@ def answers(
     found: dict[tuple[str, int], list[Any]] = defaultdict(list)
 
     def drain() -> None:
-        while engine.unfinished:
+        while engine.has_unfinished_requests:
             before()
             for output in engine.step():
-                tops = [top.logprob for top in output.tops]
+                tops = [top.logprob for top in output.top_logprobs]
                 told = zip(output.tokens, tops, strict=True) if tops else output.tokens
-                found[output.request, output.branch].extend(told)
+                found[output.request_id, output.branch].extend(told)
 
     for i, (tokens, params) in enumerate(requests):
         engine.add(str(i), tokens, params)
@@ -69,12 +69,12 @@ def served(requests: list[Request], *, every: int = 0, alone: bool = False, **se
         nonlocal steps
         steps += 1
         if every and steps % every == 0 and scheduler.running:
-            assert not scheduler.flight, "a step computes"
+            assert not scheduler.num_in_flight, "a step computes"
             scheduler._preempt(next(reversed(scheduler.running)))
 
     tokens = answers(engine, requests, alone, before)
     scheduler.memory.check()
-    found = Served(tokens, scheduler.preemptions, getattr(engine.runner.store, "mapped", None))
+    found = Served(tokens, scheduler.num_preemptions, getattr(engine.runner.store, "mapping_stats", None))
     engine.close()
     assert {len(one) for one in tokens} == {params.max_tokens for _, params in requests}
     return found

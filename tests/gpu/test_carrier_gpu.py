@@ -12,12 +12,12 @@ import torch
 from carrier_ranks import EXACT, LAPS, LATE
 from ranks_alone import joined
 
-from quire.link.child import BOOT
+from quire.link.child import BOOTSTRAP
 from quire.parallel import devices
 from quire.parallel.remote import RemoteRunner
 
 RANKS, PATIENCE = 4, 30.0
-PROGRAM = ("-P", "-c", BOOT, str(Path(__file__).parent), "carrier_ranks")
+PROGRAM = ("-P", "-c", BOOTSTRAP, str(Path(__file__).parent), "carrier_ranks")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(150),
@@ -28,14 +28,14 @@ pytestmark = [
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[RemoteRunner]:
     if torch.cuda.device_count() < RANKS:
-        monkeypatch.setenv(devices.SHARE, "1")
+        monkeypatch.setenv(devices.SHARE_GPU_VARIABLE, "1")
     with joined(RANKS, PROGRAM, PATIENCE) as runner:
         yield runner
 
 
 def found(ranks: RemoteRunner, rows: int, way: int) -> list[dict[str, Any]]:
     ranks.warm_up(rows, way)
-    told = ranks.ask("found")
+    told = ranks.query("found")
     assert not [one["missing"] for one in told if "missing" in one]
     return told
 

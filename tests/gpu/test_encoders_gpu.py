@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from quire.data.models.vision import VisionSettings, build_encoder, rows_of
-from quire.data.models.vision.shapes import PREPARED, VISION
-from quire.data.weights.dummy import fill_dummy
+from quire.data.models.vision import VisionSettings, build_encoder, encode_image
+from quire.data.models.vision.shapes import PREPROCESSOR_CONFIGS, VISION_CONFIGS
+from quire.data.weights.dummy import fill_dummy_weights
 
 pytestmark = pytest.mark.gpu
 
@@ -19,7 +19,7 @@ WIDTH = 256
 
 def smaller(name: str) -> VisionSettings:
     """The published shape, narrower and with few layers."""
-    config: dict[str, Any] = deepcopy(VISION[name])
+    config: dict[str, Any] = deepcopy(VISION_CONFIGS[name])
     tower = {"num_hidden_layers": 3, "hidden_size": 288, "intermediate_size": 272, "num_attention_heads": 4}
     if name == "phi-3-vision":
         del config["img_processor"]["image_dim_out"]
@@ -32,16 +32,16 @@ def smaller(name: str) -> VisionSettings:
     if name == "paligemma2-10b":
         config["vision_config"]["projection_dim"] = config["projection_dim"] = WIDTH
     config |= {"hidden_size": WIDTH, "text_config": {"hidden_size": WIDTH}, "llm_config": {"hidden_size": WIDTH}}
-    return VisionSettings.read(config, PREPARED[name])
+    return VisionSettings.from_config(config, PREPROCESSOR_CONFIGS[name])
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 2e-3), (torch.bfloat16, 3e-2)])
-@pytest.mark.parametrize("name", VISION)
+@pytest.mark.parametrize("name", VISION_CONFIGS)
 def test_rows_are_the_cpus(name: str, dtype: torch.dtype, near: float, deterministic: bool) -> None:
     settings = smaller(name)
     exact = build_encoder(settings, torch.float32, torch.device("cpu"))
-    fill_dummy(exact, 7)
+    fill_dummy_weights(exact, 7)
     with torch.no_grad():  # what is small at first, so that each part counts
         for parameter in exact.parameters():
             parameter.mul_(4 if parameter.dim() > 1 else 1)
@@ -50,12 +50,12 @@ def test_rows_are_the_cpus(name: str, dtype: torch.dtype, near: float, determini
     exact.prepare()
     encoder.prepare(deterministic)
     for size in ((700, 900), (90, 1300)):
-        grid = settings.tiling.grid(*size)
-        tile = settings.tiling.tile
+        grid = settings.tiling.choose_grid(*size)
+        tile = settings.tiling.tile_size
         count = grid.rows * grid.columns + (settings.kind in ("llava", "internvl")) if grid.rows else 1
         generator = torch.Generator().manual_seed(1)
         pixels = torch.randint(0, 256, (count, tile, tile, 3), generator=generator, dtype=torch.uint8)
-        want, got = rows_of(exact, pixels, grid, 8), rows_of(encoder, pixels.cuda(), grid, 8)
+        want, got = encode_image(exact, pixels, grid, 8), encode_image(encoder, pixels.cuda(), grid, 8)
         assert got.dtype == dtype
-        assert got.shape == want.shape == (settings.tiling.rows(grid), WIDTH)
+        assert got.shape == want.shape == (settings.tiling.num_embeds(grid), WIDTH)
         assert (got.float().cpu() - want).abs().max() <= near * want.abs().max()

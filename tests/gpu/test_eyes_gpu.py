@@ -25,7 +25,7 @@ from test_seeing_logits import check, chunk_of
 from quire.control.engine import Engine
 from quire.data.models.configs import CONFIGS
 from quire.data.models.vision import VisionSettings
-from quire.vocabulary.media import Medium, Pixels
+from quire.vocabulary.media import ImageItem, ImagePixels
 
 pytestmark = pytest.mark.gpu
 
@@ -68,17 +68,17 @@ def started(name: str, folder: Path, **settings: Any) -> Engine:
     return serving.engine_of(model=str(folder), swap_gib=0.25, **both)
 
 
-def shown(name: str, height: int, width: int, seed: int) -> tuple[list[int], tuple[Medium, ...], list[Pixels]]:
+def shown(name: str, height: int, width: int, seed: int) -> tuple[list[int], tuple[ImageItem, ...], list[ImagePixels]]:
     """A prompt with one picture of noise."""
     config = shape(name)
-    tiling = VisionSettings.read(config, config["preprocessor_config"]).tiling
-    grid = tiling.grid(height, width)
-    pixels = (tiling.parts(grid), tiling.tile, tiling.tile, 3)
+    tiling = VisionSettings.from_config(config, config["preprocessor_config"]).tiling
+    grid = tiling.choose_grid(height, width)
+    pixels = (tiling.num_parts(grid), tiling.tile_size, tiling.tile_size, 3)
     data = np.random.default_rng(seed).integers(0, 256, pixels, dtype=np.uint8).tobytes()
-    rows = tiling.rows(grid)
-    medium = Medium(hashlib.sha256(data).digest(), 5, rows, rows, tiling.parts(grid))
+    rows = tiling.num_embeds(grid)
+    medium = ImageItem(hashlib.sha256(data).digest(), 5, rows, rows, tiling.num_parts(grid))
     tokens = [3 * seed + i for i in range(5)] + [100] * rows + [7 + i for i in range(9)]
-    return tokens, (medium,), [Pixels(medium.key, pixels, data, tuple(grid))]
+    return tokens, (medium,), [ImagePixels(medium.key, pixels, data, tuple(grid))]
 
 
 def answers(engine: Engine, name: str) -> list[list[int]]:
@@ -88,15 +88,15 @@ def answers(engine: Engine, name: str) -> list[list[int]]:
 
     def step() -> None:
         for output in engine.step():
-            found.setdefault(output.request, []).extend(output.tokens)
+            found.setdefault(output.request_id, []).extend(output.tokens)
 
     for i in range(8):
         tokens, media, pixels = shown(name, 300 + 90 * i, 500, i % 5)
-        engine.add(f"picture {i}", tokens, params, media=media, pixels=pixels)
+        engine.add(f"picture {i}", tokens, params, images=media, pixels=pixels)
         engine.add(f"text {i}", serving.prompt(i, 20 + 30 * i, 5000), params)
         for _ in range(i % 3):
             step()
-    while engine.unfinished:
+    while engine.has_unfinished_requests:
         step()
     return [found[key] for key in sorted(found)]
 

@@ -14,11 +14,11 @@ from test_deterministic import serve
 
 from quire.config import EngineConfig
 from quire.data.models.configs import named_config
-from quire.data.models.quantization import MADE
+from quire.data.models.quantization import FP8_ON_LOAD
 from quire.data.weights import fp8
-from quire.data.weights.dummy import fill_dummy
-from quire.formats import saved_by_fp8
-from quire.source import read_source
+from quire.data.weights.dummy import fill_dummy_weights
+from quire.formats import quantization_savings
+from quire.source import read_checkpoint
 
 FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not FP8, reason="this GPU has no FP8")]
@@ -47,14 +47,14 @@ def log_probs(
     found: list[list[float]] = [[] for _ in prompts]
     for i, one in enumerate(prompts):
         engine.add(str(i), one, greedy(1 if follow else OUTPUT, logprobs=0, prompt_logprobs=0))
-    while engine.unfinished:
+    while engine.has_unfinished_requests:
         for output in engine.step():
-            which = int(output.request)
-            if output.prompt_tops is not None:
-                found[which] += [top.logprob for top in output.prompt_tops]
+            which = int(output.request_id)
+            if output.prompt_logprobs is not None:
+                found[which] += [top.logprob for top in output.prompt_logprobs]
             if not follow:
                 said[which] += output.tokens
-                found[which] += [top.logprob for top in output.tops]
+                found[which] += [top.logprob for top in output.top_logprobs]
     engine.close()
     return said, torch.tensor([number for one in found for number in one])
 
@@ -79,7 +79,7 @@ def test_log_probabilities(settings: dict[str, Any], monkeypatch: pytest.MonkeyP
     _, one = log_probs(1, said, **settings)  # a row isn't rounded
     _, some = log_probs(16, said, **settings)
     _, many = log_probs(4096, said, **settings)
-    monkeypatch.setattr(fp8, "native", lambda dtype, device: False)
+    monkeypatch.setattr(fp8, "has_fp8_matmul", lambda dtype, device: False)
     _, plain = log_probs(1, said, **settings)
     _, full = log_probs(4096, said, **settings)
     assert len(few) == len(said) * (OUTPUT - 1) + sum(LENGTHS)
@@ -115,16 +115,16 @@ def test_memory_is_as_planned_while_loading_too(name: str, tmp_path: Path) -> No
     config = SHAPES.get(name) or named_config(name)
     (tmp_path / "config.json").write_text(json.dumps(config))
     settings = EngineConfig(model=str(tmp_path), quantization="fp8", dummy_weights=True)
-    source = read_source(settings)
-    planned = source.spec.weight_bytes(2) - saved_by_fp8(settings, source, "bfloat16", "cuda")
+    source = read_checkpoint(settings)
+    planned = source.spec.weight_bytes(2) - quantization_savings(settings, source, "bfloat16", "cuda")
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    model = fp8.made(config, torch.bfloat16, CUDA, MADE)
-    fill_dummy(model, 0, MADE)
+    model = fp8.create_model(config, torch.bfloat16, CUDA, FP8_ON_LOAD)
+    fill_dummy_weights(model, 0, FP8_ON_LOAD)
     torch.cuda.synchronize()
     held, peak = torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before
-    found = [fp8.scale_of(model, weight) for weight, _ in model.named_parameters()]
+    found = [fp8.get_scale(model, weight) for weight, _ in model.named_parameters()]
     scales = [scale for scale in found if scale is not None]
     assert scales
     real = sum(p.nbytes for p in model.parameters()) + sum(scale.nbytes for scale in scales)

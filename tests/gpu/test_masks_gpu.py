@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from quire.data.runner.masks import Masks
-from quire.vocabulary.plan import Mask
+from quire.data.runner.masks import TokenBitmasks
+from quire.vocabulary.plan import TokenBitmask
 
 pytestmark = pytest.mark.gpu
 
@@ -18,14 +18,14 @@ def test_each_step_has_its_own_masks() -> None:
     """Many steps enqueued behind a device that is held up, memory that is used again among them: each row keeps what
     its own step's mask allows."""
     device = torch.device("cuda")
-    masks, rng = Masks(SLOTS, VOCAB, device), np.random.default_rng(0)
+    masks, rng = TokenBitmasks(SLOTS, VOCAB, device), np.random.default_rng(0)
     torch.cuda._sleep(100_000_000)
     steps = []
     for step in range(12):
         rows = np.arange(1, SLOTS) if step % 3 else np.arange(1, 8)
-        bits = rng.integers(0, 2**32, size=(len(rows), masks.words), dtype=np.uint32)
+        bits = rng.integers(0, 2**32, size=(len(rows), masks.num_words), dtype=np.uint32)
         bits[:, -1] &= (1 << VOCAB % 32) - 1 if VOCAB % 32 else 2**32 - 1
-        masks.take([Mask(int(slot), one.tobytes()) for slot, one in zip(rows, bits) if slot % 5])
+        masks.set_bitmasks([TokenBitmask(int(slot), one.tobytes()) for slot, one in zip(rows, bits) if slot % 5])
         logits = torch.zeros(len(rows), VOCAB, device=device, dtype=torch.bfloat16)
         masks.apply(logits, rows)
         steps.append((rows, bits, logits))

@@ -13,11 +13,11 @@ import torch
 
 from quire.control.engine import Engine
 from quire.data.models.configs import named_config
-from quire.data.runner.inputs import Flat, batch_of
-from quire.data.runner.step import Step
+from quire.data.runner.inputs import FlatInputs, build_flat_batch
+from quire.data.runner.step import StepContext
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.plan import StepPlan
-from quire.vocabulary.rows import Rows
+from quire.vocabulary.rows import SeqSlices
 
 pytestmark = pytest.mark.gpu
 
@@ -60,21 +60,25 @@ class Compared:
         self.runner: Any = engine.runner
         self.exact, self.sizes = exact, set()
         self.worst = 0.0
-        self.real, self.runner._rows = self.runner._rows, self.rows
+        self.real, self.runner._run_slices = self.runner._run_slices, self.rows
 
     @torch.inference_mode()
     def rows(self, plan: StepPlan, began: float, mark: Any) -> Any:
         runner = self.runner
-        rows = Rows.of(plan.rows)
-        if plan.rows and not runner.graphs.fits(rows):
-            flat = Flat.of(rows)
-            sizes = runner.mixed.fit(rows, flat)
+        rows = SeqSlices.from_slices(plan.slices)
+        if plan.slices and not runner.decode_graphs.can_run(rows):
+            flat = FlatInputs.from_slices(rows)
+            sizes = runner.mixed_graphs.choose_sizes(rows, flat)
             if sizes is not None:
-                batch = batch_of(flat, runner.store, runner.last)
-                step = Step.of(batch, runner.store.caches, runner.backend, len(batch.asked) < len(batch.tokens))
+                batch = build_flat_batch(flat, runner.store, runner.last_sampled)
+                step = StepContext.from_batch(
+                    batch, runner.store.caches, runner.backend, len(batch.sampled_rows) < len(batch.tokens)
+                )
                 hidden = runner.model(batch.tokens, step)
-                expected = runner.model.logits(hidden if step.asked else hidden.index_select(0, batch.ends))
-                got = runner.mixed.run(flat, sizes, "")[: len(expected)]
+                expected = runner.model.logits(
+                    hidden if step.query_batch else hidden.index_select(0, batch.logits_indices)
+                )
+                got = runner.mixed_graphs.run(flat, sizes, "")[: len(expected)]
                 assert expected.isfinite().all()
                 assert got.isfinite().all()
                 if self.exact:
@@ -92,7 +96,7 @@ def test_logits_of_replayed_steps_are_those_of_eager_ones(settings: dict[str, An
     compared = Compared(engine, settings.get("deterministic", False))
     chance = random.Random(5)
     added = 0
-    while added < 260 or engine.unfinished:
+    while added < 260 or engine.has_unfinished_requests:
         for _ in range(chance.choice((0, 0, 0, 1, 1, 2, 6)) if added < 260 else 0):
             length = chance.choice((1, 2, 7, 30, 64, 200, 333, 590))
             params = SamplingParams(
@@ -101,11 +105,11 @@ def test_logits_of_replayed_steps_are_those_of_eager_ones(settings: dict[str, An
             engine.add(str(added), [chance.randint(10, 5000) for _ in range(length)], params)
             added += 1
         assert all(output.finish_reason in (None, "length") for output in engine.step())
-    assert (engine.scheduler.preemptions > 0) == ("preemption" in settings)
+    assert (engine.scheduler.num_preemptions > 0) == ("preemption" in settings)
     engine.close()
     few = "preemption" in settings
-    assert len({sizes.tokens for sizes in compared.sizes}) > (4 if few else 8)
-    assert len({sizes.singles for sizes in compared.sizes}) > (0 if few else 1)
-    assert len({sizes.sampled for sizes in compared.sizes}) > (2 if few else 6)
+    assert len({sizes.num_tokens for sizes in compared.sizes}) > (4 if few else 8)
+    assert len({sizes.num_decode_rows for sizes in compared.sizes}) > (0 if few else 1)
+    assert len({sizes.num_sampled for sizes in compared.sizes}) > (2 if few else 6)
     # Rounding differs by the sizes of products and by the parts of contexts; a wrong token or key shows as 1 or more.
     assert compared.worst < {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.5}[settings["dtype"]]

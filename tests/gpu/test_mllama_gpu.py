@@ -50,7 +50,7 @@ def test_logits(model: Saved, chunk: int, preemption: str | None) -> None:
     for _ in range(2):
         for prompt, tokens, tops in run(engine, PROMPTS, params):
             assert_said(tops, model.logprobs(prompt, tokens), 2e-3)
-    assert preemption is None or engine.scheduler.preempted[preemption] > 0
+    assert preemption is None or engine.scheduler.preemption_counts[preemption] > 0
     engine.close()
 
 
@@ -62,9 +62,9 @@ def served(model: Saved, **settings: Any) -> list[list[int]]:
         preempting(engine, set(range(4, 200, 5)))
     params = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True)
     found = [tokens for _ in range(2) for _, tokens, _ in run(engine, MANY, params)]
-    assert ("preemption" not in settings) or engine.scheduler.preemptions > 10
+    assert ("preemption" not in settings) or engine.scheduler.num_preemptions > 10
     if settings.get("cuda_graphs", True):
-        kinds = {sees for _, sees in engine.runner.graphs.models}
+        kinds = {sees for _, sees in engine.runner.decode_graphs.models}
         assert kinds == {False, True}, "text alone, and with pictures"
     engine.close()
     return found
@@ -83,8 +83,8 @@ def test_tokens_are_the_same_in_every_memory(model: Saved) -> None:
 
 def test_nothing_is_captured_once_it_serves(model: Saved) -> None:
     engine = engine_of(model, device="cuda", dtype="bfloat16", max_num_batched_tokens=128, debug=False)
-    captured = len(engine.runner.graphs.ends)
-    assert len(engine.runner.graphs.models) == 2 * len(engine.runner.graphs.sizes)
+    captured = len(engine.runner.decode_graphs.ends)
+    assert len(engine.runner.decode_graphs.models) == 2 * len(engine.runner.decode_graphs.sizes)
     assert list(run(engine, PROMPTS, SamplingParams(max_tokens=5, ignore_eos=True)))
-    assert len(engine.runner.graphs.ends) == captured
+    assert len(engine.runner.decode_graphs.ends) == captured
     engine.close()

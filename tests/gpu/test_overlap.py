@@ -11,7 +11,7 @@ from gpu_serving import answers, engine_of, greedy
 
 from quire.control.engine import Engine
 from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.plan import LAST, StepPlan
+from quire.vocabulary.plan import LAST_SAMPLED, StepPlan
 
 pytestmark = pytest.mark.gpu
 
@@ -37,9 +37,9 @@ def test_submit_returns_before_the_last_event_of_its_step(engine: Engine, monkey
         ticket = real(plan)
         done = torch.cuda.Event()
         done.record()
-        if sum(len(row.tokens) for row in plan.rows) > 1000:
+        if sum(len(row.tokens) for row in plan.slices) > 1000:
             returned_early.append(not done.query())
-        unseen.append(any(row.tokens == (LAST,) for row in plan.rows))
+        unseen.append(any(row.tokens == (LAST_SAMPLED,) for row in plan.slices))
         return ticket
 
     monkeypatch.setattr(engine.runner, "submit", partial(timed, engine.runner.submit))
@@ -84,12 +84,12 @@ def test_a_step_that_samples_nothing_has_run_when_it_is_collected(engine: Engine
     engine.add("long", [(3 * j) % 1000 + 10 for j in range(8000)], SamplingParams(max_tokens=1, ignore_eos=True))
     plan = engine.scheduler.schedule()
     assert plan is not None
-    assert not any(row.sample for row in plan.rows)
+    assert not any(row.num_samples for row in plan.slices)
     ticket = engine.runner.submit(plan)
     assert not torch.cuda.current_stream().query(), "the step is still running"
     result = engine.runner.collect(ticket)
     assert torch.cuda.current_stream().query()
     engine.scheduler.update(plan, result)
     engine.abort("long")
-    while engine.unfinished:
+    while engine.has_unfinished_requests:
         engine.step()

@@ -12,7 +12,7 @@ import torch
 
 from quire import LLM, SamplingParams
 from quire.data.models.configs import named_config
-from quire.parallel.device_exchange import LARGE
+from quire.parallel.device_exchange import NCCL_MIN_BYTES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -78,7 +78,7 @@ def compared(one: dict[str, list[list[int]]], two: dict[str, list[list[int]]], s
 
 @pytest.mark.parametrize("settings", [{}, {"deterministic": True}, {"cuda_graphs": False}], ids=str)
 def test_two_ranks_say_what_one_says(folder: Path, settings: dict[str, Any]) -> None:
-    assert LONG * HIDDEN * 4 > LARGE, "prompts' sums are large"
+    assert LONG * HIDDEN * 4 > NCCL_MIN_BYTES, "prompts' sums are large"
     # Logits differ in their last bits, so that a draw may fall on the other side of a token's edge.
     compared(said(folder, **settings), said(folder, tp=2, **settings), spared=2)
 

@@ -26,15 +26,15 @@ def test_memory_leaves_and_comes_back(memory: str, graphs: bool) -> None:
             cuda_graphs=graphs, kv_tokens=16384, deterministic=True,
         )
     )  # fmt: skip
-    engine, plan = built.engine, built.plan
+    engine, plan = built.engine, built.memory_plan
     wanted = answers(engine, REQUESTS)
     for level in (1, 2, 1):
         torch.cuda.synchronize()
         free, _ = torch.cuda.mem_get_info()
-        engine.rest.sleep(level)
-        assert torch.cuda.mem_get_info()[0] - free > 0.9 * (plan.weights + plan.kv_bytes)
-        engine.rest.wake()
-        assert (engine.runner.graphs is not None) == graphs
+        engine.sleep_controller.sleep(level)
+        assert torch.cuda.mem_get_info()[0] - free > 0.9 * (plan.weight_bytes + plan.kv_bytes)
+        engine.sleep_controller.wake()
+        assert (engine.runner.decode_graphs is not None) == graphs
         assert answers(engine, REQUESTS) == wanted
-        assert abs(torch.cuda.mem_get_info()[0] - free) < 0.1 * (plan.weights + plan.kv_bytes), "memory is lost"
+        assert abs(torch.cuda.mem_get_info()[0] - free) < 0.1 * (plan.weight_bytes + plan.kv_bytes), "memory is lost"
     engine.close()

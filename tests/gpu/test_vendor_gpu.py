@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire.bench.kernels import Placed
 from quire.bench.mapped import on_mapped
-from quire.config import VENDORS
+from quire.config import VENDOR_ATTENTIONS
 from quire.data.kernels import vendor
 from quire.errors import StartupError
 from quire.vocabulary.specs import LayerSpec, ModelSpec
@@ -42,7 +42,7 @@ def plain(q: Tensor, keys: Tensor, values: Tensor, start: int, scale: float) -> 
 @pytest.mark.parametrize("layout", ["sliced", "layer"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), HEADS)
-@pytest.mark.parametrize("name", VENDORS)
+@pytest.mark.parametrize("name", VENDOR_ATTENTIONS)
 def test_every_chunk_is_that_in_fp32(
     name: str, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, layout: str
 ) -> None:
@@ -71,7 +71,7 @@ def test_every_chunk_is_that_in_fp32(
     assert {at: far for at, far in found.items() if not far <= most} == {}  # NaN isn't either
 
 
-@pytest.mark.parametrize("name", VENDORS)
+@pytest.mark.parametrize("name", VENDOR_ATTENTIONS)
 @pytest.mark.parametrize("layout", ["sliced", "layer"])
 def test_the_engine_answers_as_with_our_kernels(name: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts begin the same way; what they go on with may part at a draw that is near."""
@@ -82,7 +82,7 @@ def test_the_engine_answers_as_with_our_kernels(name: str, layout: str, monkeypa
         return kernel(q, keys, values, start, scale)
 
     monkeypatch.setitem(vendor.KERNELS, name, counted)
-    monkeypatch.setattr(vendor, "LONG", 64)
+    monkeypatch.setattr(vendor, "MIN_CONTEXT", 64)
     settings: dict[str, Any] = {
         "memory": "virtual", "virtual_layout": layout, "dtype": "float16", "max_num_batched_tokens": 1024
     }  # fmt: skip

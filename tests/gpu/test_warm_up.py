@@ -36,7 +36,7 @@ def start(**settings: Any) -> Engine:
 
 def serve(engine: Engine) -> int:
     """Requests that come in waves and end one after another: nearly every number of rows, alone and beside prompts."""
-    from quire.data.kernels.triton.prompt_hopper import LONG  # not before, see below
+    from quire.data.kernels.triton.prompt_hopper import MIN_CONTEXT  # not before, see below
 
     kinds = (
         {"temperature": 0.0}, {"temperature": 0.7}, {"temperature": 0.9, "top_p": 0.8}, {"top_k": 5, "logprobs": 3},
@@ -51,11 +51,11 @@ def serve(engine: Engine) -> int:
             served += 1
             if i % 7 == 0:
                 engine.step()
-        while engine.unfinished:
+        while engine.has_unfinished_requests:
             engine.step()
-    if engine.limits.max_len > LONG + 100:
+    if engine.limits.max_len > MIN_CONTEXT + 100:
         scored = (greedy(3, temperature=1.0, prompt_logprobs=scores) for scores in (None, 1))
-        answers(engine, [(prompt(i, LONG + 50, 5000), params) for i, params in enumerate(scored)])
+        answers(engine, [(prompt(i, MIN_CONTEXT + 50, 5000), params) for i, params in enumerate(scored)])
     return served
 
 
@@ -65,12 +65,12 @@ def nothing_loaded() -> None:
     import triton
 
     import quire.data.kernels.triton as kernels
-    from quire.data.kernels.triton.quick import Quick
+    from quire.data.kernels.triton.quick import FastLauncher
 
     for module in pkgutil.iter_modules(kernels.__path__, f"{kernels.__name__}."):
         for kernel in vars(importlib.import_module(module.name)).values():
-            if isinstance(kernel, Quick):
-                kernel.known.clear()
+            if isinstance(kernel, FastLauncher):
+                kernel.compiled.clear()
             own = getattr(kernel, "kernel", kernel)
             if isinstance(own, triton.JITFunction):
                 own.device_caches.clear()
@@ -80,25 +80,27 @@ def nothing_loaded() -> None:
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_nothing_is_compiled_or_captured_in_service(settings: dict[str, Any]) -> None:
     engine = start(**settings)
-    graphs = engine.runner.graphs
-    mixed = engine.runner.mixed
-    captured = 0 if graphs is None else len(graphs.ends)
-    halves = None if mixed is None else (set(mixed.firsts), set(mixed.ends))
+    graphs = engine.runner.decode_graphs
+    mixed = engine.runner.mixed_graphs
+    captured = 0 if graphs is None else len(graphs.epilogue_graphs)
+    halves = None if mixed is None else (set(mixed.first_graphs), set(mixed.epilogue_graphs))
     with nothing_is_compiled():
         assert serve(engine) >= 208
     if mixed is not None:
-        assert halves == (set(mixed.firsts), set(mixed.ends))
-        assert halves[0] == set(mixed.halves(engine.scheduler.budget)[0])
+        assert halves == (set(mixed.first_graphs), set(mixed.epilogue_graphs))
+        assert halves[0] == set(mixed.half_sizes(engine.scheduler.token_budget)[0])
     if graphs is not None:
-        assert captured == len(graphs.ends) == len(graphs.sizes) * len(graphs.tails)
+        assert captured == len(graphs.epilogue_graphs) == len(graphs.capture_sizes) * len(graphs.epilogues)
     assert engine.scheduler.memory.account().usage.used == 0
     engine.close()
 
 
 def test_it_can_be_left_out() -> None:
     engine = start(model_config="llama-125m", warm_up=False)
-    assert not engine.runner.graphs.ends
+    assert not engine.runner.decode_graphs.epilogue_graphs
     answers(engine, [([5, 6, 7], greedy(4, temperature=1.0))])
-    assert len(engine.runner.graphs.models) == 2, "the largest and that of one row"
-    assert (len(engine.runner.mixed.firsts), len(engine.runner.mixed.seconds)) == (1, 1), "the prompt's"
+    assert len(engine.runner.decode_graphs.model_graphs) == 2, "the largest and that of one row"
+    assert (len(engine.runner.mixed_graphs.first_graphs), len(engine.runner.mixed_graphs.second_graphs)) == (1, 1), (
+        "the prompt's"
+    )
     engine.close()

@@ -21,17 +21,17 @@ import echo_service
 import quire
 from quire.async_llm import AsyncLLM
 from quire.bench.machine import machine
-from quire.control.outcomes import Output
-from quire.link.collector import spare_the_loaded
-from quire.link.frames import Frame, read_engine, write_engine
-from quire.link.host import Host
-from quire.link.messages import Add, Answer, Asked, FromEngine, Queues, Stepped, described
+from quire.control.outcomes import BranchOutput
+from quire.link.collector import freeze_loaded_objects
+from quire.link.frames import Frame, read_engine_message, write_engine_message
+from quire.link.host import EngineLoop
+from quire.link.messages import AddRequests, EngineMessage, NewRequest, QueueSizes, Reply, StepOutputs, engine_ready
 from quire.link.pulse import Health
 from quire.server.metrics import Metrics
-from quire.text.prompts import Prompts
+from quire.text.prompts import InputProcessor
 from quire.text.tokenizer import Tokenizer
 from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.plan import Sampled, StepPlan, StepResult
+from quire.vocabulary.plan import SliceResult, StepPlan, StepResult
 
 ROWS, STEPS, REPEAT = 190, 180, 5
 LONG = SamplingParams(max_tokens=220, ignore_eos=True)
@@ -49,8 +49,8 @@ class Blind(echo_service.Echo):
         return 0
 
     def collect(self, ticket: int) -> StepResult:
-        drawn, none = Sampled((7,)), Sampled(())
-        return StepResult(tuple(drawn if row.sample else none for row in self.plans.pop(0).rows), 0.001)
+        drawn, none = SliceResult((7,)), SliceResult(())
+        return StepResult(tuple(drawn if row.num_samples else none for row in self.plans.pop(0).slices), 0.001)
 
 
 def engine_side() -> dict[str, float]:
@@ -60,18 +60,18 @@ def engine_side() -> dict[str, float]:
     )
     spent, size = 0.0, 0
 
-    def tell(front: int, message: FromEngine) -> None:
+    def tell(front: int, message: EngineMessage) -> None:
         nonlocal spent, size
         began = time.thread_time()
-        size += len(write_engine(message)[1])
+        size += len(write_engine_message(message)[1])
         spent += time.thread_time() - began
 
-    host = Host(model.engine, tell)
-    host.send(0, Add(0, tuple(Asked(i, f"r{i}", range(1, 21)) for i in range(ROWS)), LONG))
-    host._turn()
+    host = EngineLoop(model.engine, tell)
+    host.enqueue(0, AddRequests(0, tuple(NewRequest(i, f"r{i}", range(1, 21)) for i in range(ROWS)), LONG))
+    host._run_once()
     spent, size, began = 0.0, 0, time.thread_time()
     for _ in range(STEPS):
-        host._turn()
+        host._run_once()
     turns = time.thread_time() - began - spent
     rows = ROWS * STEPS
     return {"turns_us": 1e6 * turns / rows, "frames_us": 1e6 * spent / rows, "bytes": size / rows}
@@ -79,12 +79,12 @@ def engine_side() -> dict[str, float]:
 
 def fed() -> Any:
     """A link whose engine says what it is told to."""
-    ready = described(echo_service.built().engine, [], ())
-    link = Mock(inside=False, engine=None, ready=ready, queues=Queues(), facts=ready.facts)
+    ready = engine_ready(echo_service.built().engine, [], ())
+    link = Mock(inside=False, engine=None, ready=ready, queues=QueueSizes(), facts=ready.facts)
 
     def send(message: object) -> bool:
-        if isinstance(message, Add):
-            link.receive(Answer(message.key))
+        if isinstance(message, AddRequests):
+            link.receive(Reply(message.key))
         return True
 
     link.start, link.send = partial(setattr, link, "receive"), send
@@ -96,23 +96,26 @@ async def front_side() -> dict[str, float]:
     """Microseconds a token: reading frames, and all up to the stream's listener: text, stop strings, metrics."""
     link, rng = fed(), random.Random(0)
     words = Tokenizer.load(Path(quire.__file__).parent / "assets" / "tiny")
-    llm = AsyncLLM.over(link, Prompts(words, None, link.ready.limits, {}))
-    Metrics("prices").watch(llm)
+    llm = AsyncLLM.over(link, InputProcessor(words, None, link.ready.limits, {}))
+    Metrics("prices").attach(llm)
     params = SamplingParams(max_tokens=220, ignore_eos=True, stop=["zzzz"])
     streams = [await llm.submit([1, 2, 3], params, f"r{i}") for i in range(ROWS)]
     for stream in streams:
         stream.listen(lambda output: None, lambda error: None)
 
     def frame() -> Frame:
-        told = [(s.number, Output("", 0, (rng.randrange(10, 3000),), "", (), None, None, False, -1.0)) for s in streams]
-        kind, body = write_engine(Stepped(time.monotonic(), Queues(), ROWS, (), told))
+        told = [
+            (s.number, BranchOutput("", 0, (rng.randrange(10, 3000),), "", (), None, None, False, -1.0))
+            for s in streams
+        ]
+        kind, body = write_engine_message(StepOutputs(time.monotonic(), QueueSizes(), ROWS, (), told))
         return Frame(kind, memoryview(body))
 
     frames, read = [frame() for _ in range(STEPS)], 0.0
     began = time.thread_time()
     for each in frames:
         at = time.thread_time()
-        message = read_engine(each)
+        message = read_engine_message(each)
         read += time.thread_time() - at
         link.receive(message)
     everything, tokens = time.thread_time() - began, ROWS * STEPS
@@ -121,7 +124,7 @@ async def front_side() -> dict[str, float]:
 
 
 def main() -> None:
-    spare_the_loaded()
+    freeze_loaded_objects()
     runs = [(engine_side(), asyncio.run(front_side())) for _ in range(REPEAT)]
     found = {
         side: {name: round(statistics.median(run[at][name] for run in runs), 2) for name in runs[0][at]}

@@ -27,24 +27,24 @@ from waiting import IDLE, wait_until, wait_until_async
 from quire.async_llm import AsyncLLM
 from quire.config import EngineConfig
 from quire.errors import EngineDead, StartupError
-from quire.link.child import Child
-from quire.link.frames import STEPPED, Frames
-from quire.link.hello import Hello
-from quire.link.process import ProcessLink
-from quire.link.program import Side
-from quire.link.thread import ThreadLink
+from quire.link.child import ChildProcess
+from quire.link.frames import STEP_OUTPUTS, FrameCodec
+from quire.link.hello import EngineInitMessage
+from quire.link.process import ProcessEngineClient
+from quire.link.program import ClientConnection
+from quire.link.thread import ThreadEngineClient
 from quire.vocabulary.params import SamplingParams
 
 TESTS = Path(__file__).parent.parent
 LONG = SamplingParams(max_tokens=200, ignore_eos=True, seed=1)
 
 
-def apart(work: Callable[[AsyncLLM, ProcessLink], Awaitable[None]], **echo: float) -> AsyncLLM:
+def apart(work: Callable[[AsyncLLM, ProcessEngineClient], Awaitable[None]], **echo: float) -> AsyncLLM:
     """Run a coroutine function with an AsyncLLM whose engine has a process of its own, then close that."""
     model = echo_service.built(Echo(**echo))  # type: ignore[arg-type]
     llm = echo_service.linked(model)
-    link = llm.link
-    assert isinstance(link, ProcessLink)
+    link = llm.engine_client
+    assert isinstance(link, ProcessEngineClient)
     try:
         asyncio.run(work(llm, link))  # type: ignore[arg-type]
     finally:
@@ -83,12 +83,12 @@ def test_an_engine_that_fails_is_named_to_all(
     sent: signal.Signals | None, seen: bool, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A hung one isn't seen to be stopped."""
-    monkeypatch.setattr("quire.link.process.SILENT", 0.5)
+    monkeypatch.setattr("quire.link.process.SILENCE_SECONDS", 0.5)
     if not seen:
-        monkeypatch.setattr(Child, "stopped", lambda self: False)
-        monkeypatch.setattr("quire.link.process.HUNG", 1.0)
+        monkeypatch.setattr(ChildProcess, "is_stopped", lambda self: False)
+        monkeypatch.setattr("quire.link.process.HANG_SECONDS", 1.0)
 
-    async def work(llm: AsyncLLM, link: ProcessLink) -> None:
+    async def work(llm: AsyncLLM, link: ProcessEngineClient) -> None:
         died = asyncio.Event()
         llm.on_death = died.set
         readers = await under_way(llm, 3)
@@ -111,10 +111,10 @@ def test_an_engine_that_fails_is_named_to_all(
 
 def test_a_silent_engine_is_not_well(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that isn't stopped may only be busy: health says so, and requests go on once it is back."""
-    monkeypatch.setattr(Child, "stopped", lambda self: False)
-    monkeypatch.setattr("quire.link.process.SILENT", 1.0)
+    monkeypatch.setattr(ChildProcess, "is_stopped", lambda self: False)
+    monkeypatch.setattr("quire.link.process.SILENCE_SECONDS", 1.0)
 
-    async def work(llm: AsyncLLM, link: ProcessLink) -> None:
+    async def work(llm: AsyncLLM, link: ProcessEngineClient) -> None:
         [reader] = await under_way(llm, 1)
         link.child.process.send_signal(signal.SIGSTOP)
         await wait_until_async(lambda: llm.heartbeat().stalled, "the engine is silent")
@@ -134,7 +134,7 @@ def test_an_engine_in_a_dead_ones_place_knows_none_of_its_ids() -> None:
         with pytest.raises(EngineDead):
             async for _ in await llm.submit([1], LONG, request_id="mine"):
                 pass
-        llm.revive(ThreadLink(again.engine, llm.link.ready))
+        llm.connect(ThreadEngineClient(again.engine, llm.engine_client.ready))
         async for _ in await llm.submit([1], SamplingParams(max_tokens=2), request_id="mine"):
             pass
 
@@ -143,7 +143,7 @@ def test_an_engine_in_a_dead_ones_place_knows_none_of_its_ids() -> None:
 
 
 def test_closing_ends_the_process_at_once() -> None:
-    async def work(llm: AsyncLLM, link: ProcessLink) -> None:
+    async def work(llm: AsyncLLM, link: ProcessEngineClient) -> None:
         readers = await under_way(llm, 2)
         began = time.monotonic()
         assert llm.close()
@@ -166,7 +166,7 @@ from quire.vocabulary.params import SamplingParams
 llm = echo_service.linked(echo_service.built(echo_service.Echo(pause=0.05)))
 async def work():
     async for _ in await llm.submit([1], SamplingParams(max_tokens=200, ignore_eos=True)):
-        print(llm.link.child.process.pid, flush=True)
+        print(llm.engine_client.child.process.pid, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
 asyncio.run(work())
 """
@@ -183,20 +183,23 @@ def gone(pid: int) -> bool:
 
 @pytest.mark.parametrize(
     ("data", "why"),
-    [(b"GET / HTTP/1.1\r\n\r\n", "version: it is 71"), (Frames().write(STEPPED, b""), "is nothing that a front sends")],
+    [
+        (b"GET / HTTP/1.1\r\n\r\n", "version: it is 71"),
+        (FrameCodec().encode(STEP_OUTPUTS, b""), "is nothing that a front sends"),
+    ],
 )
 def test_what_is_no_frame_closes_the_connection(data: bytes, why: str, caplog: pytest.LogCaptureFixture) -> None:
     ours, theirs = socket.socketpair()
     host = Mock()
     with ours, theirs:
-        reader = threading.Thread(target=Side(3, theirs).serve, args=(host,))
+        reader = threading.Thread(target=ClientConnection(3, theirs).serve, args=(host,))
         reader.start()
         ours.sendall(data)
         reader.join(30)
         assert ours.recv(100) == b""
     assert "front 3 is left: " in caplog.text
     assert why in caplog.text
-    host.send.assert_called_once()  # that it left
+    host.enqueue.assert_called_once()  # that it left
 
 
 def test_a_start_that_fails_says_why(tmp_path: Path) -> None:
@@ -212,14 +215,14 @@ def test_a_start_that_fails_says_why(tmp_path: Path) -> None:
 
 def test_an_engine_that_is_called_off_before_it_starts_is_not_waited_for() -> None:
     """As by a signal while the dead one's end is awaited; the new one would load for minutes."""
-    first = ProcessLink(Child(1, IDLE))
+    first = ProcessEngineClient(ChildProcess(1, IDLE))
     first.close(0.0)
-    first.abandon()
+    first.cancel_replacement()
     began = time.monotonic()
     with pytest.raises(StartupError, match="isn't wanted any more"):
-        first.again()
+        first.start_replacement()
     assert time.monotonic() - began < 10
-    assert first._coming.child.ended()
+    assert first._replacement.child.has_exited()
 
 
 def test_a_program_that_ends_at_start_is_named() -> None:
@@ -229,9 +232,9 @@ def test_a_program_that_ends_at_start_is_named() -> None:
         ("import os; os._exit(7)", "the engine's process ended with status 7 at start"),
         (garbling, "sent what is no frame at start: version: it is 120"),
     ):
-        link = ProcessLink(Child(1, ("-c", program)))
+        link = ProcessEngineClient(ChildProcess(1, ("-c", program)))
         with pytest.raises(StartupError, match=said):
-            link.wait()
+            link.wait_ready()
         link.close(1.0)
 
 
@@ -245,10 +248,10 @@ def test_a_program_that_ends_at_start_is_named() -> None:
 )
 def test_what_nobody_foresaw_at_start_is_named(raised: str, said: str, capfd: pytest.CaptureFixture[str]) -> None:
     program = f"from quire.link.program import main\ndef build(hello):\n    raise {raised}\nmain(build)"
-    link = ProcessLink(Child(1, ("-c", program)))
-    link.hello(Hello(EngineConfig(), (), 60.0, False, logging.WARNING))
+    link = ProcessEngineClient(ChildProcess(1, ("-c", program)))
+    link.send_init(EngineInitMessage(EngineConfig(), (), 60.0, False, logging.WARNING))
     with pytest.raises(StartupError, match=f"the engine's process failed at start: {said}"):
-        link.wait()
+        link.wait_ready()
     link.close(5.0)
     error = capfd.readouterr().err
     assert "the engine can't be built" in error

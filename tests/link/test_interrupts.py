@@ -9,12 +9,12 @@ from contextlib import suppress
 
 import pytest
 
-from quire.link.child import Child, Interrupts
+from quire.link.child import ChildProcess, InterruptGuard
 
 SPARED = (
-    "import signal, time; from quire.link.child import leave, spare_signals; signal.alarm(60)\n"
+    "import signal, time; from quire.link.child import exit_now, ignore_signals; signal.alarm(60)\n"
     "while signal.SIGINT not in signal.sigpending(): time.sleep(0.01)\n"
-    "spare_signals(); leave(7 if not signal.pthread_sigmask(signal.SIG_BLOCK, ()) else 8)"
+    "ignore_signals(); exit_now(7 if not signal.pthread_sigmask(signal.SIG_BLOCK, ()) else 8)"
 )
 
 
@@ -27,30 +27,30 @@ def raising() -> Iterator[None]:
 
 
 def test_one_that_is_dropped_comes_again() -> None:
-    with Interrupts() as interrupts:
-        interrupts.heed()
+    with InterruptGuard() as interrupts:
+        interrupts.raise_if_interrupted()
         with suppress(KeyboardInterrupt):  # as Python does where it lets go of garbage
             os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     with pytest.raises(KeyboardInterrupt):
-        interrupts.heed()
+        interrupts.raise_if_interrupted()
 
 
 def test_where_they_are_ignored_they_stay_so() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with Interrupts() as interrupts:
+        with InterruptGuard() as interrupts:
             os.kill(os.getpid(), signal.SIGINT)
             assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-        interrupts.heed()
+        interrupts.raise_if_interrupted()
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def test_an_interrupt_before_a_program_spares_it_is_dropped() -> None:
     """A terminal's Ctrl-C is for all of the group: no program says how it was interrupted."""
-    child = Child(1, ("-c", SPARED))
+    child = ChildProcess(1, ("-c", SPARED))
     child.process.send_signal(signal.SIGINT)
-    assert child.status(30) == "ended with status 7"
+    assert child.describe_exit(30) == "ended with status 7"
     child.connections[0].close()
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())

@@ -15,16 +15,26 @@ from waiting import wait_until
 
 from quire.errors import EngineDead, InputError
 from quire.link import lane as lanes
-from quire.link.host import Left
-from quire.link.lane import Lane
-from quire.link.messages import Abort, Add, Asked, FromFront, Look, Prefixes, Register, Release, Stop
-from quire.text.grammars import CompiledGrammar, Grammars
+from quire.link.host import ClientLeft
+from quire.link.lane import GrammarQueue
+from quire.link.messages import (
+    AbortRequests,
+    AddRequests,
+    ClientMessage,
+    ListPrefixes,
+    NewRequest,
+    RegisterPrefix,
+    ReleasePrefix,
+    SnapshotRequest,
+    StopBranch,
+)
+from quire.text.grammars import CompiledGrammar, GrammarCompiler
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.structured import Structured
 
 FORM = Structured("regex", "[a-z]{20}")
 PLAIN = SamplingParams(max_tokens=30, ignore_eos=True, seed=1)
-MADE = Grammars(echo_service.tokenizer(), echo_service.VOCAB, (0,), trusted=True)
+MADE = GrammarCompiler(echo_service.tokenizer(), echo_service.VOCAB, (0,), trusted=True)
 
 
 class Maker:
@@ -35,7 +45,7 @@ class Maker:
         self.made: set[str] = set()
         self.failure: BaseException | None = None
 
-    def held(self, asked: Structured) -> CompiledGrammar | None:
+    def get_cached(self, asked: Structured) -> CompiledGrammar | None:
         return MADE.get(asked) if asked.source in self.made else None
 
     def get(self, asked: Structured) -> CompiledGrammar:
@@ -53,36 +63,36 @@ class Front(Told):
 
     def __init__(self, forgetful: bool = False) -> None:
         super().__init__(echo_service.built())
-        self.sent: list[FromFront | Left] = []  # what the host got
-        self.engine.grammars = self.maker = Maker(forgetful)
-        send = self.host.send
+        self.sent: list[ClientMessage | ClientLeft] = []  # what the host got
+        self.engine.grammar_compiler = self.maker = Maker(forgetful)
+        send = self.host.enqueue
 
-        def record(front: int, message: FromFront | Left) -> bool:
+        def record(front: int, message: ClientMessage | ClientLeft) -> bool:
             self.sent.append(message)
             return send(front, message)
 
-        self.host.send = record  # type: ignore[method-assign]
-        self.lane = Lane(0, self.host, partial(self.tell, 0))
+        self.host.enqueue = record  # type: ignore[method-assign]
+        self.lane = GrammarQueue(0, self.host, partial(self.tell, 0))
 
     def go(self, until: Callable[[], bool] = lambda: True) -> None:
         """As many turns as there is work for, until something is so, for which others work meanwhile."""
 
         def rests() -> bool:
             self.turns()
-            return until() and not self.host._sent  # which others may have filled meanwhile
+            return until() and not self.host._incoming  # which others may have filled meanwhile
 
         wait_until(rests, "it is so", 20)
 
     def quiet(self) -> bool:
         """Nothing waits on the lane."""
-        with self.lane._changed:
-            return not self.lane._waiting
+        with self.lane._condition:
+            return not self.lane._messages
 
     def errors(self) -> dict[int, Exception | None]:
         return {answer.key: answer.error for answer in self.answers()}
 
     def empty(self) -> bool:
-        return super().empty() and not self.lane._numbers
+        return super().empty() and not self.lane._waiting_requests
 
 
 @pytest.fixture
@@ -93,23 +103,23 @@ def front() -> Iterator[Front]:
     made.maker.let.release(1000)
 
 
-def add(number: int, form: Structured | None = FORM) -> Add:
+def add(number: int, form: Structured | None = FORM) -> AddRequests:
     params = PLAIN if form is None else SamplingParams(max_tokens=30, seed=1, structured=form)
-    return Add(number, (Asked(number, f"r{number}", [1, 2, 3]),), params)
+    return AddRequests(number, (NewRequest(number, f"r{number}", [1, 2, 3]),), params)
 
 
 def test_others_go_on_and_those_of_a_held_grammar_too(front: Front) -> None:
-    front.lane.take(add(1))
+    front.lane.submit(add(1))
     assert front.maker.begun.acquire(timeout=20)
-    front.lane.take(add(2, None))
-    front.lane.take(Look(9))
+    front.lane.submit(add(2, None))
+    front.lane.submit(SnapshotRequest(9))
     front.go()
     assert front.outputs(2)[-1].done
     assert front.errors() == {2: None, 9: None}
     front.maker.let.release()
     front.go(front.quiet)
     assert front.outputs(1)[-1].finish_reason == "stop"
-    front.lane.take(add(3))
+    front.lane.submit(add(3))
     assert front.quiet(), "its grammar is held"
     front.go()
     assert front.outputs(3)[-1].done
@@ -118,9 +128,9 @@ def test_others_go_on_and_those_of_a_held_grammar_too(front: Front) -> None:
 
 def test_a_grammar_that_is_made_holds_up_none_that_is_there(front: Front) -> None:
     front.maker.made.add("b")
-    front.lane.take(add(1))
-    front.lane.take(there := add(2, Structured("regex", "b")))
-    assert [message.requests[0].number for message in front.sent if isinstance(message, Add)] == [2]
+    front.lane.submit(add(1))
+    front.lane.submit(there := add(2, Structured("regex", "b")))
+    assert [message.requests[0].number for message in front.sent if isinstance(message, AddRequests)] == [2]
     assert there.params.structured is not None
     front.maker.let.release()
     front.go(front.quiet)
@@ -129,15 +139,20 @@ def test_a_grammar_that_is_made_holds_up_none_that_is_there(front: Front) -> Non
 
 
 @pytest.mark.parametrize(
-    ("message", "now"), [(Abort((1,)), None), (Abort(None), Abort(None)), (Abort((7, 1, 2)), Abort((7, 2)))]
+    ("message", "now"),
+    [
+        (AbortRequests((1,)), None),
+        (AbortRequests(None), AbortRequests(None)),
+        (AbortRequests((7, 1, 2)), AbortRequests((7, 2))),
+    ],
 )
-def test_an_abort_waits_for_its_request(front: Front, message: Abort, now: Abort | None) -> None:
+def test_an_abort_waits_for_its_request(front: Front, message: AbortRequests, now: AbortRequests | None) -> None:
     """Also one of all; others that it names end at once."""
-    other = Add(4, (Asked(4, "r4", [1]),), SamplingParams(max_tokens=200, ignore_eos=True))
-    front.lane.take(other)
-    front.lane.take(add(1))
-    front.lane.take(message)
-    front.lane.take(Stop(1, 0, "so"))
+    other = AddRequests(4, (NewRequest(4, "r4", [1]),), SamplingParams(max_tokens=200, ignore_eos=True))
+    front.lane.submit(other)
+    front.lane.submit(add(1))
+    front.lane.submit(message)
+    front.lane.submit(StopBranch(1, 0, "so"))
     assert front.sent == [other, *([now] if now is not None else [])]
     front.go()
     front.maker.let.release()
@@ -148,33 +163,38 @@ def test_an_abort_waits_for_its_request(front: Front, message: Abort, now: Abort
 
 
 def test_prefixes_keep_their_order(front: Front) -> None:
-    front.lane.take(add(1))
-    late: list[FromFront] = [Register(2, 2, "p", [1, 2]), Release(3, "p"), Register(4, 4, "p", [1, 2]), Prefixes(5)]
+    front.lane.submit(add(1))
+    late: list[ClientMessage] = [
+        RegisterPrefix(2, 2, "p", [1, 2]),
+        ReleasePrefix(3, "p"),
+        RegisterPrefix(4, 4, "p", [1, 2]),
+        ListPrefixes(5),
+    ]
     for message in late:
-        front.lane.take(message)
+        front.lane.submit(message)
     assert front.sent == []
     front.maker.let.release()
     front.go(front.quiet)
-    assert [type(message) for message in front.sent] == [Add, *map(type, late)]
+    assert [type(message) for message in front.sent] == [AddRequests, *map(type, late)]
     assert list(front.errors()) == [1, 2, 3, 4, 5]
-    front.lane.take(Prefixes(6))
-    assert front.sent[-1] == Prefixes(6), "nothing waits"
+    front.lane.submit(ListPrefixes(6))
+    assert front.sent[-1] == ListPrefixes(6), "nothing waits"
 
 
 @pytest.mark.parametrize("made_late", [False, True])
 def test_a_front_that_left_asks_for_nothing_any_more(front: Front, made_late: bool) -> None:
-    front.lane.take(add(1))
-    front.lane.take(add(2, Structured("regex", "b")))
+    front.lane.submit(add(1))
+    front.lane.submit(add(2, Structured("regex", "b")))
     assert front.maker.begun.acquire(timeout=20)
     if not made_late:
         front.maker.let.release(2)
         front.go(front.quiet)
     front.lane.close()
-    front.host.send(0, Left())
+    front.host.enqueue(0, ClientLeft())
     front.maker.let.release(2)
     front.lane._thread.join(20)
     assert not front.lane._thread.is_alive()
-    assert isinstance(front.sent[-1], Left)
+    assert isinstance(front.sent[-1], ClientLeft)
     assert len(front.sent) == (1 if made_late else 3)
 
 
@@ -182,13 +202,13 @@ def test_a_front_that_left_asks_for_nothing_any_more(front: Front, made_late: bo
                                                (SystemExit("no"), EngineDead)])  # fmt: skip
 def test_a_grammar_that_fails_fails_its_own_request(front: Front, failure: BaseException, kind: type) -> None:
     front.maker.failure = failure
-    front.lane.take(add(1))
-    front.lane.take(Abort((1,)))
+    front.lane.submit(add(1))
+    front.lane.submit(AbortRequests((1,)))
     front.maker.let.release()
     front.go(front.quiet)
     assert type(front.errors()[1]) is kind
     front.maker.failure = None
-    front.lane.take(add(2))
+    front.lane.submit(add(2))
     front.maker.let.release()
     front.go(front.quiet)
     assert front.errors()[2] is None
@@ -196,24 +216,24 @@ def test_a_grammar_that_fails_fails_its_own_request(front: Front, failure: BaseE
 
 
 def test_without_a_maker_there_are_no_forms(front: Front) -> None:
-    front.engine.grammars = None
+    front.engine.grammar_compiler = None
     with pytest.raises(InputError, match="isn't offered"):
-        front.lane.take(add(1))
+        front.lane.submit(add(1))
 
 
 def test_the_reader_waits_where_very_many_wait(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lanes, "MOST_WAITING", 3)
+    monkeypatch.setattr(lanes, "MAX_WAITING_MESSAGES", 3)
     front.maker.forgetful = True
 
     def read() -> None:
         for number in range(8):
-            front.lane.take(add(number))
+            front.lane.submit(add(number))
 
     reader = threading.Thread(target=read)
     reader.start()
     for left in range(8, 3, -1):
-        wait_until(lambda: len(front.lane._waiting) >= 3, "three wait")
-        assert len(front.lane._waiting) == 3
+        wait_until(lambda: len(front.lane._messages) >= 3, "three wait")
+        assert len(front.lane._messages) == 3
         assert reader.is_alive() == (left > 3)
         front.maker.let.release()
         front.go(lambda number=8 - left: number in front.errors())  # type: ignore[misc]
@@ -233,15 +253,15 @@ def test_random_messages_leave_nothing() -> None:
             what = rng.random()
             if what < 0.4:
                 live.append(len(live))
-                front.lane.take(add(live[-1], FORM if rng.random() < 0.5 else None))
+                front.lane.submit(add(live[-1], FORM if rng.random() < 0.5 else None))
             elif what < 0.7 and live:
                 numbers = None if rng.random() < 0.1 else tuple(rng.sample(live, min(len(live), rng.randrange(1, 4))))
-                front.lane.take(Abort(numbers))
+                front.lane.submit(AbortRequests(numbers))
             elif what < 0.8 and live:
                 stopped.add(number := rng.choice(live))
-                front.lane.take(Stop(number, 0, "so"))
-            elif front.host._sent or front.engine.unfinished:
-                front.host._turn()
+                front.lane.submit(StopBranch(number, 0, "so"))
+            elif front.host._incoming or front.engine.has_unfinished_requests:
+                front.host._run_once()
             if rng.random() < 0.5:
                 front.maker.let.release()
         front.maker.let.release(100)

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from hosts import Told
 
-from quire.build import Built, build
+from quire.build import BuiltEngine, build
 from quire.config import EngineConfig
 from quire.errors import InputError
-from quire.link.frames import Frame, read_front, write_front
-from quire.link.messages import Add, Asked
-from quire.text.messages import Given
+from quire.link.frames import Frame, read_client_message, write_client_message
+from quire.link.messages import AddRequests, NewRequest
+from quire.text.messages import ImageSource
 from quire.vocabulary.columns import WireError
-from quire.vocabulary.media import Medium, Pixels
+from quire.vocabulary.media import ImageItem, ImagePixels
 from quire.vocabulary.params import SamplingParams
 
 PARAMS = SamplingParams(max_tokens=6, ignore_eos=True, temperature=0, detokenize=False)
@@ -27,7 +27,7 @@ ENTRIES = (*NUMBERS, -1, -(2**31), 2**63 - 1, -(2**63))
 
 
 @pytest.fixture(scope="module")
-def seeing() -> Iterator[Built]:
+def seeing() -> Iterator[BuiltEngine]:
     config = EngineConfig(
         model="tiny-vision", device="cpu", kv_tokens=2048, max_num_seqs=4, max_num_batched_tokens=64, swap_gib=0
     )
@@ -39,34 +39,34 @@ def seeing() -> Iterator[Built]:
 class Fronts(Told):
     """A host of that engine, and what its fronts send."""
 
-    def __init__(self, built: Built) -> None:
+    def __init__(self, built: BuiltEngine) -> None:
         super().__init__(built)
         self.built, self.sent = built, 0
 
-    def asked(self, seed: int = 0, size: tuple[int, int] = (60, 80)) -> tuple[Asked, tuple[Pixels, ...]]:
+    def asked(self, seed: int = 0, size: tuple[int, int] = (60, 80)) -> tuple[NewRequest, tuple[ImagePixels, ...]]:
         """A request with a picture, as an honest front has it."""
         array = np.random.default_rng(seed).integers(0, 256, (*size, 3), dtype=np.uint8)
-        pixels = self.built.sight.see([Given("here", array)], "")
-        ids = [9, self.built.sight.eyes.token, 10, 11]
-        prompt, media = self.built.sight.placed(ids, pixels, self.engine.limits)
+        pixels = self.built.image_loader.load([ImageSource("here", array)], "")
+        ids = [9, self.built.image_loader.processor.image_token_id, 10, 11]
+        prompt, media = self.built.image_loader.expand_placeholders(ids, pixels, self.engine.limits)
         self.sent += 1
-        return Asked(self.sent, f"r{self.sent}", tuple(prompt), media), tuple(pixels)
+        return NewRequest(self.sent, f"r{self.sent}", tuple(prompt), media), tuple(pixels)
 
-    def ask(self, asked: Asked, pixels: tuple[Pixels, ...], turns: int = 0) -> Exception | None:
+    def ask(self, asked: NewRequest, pixels: tuple[ImagePixels, ...], turns: int = 0) -> Exception | None:
         """What is answered to a request; after so many turns."""
-        kind, body = write_front(Add(self.sent, (asked,), PARAMS, "", pixels))
-        self.turns((0, read_front(Frame(kind, memoryview(body)))), most=1 + turns)
+        kind, body = write_client_message(AddRequests(self.sent, (asked,), PARAMS, "", pixels))
+        self.turns((0, read_client_message(Frame(kind, memoryview(body)))), most=1 + turns)
         return self.answers()[-1].error
 
     def tokens(self, number: int) -> list[int]:
         """What a request got, once nothing is left to do."""
         self.turns()
         assert self.empty()
-        assert (len(self.engine.pictures.kept), self.host.pictures.bytes) == (0, 0)
+        assert (len(self.engine.image_registry.runner_pixels), self.host.pixels.total_bytes) == (0, 0)
         return [token for output in self.outputs(number) for token in output.tokens]
 
 
-def lied(rng: random.Random, medium: Medium, pixels: Pixels) -> tuple[Medium, Pixels]:
+def lied(rng: random.Random, medium: ImageItem, pixels: ImagePixels) -> tuple[ImageItem, ImagePixels]:
     """Some numbers of a picture are others. Its bytes are as many as its shape says: frames say so themselves."""
     grid, shape = list(pixels.grid), list(pixels.shape)
     for _ in range(rng.randint(1, 3)):
@@ -78,16 +78,16 @@ def lied(rng: random.Random, medium: Medium, pixels: Pixels) -> tuple[Medium, Pi
         elif what == 2:
             shape[rng.randrange(3)] = rng.choice((1, 2, 3, 5, 47, 48, 49, 96))
         elif what == 3:
-            medium = medium._replace(**{rng.choice(("rows", "parts")): rng.choice(NUMBERS)})
+            medium = medium._replace(**{rng.choice(("num_embeds", "num_parts")): rng.choice(NUMBERS)})
         else:
-            medium = medium._replace(tokens=rng.choice((1, 2, medium.tokens - 1, medium.tokens + 1)))
+            medium = medium._replace(num_tokens=rng.choice((1, 2, medium.num_tokens - 1, medium.num_tokens + 1)))
         grid = grid or [0]
     size = shape[0] * shape[1] * shape[2] * 3
     data = (pixels.data * (size // len(pixels.data) + 1))[:size]
     return medium, pixels._replace(grid=tuple(grid), shape=tuple(shape), data=data)
 
 
-def test_lies_are_refused_and_neighbours_undisturbed(seeing: Built) -> None:
+def test_lies_are_refused_and_neighbours_undisturbed(seeing: BuiltEngine) -> None:
     fronts = Fronts(seeing)
     asked, pixels = fronts.asked()
     assert fronts.ask(asked, pixels) is None
@@ -116,12 +116,12 @@ def test_lies_are_refused_and_neighbours_undisturbed(seeing: Built) -> None:
     assert passed < 20
 
 
-def test_a_key_in_use_brings_no_other_pixels_in(seeing: Built) -> None:
+def test_a_key_in_use_brings_no_other_pixels_in(seeing: BuiltEngine) -> None:
     """The first pixels of a key count, and places for others are refused."""
     fronts = Fronts(seeing)
     asked, pixels = fronts.asked(3)
     other, wider = fronts.asked(4, (48, 200))
-    assert asked.media[0].rows != other.media[0].rows
+    assert asked.media[0].num_embeds != other.media[0].num_embeds
     key = pixels[0].key
     liar: dict[str, Any] = {"media": (other.media[0]._replace(key=key),)}
     assert fronts.ask(asked, pixels) is None

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from ranks_alone import joined
 
-from quire.link.child import BOOT
+from quire.link.child import BOOTSTRAP
 
 RANKS, EXACT, REPLAYS, PATIENCE = 3, 0, 2, 60.0
 TESTS = Path(__file__).parents[1]
-PROGRAM = ("-P", "-c", BOOT, str(TESTS), "carried_ranks")
+PROGRAM = ("-P", "-c", BOOTSTRAP, str(TESTS), "carried_ranks")
 
 
 @pytest.mark.soak
@@ -24,6 +24,6 @@ def test_three_ranks_carry_what_they_add_up(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(folders))
     with joined(RANKS, PROGRAM, PATIENCE) as runner:
         runner.warm_up(21, EXACT)
-        assert runner.ask("found") == [{"wrong": 0, "pieces": 6, "calls": 6}] * RANKS
+        assert runner.query("found") == [{"wrong": 0, "pieces": 6, "calls": 6}] * RANKS
         runner.warm_up(18, REPLAYS)
-        assert runner.ask("found") == [{"wrong": 0}] * RANKS
+        assert runner.query("found") == [{"wrong": 0}] * RANKS

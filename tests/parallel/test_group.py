@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from quire.parallel.device_exchange import DeviceExchange
-from quire.parallel.group import Group
-from quire.vocabulary.layout import Part
+from quire.parallel.group import NcclCommunicator
+from quire.vocabulary.layout import Shard
 
 
 def every(ranks: int, *shape: int, dtype: torch.dtype, seed: int) -> list[Tensor]:
@@ -24,25 +24,25 @@ def every(ranks: int, *shape: int, dtype: torch.dtype, seed: int) -> list[Tensor
 
 def work(rank: int, ranks: int, stores: list[int]) -> None:
     for ordered, store in zip((False, True), stores):
-        group = Group(Part(rank, ranks), store, 30.0, torch.device("cpu"), ordered, "gloo")
+        group = NcclCommunicator(Shard(rank, ranks), store, 30.0, torch.device("cpu"), ordered, "gloo")
         for seed, dtype in enumerate((torch.float32, torch.bfloat16)):
             given = every(ranks, 7, 24, dtype=dtype, seed=seed)
-            assert torch.equal(group.gather(given[rank]), torch.stack(given)), f"{dtype}: gathered ones differ"
+            assert torch.equal(group.all_gather(given[rank]), torch.stack(given)), f"{dtype}: gathered ones differ"
             want = torch.stack(given).double().sum(0)
             total = given[0].float()
             for other in given[1:]:
                 total = total + other.float()
-            got = group.add(given[rank])
+            got = group.all_reduce(given[rank])
             assert got is given[rank], "sums are taken in place"
             torch.testing.assert_close(got.double(), want, rtol=0.02, atol=0.02)
             assert not ordered or torch.equal(got, total.to(dtype)), f"{dtype}: not summed in rank order"
             wide = every(ranks, 5, 48, dtype=dtype, seed=seed + 9)[rank][:, :24]
-            group.add(wide)  # rows of another stride
-        alone = DeviceExchange(Part(rank, ranks), torch.device("cpu"), None, None, group)  # without peers' memory
+            group.all_reduce(wide)  # rows of another stride
+        alone = DeviceExchange(Shard(rank, ranks), torch.device("cpu"), None, None, group)  # without peers' memory
         ones = torch.ones(3, 8)
-        assert alone.normed(ones, ones, ones[0], None, 1e-5) is None, "nothing is fused there"
-        assert torch.equal(alone.add(ones.clone()), ones * ranks), "a sum that the group should have taken"
-        assert torch.equal(alone.gather(ones), ones.expand(ranks, 3, 8)), "what the group should have gathered"
+        assert alone.all_reduce_norm(ones, ones, ones[0], None, 1e-5) is None, "nothing is fused there"
+        assert torch.equal(alone.all_reduce(ones.clone()), ones * ranks), "a sum that the group should have taken"
+        assert torch.equal(alone.all_gather(ones), ones.expand(ranks, 3, 8)), "what the group should have gathered"
         group.close()
 
 

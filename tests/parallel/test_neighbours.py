@@ -10,15 +10,15 @@ from unittest.mock import Mock
 
 import pytest
 
-from quire.budget import MemoryPlan, check_again, plan_memory
+from quire.budget import MemoryPlan, check_still_fits, plan_memory
 from quire.config import EngineConfig
 from quire.data.models import read_spec
 from quire.data.models.configs import named_config
 from quire.errors import StartupError
 from quire.parallel import remote, starting
-from quire.parallel.devices import room_of
-from quire.parallel.neighbours import neighbours
-from quire.vocabulary.layout import Layout
+from quire.parallel.devices import smallest_device_memory
+from quire.parallel.neighbours import other_gpu_processes
+from quire.vocabulary.layout import ParallelLayout
 
 GIB = 2**30
 SAID = f"""GPU-aa11, 31, 1024, /usr/bin/small
@@ -40,27 +40,31 @@ def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_largest_come_first_and_this_process_is_none(smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert neighbours("bb22") == "70.00 GiB by process 32 (python, with a comma), 0.00 GiB by process 33 (other)"
-    assert neighbours("aa11") == "1.00 GiB by process 31 (small)"
-    assert neighbours("cc33") == ""
+    assert (
+        other_gpu_processes("bb22") == "70.00 GiB by process 32 (python, with a comma), 0.00 GiB by process 33 (other)"
+    )
+    assert other_gpu_processes("aa11") == "1.00 GiB by process 31 (small)"
+    assert other_gpu_processes("cc33") == ""
     smi.write_text("#!/bin/sh\nprintf 'GPU-aa11, 31, 1024, /usr/bin/\\377\\n'\n")  # names may have any bytes
-    assert neighbours("aa11") == "1.00 GiB by process 31 (\ufffd)"
+    assert other_gpu_processes("aa11") == "1.00 GiB by process 31 (\ufffd)"
     monkeypatch.setenv("PATH", "/nonexistent")
-    assert neighbours("aa11") == ""
+    assert other_gpu_processes("aa11") == ""
 
 
 def gpus(free: int) -> list[dict[str, Any]]:
     """What two ranks tell of theirs, of which the second has so many GiB free."""
     return [
         {"name": "H", "index": 0, "free": 79 * GIB, "total": 80 * GIB},
-        {"name": "H", "index": 1, "free": free * GIB, "total": 80 * GIB, "others": neighbours("bb22")},
+        {"name": "H", "index": 1, "free": free * GIB, "total": 80 * GIB, "others": other_gpu_processes("bb22")},
     ]
 
 
 def planned(free: int) -> MemoryPlan:
     """Llama-3-8B on these."""
-    seen = room_of(gpus(free), 0.9)
-    return plan_memory(EngineConfig(tp=2), read_spec(named_config("llama3-8b")), "m", "bfloat16", 2, "cuda", seen=seen)
+    seen = smallest_device_memory(gpus(free), 0.9)
+    return plan_memory(
+        EngineConfig(tp=2), read_spec(named_config("llama3-8b")), "m", "bfloat16", 2, "cuda", measured=seen
+    )
 
 
 TOO_FULL = (
@@ -76,9 +80,13 @@ def test_a_gpu_that_has_filled_up_is_named_as_ranks_are_started_anew(monkeypatch
         planned(8)
     config, plan = EngineConfig(tp=2, device="cuda", max_num_batched_tokens=2048), planned(78)
     for free, told in ((8, TOO_FULL.format(r"8\.00 GiB")), (76, "they would load")):
-        ranks = Mock(layout=Layout(2), seconds=60.0, **{"meeting.descriptors": (), "meet.return_value": gpus(free)})
-        ranks.hello.side_effect = StartupError("they would load")
+        ranks = Mock(
+            layout=ParallelLayout(2),
+            seconds=60.0,
+            **{"rendezvous.descriptors": (), "open_devices.return_value": gpus(free)},
+        )
+        ranks.send_init.side_effect = StartupError("they would load")
         monkeypatch.setattr(remote, "RemoteRunner", Mock(return_value=ranks))
         with pytest.raises(StartupError, match=told):
-            starting.anew(config, "", (), plan.max_len, Mock(), partial(check_again, config, plan))
-        ranks.abandon.assert_called_once()
+            starting.rebuild_ranks(config, "", (), plan.max_len, Mock(), partial(check_still_fits, config, plan))
+        ranks.kill.assert_called_once()

@@ -10,27 +10,31 @@ from geometries import one_size
 
 from quire.config import EngineConfig
 from quire.errors import StartupError
-from quire.link.frames import Frame, Frames
+from quire.link.frames import Frame, FrameCodec
 from quire.parallel import frames
-from quire.parallel.frames import FAILED, KINDS, Failed, Hello
+from quire.parallel.frames import FAILED, KINDS, InitMessage, RankFailure
 from quire.vocabulary.columns import WireError
-from quire.vocabulary.layout import MOST_RANKS, Part
-from quire.vocabulary.media import Pixels
+from quire.vocabulary.layout import MOST_RANKS, Shard
+from quire.vocabulary.media import ImagePixels
 
-HELLO = Hello(EngineConfig(model="x", device="cpu", dtype="float32"), Part(1, 4), (0, 2), 128, 60.0, (7, 8, 9))
+HELLO = InitMessage(EngineConfig(model="x", device="cpu", dtype="float32"), Shard(1, 4), (0, 2), 128, 60.0, (7, 8, 9))
 GEOMETRY = one_size(((0, 1), None), ((2,), 9), pages=20, page_bytes=256, slots=5, width=8, tokens=4, host=3)
-PIXELS = Pixels(b"k" * 32, (1, 2, 2, 3), bytes(12), (1, 2))
-FAILURE = Failed("RuntimeError: gone", "Use another", True)
+PIXELS = ImagePixels(b"k" * 32, (1, 2, 2, 3), bytes(12), (1, 2))
+FAILURE = RankFailure("RuntimeError: gone", "Use another", True)
 BODIES = {
-    "hello": (frames.read_hello, frames.write_hello(HELLO), HELLO),
+    "hello": (frames.read_init, frames.write_init(HELLO), HELLO),
     "bind": (frames.read_bind, frames.write_bind(GEOMETRY), GEOMETRY),
-    "see": (frames.read_see, frames.write_see(PIXELS), PIXELS),
-    "forget": (frames.read_key, b"k" * 32, b"k" * 32),
+    "see": (frames.read_add_image, frames.write_add_image(PIXELS), PIXELS),
+    "forget": (frames.read_remove_image, b"k" * 32, b"k" * 32),
     "sleep": (frames.read_sleep, b"\2", 2),
     "wake": (frames.read_wake, b'{"tags":["weights"]}', ["weights"]),
-    "warm": (frames.read_warm, frames.WARMED.pack(2048, 99), (2048, 99)),
-    "failed": (lambda body: frames.read_failed(Frame(FAILED, body)), frames.write_failed(FAILURE), FAILURE),
-    "answer": (frames.read_answer, frames.DREW.pack(3, 2**64 - 1, 7) + b"rest", (3, 2**64 - 1, 7, b"rest")),
+    "warm": (frames.read_warm_up, frames.WARM_UP_BODY.pack(2048, 99), (2048, 99)),
+    "failed": (lambda body: frames.read_failure(Frame(FAILED, body)), frames.write_failure(FAILURE), FAILURE),
+    "answer": (
+        frames.read_step_result,
+        frames.STEP_RESULT_HEAD.pack(3, 2**64 - 1, 7) + b"rest",
+        (3, 2**64 - 1, 7, b"rest"),
+    ),
 }
 
 
@@ -39,9 +43,9 @@ BODIES = {
 )
 def test_parts_that_there_can_not_be_are_refused(part: tuple[int, int, int, int]) -> None:
     with pytest.raises(WireError, match="is no rank and number of ranks, stage and number of stages"):
-        frames.read_hello(memoryview(frames.write_hello(HELLO._replace(part=Part(*part)))))
+        frames.read_init(memoryview(frames.write_init(HELLO._replace(part=Shard(*part)))))
     with pytest.raises(WireError, match="kind: 18 is no kind of frame"):
-        list(Frames(KINDS).feed(Frames().write(18, b"")))
+        list(FrameCodec(KINDS).decode(FrameCodec().encode(18, b"")))
 
 
 @pytest.mark.parametrize("count", [300, pytest.param(20_000, marks=pytest.mark.soak)])

@@ -7,19 +7,19 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from quire.parallel.meeting import Meeting
-from quire.parallel.pipes import Pipes
-from quire.vocabulary.layout import Layout
+from quire.parallel.meeting import RankRendezvous
+from quire.parallel.pipes import StagePipes
+from quire.vocabulary.layout import ParallelLayout
 
-Stages = tuple[Meeting, Pipes, Pipes]
+Stages = tuple[RankRendezvous, StagePipes, StagePipes]
 
 
 @pytest.fixture
 def stages() -> Iterator[Stages]:
     """Where two stages of one rank each meet, and their pipes."""
-    layout = Layout(1, 2)
-    meeting = Meeting(layout)
-    first, last = (Pipes(part, meeting.descriptors, 5.0) for part in layout.parts())
+    layout = ParallelLayout(1, 2)
+    meeting = RankRendezvous(layout)
+    first, last = (StagePipes(part, meeting.descriptors, 5.0) for part in layout.shards())
     yield meeting, first, last
     meeting.close()
 
@@ -35,6 +35,6 @@ def test_a_stage_receives_what_the_one_before_sent(stages: Stages) -> None:
 
 def test_a_rank_that_waits_for_another_stage_is_not_the_one_behind(stages: Stages) -> None:
     meeting, first, _ = stages
-    assert meeting.behind(range(2)) == 0
-    with first._waiting():
-        assert meeting.behind(range(2)) == 1
+    assert meeting.slowest_rank(range(2)) == 0
+    with first._marked_as_waiting():
+        assert meeting.slowest_rank(range(2)) == 1

@@ -28,7 +28,7 @@ RAISED = "rank 1 failed: RuntimeError: the device is gone"
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the state of silent ranks read after 0.2 s instead of 2."""
-    monkeypatch.setattr("quire.parallel.remote.SILENT", 0.2)
+    monkeypatch.setattr("quire.parallel.remote.SILENCE_SECONDS", 0.2)
 
 
 def descriptors() -> set[str]:
@@ -102,7 +102,7 @@ def test_whatever_becomes_of_a_rank_wherever(how: str, place: str) -> None:
 
 @pytest.mark.parametrize("how", [*ENDS, "hang"])
 def test_a_rank_that_goes_at_its_end_leaves_nothing(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.parallel.remote.CLOSING", 0.5)
+    monkeypatch.setattr("quire.parallel.remote.CLOSE_SECONDS", 0.5)
     before = descriptors()
     used_once(rank1={"how": how, "place": "close"})
     assert not ranks_left()
@@ -129,12 +129,12 @@ def test_a_rank_that_is_slow_has_all_of_its_time() -> None:
 def test_without_room_in_the_ring_nothing_starts(seconds: float, told: str) -> None:
     runner = processes(2)
     runner.seconds = seconds
-    for side in runner.sides:
+    for side in runner.ranks:
         side.child.process.send_signal(signal.SIGSTOP)
-        wait_until(side.child.stopped, "the rank is stopped: else it makes room")
-    runner._ring.write(bytes(4 * runner._ring.most), 0.0)
+        wait_until(side.child.is_stopped, "the rank is stopped: else it makes room")
+    runner._ring.write(bytes(4 * runner._ring.max_record_bytes), 0.0)
     with pytest.raises(StartupError, match=told):
-        runner.bind(MEMORIES["paged-4"](Build(256, 64)).geometry)
+        runner.bind(MEMORIES["paged-4"](Build(256, 64)).kv_config)
     assert not ranks_left()
 
 
@@ -143,9 +143,9 @@ def test_a_rank_that_can_not_wake_up_ends_all() -> None:
     runner = threaded(2, lambda rank: FaultyEcho(1, **({"how": "raise", "place": "wake"} if rank else {})))
     engine = open_engine(runner)
     drain(engine)
-    engine.rest.sleep(1)
+    engine.sleep_controller.sleep(1)
     with pytest.raises(EngineDead, match=f"{RAISED} waking up"):
-        engine.rest.wake()
+        engine.sleep_controller.wake()
     runner.close()
 
 
@@ -164,7 +164,7 @@ def test_the_cause_is_named_and_not_its_echoes() -> None:
 
 
 def test_where_only_echoes_are_heard_the_one_that_is_silent_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.parallel.remote.GRACE", 0.1)
+    monkeypatch.setattr("quire.parallel.remote.CAUSE_SECONDS", 0.1)
     echo = {"how": "echo", "place": "collect", "step": 2}
     told = "^rank 1 doesn't answer the other ranks in step 2: PeerLost: connection closed by peer$"
     with pytest.raises(EngineDead, match=told):
@@ -176,7 +176,7 @@ def test_ranks_end_with_their_engine_also_those_that_are_stopped() -> None:
         "import os, sys; sys.path[:0] = sys.argv[1:]\n"
         "from echo_ranks import processes\n"
         "runner = processes(2)\n"
-        "pids = [side.child.process.pid for side in runner.sides]\n"
+        "pids = [side.child.process.pid for side in runner.ranks]\n"
         "os.kill(pids[0], 19)\n"
         "print(*pids, flush=True)\n"
         "os.kill(os.getpid(), 9)"

@@ -26,8 +26,8 @@ from wired import drain, open_engine
 
 from quire import LLM, SamplingParams
 from quire.errors import EngineDead, StartupError
-from quire.parallel.ray import RayStart
-from quire.parallel.ray_driver import OURS, processes
+from quire.parallel.ray import RayLauncher
+from quire.parallel.ray_driver import LOCAL_CLUSTER_ENVIRONMENT, list_processes
 from quire.parallel.remote import RemoteRunner
 
 TESTS = Path(__file__).parents[1]
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="Ray isn't inst
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[str]:
     """The address of two nodes, one of which has 2 CPUs and 2 GPUs; only the environment has its token."""
-    variables = {**OURS, "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    variables = {**LOCAL_CLUSTER_ENVIRONMENT, "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     with pytest.MonkeyPatch.context() as patch, TemporaryDirectory(dir="/tmp") as folder:  # paths of sockets are short
         for name, value in variables.items():
             patch.setenv(name, value)
@@ -58,18 +58,18 @@ def cluster() -> Iterator[str]:
 def placed(address: str, seconds: float = 60.0, ranks: int = 2, gpus: float = 0.0, **faults: Any) -> RemoteRunner:
     """Ranks as `echo_ranks.processes` makes them."""
     program = (str(TESTS / "echo_ranks.py"), json.dumps(faults))
-    return started(RemoteRunner(ranks, seconds, RayStart(ranks, gpus, address, program)))
+    return started(RemoteRunner(ranks, seconds, RayLauncher(ranks, gpus, address, program)))
 
 
 def pids_of(runner: RemoteRunner) -> list[int]:
     """Ranks, the actors that hold them, and the driver."""
-    ranks = [side.child.process.pid for side in runner.sides]
-    driver: Any = runner.sides[0].child
+    ranks = [side.child.process.pid for side in runner.ranks]
+    driver: Any = runner.ranks[0].child
     return [*ranks, *(psutil.Process(pid).ppid() for pid in ranks), driver._group.driver.process.pid]
 
 
 def alive(pids: list[int]) -> bool:
-    known = {pid: state for pid, _, _, state in processes()}
+    known = {pid: state for pid, _, _, state in list_processes()}
     return any(known.get(pid, "X") not in "XZ" for pid in pids)
 
 
@@ -87,9 +87,9 @@ def test_a_cluster_of_their_own_and_what_is_left_of_it(tmp_path: Path, monkeypat
     alone = LLM("tiny", **SETTINGS)
     llm = LLM("tiny", tp=2, executor="ray", **SETTINGS)
     runner: Any = llm.engine.runner
-    group = runner.sides[0].child._group
+    group = runner.ranks[0].child._group
     session = group.driver.process.pid
-    everything = [pid for pid, _, its, _ in processes() if its == session]
+    everything = [pid for pid, _, its, _ in list_processes() if its == session]
     assert len(everything) >= 7  # the driver, two servers, two actors, two ranks
     listening = [
         one.laddr.ip for one in psutil.net_connections("inet") if one.pid in everything and one.status == "LISTEN"
@@ -185,8 +185,10 @@ def test_all_end_with_the_engine_s_process(cluster: str) -> None:
 
 def test_gpus_are_those_that_ray_chose_and_room_is_bounded(cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with closing(placed(cluster, gpus=1.0)) as runner:
-        monkeypatch.setattr("quire.parallel.ray.PATIENCE", 1.0)  # in which actors must start, too, where there is room
-        for side in runner.sides:
+        monkeypatch.setattr(
+            "quire.parallel.ray.PLACEMENT_SECONDS", 1.0
+        )  # in which actors must start, too, where there is room
+        for side in runner.ranks:
             variables = Path(f"/proc/{side.child.process.pid}/environ").read_bytes().split(b"\0")
             assert {one for one in variables if one.startswith(b"CUDA_VISIBLE")} <= {
                 b"CUDA_VISIBLE_DEVICES=0,1", b"CUDA_VISIBLE_DEVICES=1,0"

@@ -22,10 +22,10 @@ from waiting import IDLE
 
 from quire.errors import StartupError
 from quire.parallel import ray_address
-from quire.parallel.ray import LAUNCHER, Process, RayStart
-from quire.parallel.ray_address import address_of, listeners
-from quire.parallel.ray_door import Door
-from quire.parallel.ray_driver import Order, opened
+from quire.parallel.ray import LAUNCHER, PidfdProcess, RayLauncher
+from quire.parallel.ray_address import listening_users, resolve_ray_address
+from quire.parallel.ray_door import RankFdServer
+from quire.parallel.ray_driver import PlacementRequest, connect_ray
 
 SHOWS = """
 import json, os, sys
@@ -37,14 +37,14 @@ import time; time.sleep(60)  # until it is killed
 
 
 @pytest.fixture
-def door() -> Iterator[Door]:
-    made = Door(2)
+def door() -> Iterator[RankFdServer]:
+    made = RankFdServer(2)
     yield made
     made.close()
 
 
 @contextmanager
-def launched(door: Door, **other: Any) -> Iterator[subprocess.Popen[bytes]]:
+def launched(door: RankFdServer, **other: Any) -> Iterator[subprocess.Popen[bytes]]:
     """As Ray's actor does it; killed at last."""
     child = subprocess.Popen([sys.executable, *LAUNCHER], env={}, stdin=subprocess.PIPE, stderr=subprocess.PIPE)
     said = {"name": door.name, "token": door.token, "rank": 1, "parent": os.getpid(), **other}
@@ -57,17 +57,17 @@ def launched(door: Door, **other: Any) -> Iterator[subprocess.Popen[bytes]]:
         child.communicate()
 
 
-def test_a_rank_has_what_it_would_inherit(door: Door, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_has_what_it_would_inherit(door: RankFdServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Descriptors with their numbers, also where those are taken there; the environment, the folder; and no more."""
     monkeypatch.chdir(tmp_path)
     read, write = os.pipe()
     told, tells = os.pipe()
     low = fcntl.fcntl(read, fcntl.F_DUPFD, 60)  # a free number: others' descriptors stay
     with launched(door) as child:
-        door.admit()
+        door.accept()
         arguments = [sys.executable, "-c", SHOWS, str(low), str(tells)]
         os.write(write, b"something")
-        began = Process(*door.tell(1, arguments, {"WHAT": "this"}, [low, tells]))
+        began = PidfdProcess(*door.send_program(1, arguments, {"WHAT": "this"}, [low, tells]))
         os.close(tells)
         with os.fdopen(told) as answer:
             said = json.loads(answer.readline())
@@ -90,25 +90,25 @@ def test_a_rank_has_what_it_would_inherit(door: Door, tmp_path: Path, monkeypatc
     [b"", b"\n", b"[1]\n", b'{"token": "", "rank": 0}\n', b'{"rank": 0}\n', b'{"token": "TOKEN", "rank": "x"}\n',
      b"x" * 5000 + b"\n", b"[" * 4000 + b"\n"],
 )  # fmt: skip
-def test_strangers_are_sent_away(door: Door, said: bytes) -> None:
+def test_strangers_are_sent_away(door: RankFdServer, said: bytes) -> None:
     with socket.socket(socket.AF_UNIX) as one:
         one.settimeout(30)
         one.connect(f"\0{door.name}")
         one.sendall(said.replace(b"TOKEN", door.token.encode()))
         one.shutdown(socket.SHUT_WR)
-        door.admit()
-        assert not door.waiting
+        door.accept()
+        assert not door.pending
         with suppress(ConnectionResetError):  # where what it said wasn't read to the end
             assert one.recv(1) == b""
 
 
-def test_another_user_is_sent_away_though_it_has_the_token(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_user_is_sent_away_though_it_has_the_token(door: RankFdServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getuid", lambda: 12345)
     with socket.socket(socket.AF_UNIX) as one:
         one.connect(f"\0{door.name}")
         one.sendall(json.dumps({"token": door.token, "rank": 0}).encode() + b"\n")
-        door.admit()
-        assert not door.waiting
+        door.accept()
+        assert not door.pending
 
 
 @pytest.mark.parametrize(
@@ -119,15 +119,15 @@ def test_another_user_is_sent_away_though_it_has_the_token(door: Door, monkeypat
         ({"parent": 1}, "the actor is gone"),
     ],
 )
-def test_a_rank_that_can_not_begin_says_why(door: Door, other: dict[str, Any], told: str) -> None:
+def test_a_rank_that_can_not_begin_says_why(door: RankFdServer, other: dict[str, Any], told: str) -> None:
     with launched(door, **other) as child:
         if "token" in other:
-            door.admit()
+            door.accept()
         assert told in child.stderr.read().decode()
         assert child.wait(30) == 1
 
 
-def test_a_rank_ends_with_the_actor_that_holds_it(door: Door) -> None:
+def test_a_rank_ends_with_the_actor_that_holds_it(door: RankFdServer) -> None:
     code = (
         "import json, os, subprocess, sys\n"
         "child = subprocess.Popen([sys.executable, *sys.argv[2:]], stdin=subprocess.PIPE)\n"
@@ -137,17 +137,17 @@ def test_a_rank_ends_with_the_actor_that_holds_it(door: Door) -> None:
     )
     said = json.dumps({"name": door.name, "token": door.token, "rank": 0})
     with subprocess.Popen([sys.executable, "-c", code, said, *LAUNCHER]) as actor:
-        door.admit()
-        rank = Process(*door.tell(0, [sys.executable, *IDLE], {}, []))
+        door.accept()
+        rank = PidfdProcess(*door.send_program(0, [sys.executable, *IDLE], {}, []))
         os.kill(rank.pid, signal.SIGSTOP)
         actor.kill()
     rank.wait(30)
     with launched(door) as child:
-        door.admit()
+        door.accept()
         child.kill()
         child.wait()
         with pytest.raises(OSError):  # it ended while it waited
-            door.tell(1, [sys.executable], {}, [])
+            door.send_program(1, [sys.executable], {}, [])
 
 
 @pytest.fixture
@@ -159,18 +159,18 @@ def port() -> Iterator[int]:
 def test_addresses(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of this user's on this host; strangers' only by --ray-address."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    assert address_of("") == address_of("local") == ""
-    assert listeners(port) == {os.getuid()}
+    assert resolve_ray_address("") == resolve_ray_address("local") == ""
+    assert listening_users(port) == {os.getuid()}
     where = f"127.0.0.1:{port}"
     monkeypatch.setenv("RAY_ADDRESS", where)
-    assert address_of("") == where
-    assert address_of("local") == ""
-    monkeypatch.setattr(ray_address, "listeners", lambda port: {os.getuid() + 1})
-    assert address_of(where) == where
+    assert resolve_ray_address("") == where
+    assert resolve_ray_address("local") == ""
+    monkeypatch.setattr(ray_address, "listening_users", lambda port: {os.getuid() + 1})
+    assert resolve_ray_address(where) == where
     with socket.create_server(("127.0.0.1", 0)) as server:
         free = server.getsockname()[1]
     with pytest.raises(StartupError, match=f"--ray-address is 127.0.0.1:{free}, where nobody answers: Connection ref"):
-        address_of(f"127.0.0.1:{free}")
+        resolve_ray_address(f"127.0.0.1:{free}")
 
 
 def test_an_address_where_strangers_listen_too(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,48 +178,48 @@ def test_an_address_where_strangers_listen_too(port: int, monkeypatch: pytest.Mo
     where = f"127.0.0.1:{port}"
     monkeypatch.setenv("RAY_ADDRESS", where)
     for users in ({os.getuid(), os.getuid() + 1}, {os.getuid() + 1}, set()):
-        monkeypatch.setattr(ray_address, "listeners", lambda port, users=users: users)
+        monkeypatch.setattr(ray_address, "listening_users", lambda port, users=users: users)
         with pytest.raises(StartupError, match=f"RAY_ADDRESS is {where}, which isn't known to be this user's .*unset"):
-            address_of("")
+            resolve_ray_address("")
 
 
 @pytest.mark.parametrize("said", ["auto", "ray://127.0.0.1:10001", "127.0.0.1", ":1", "a:b", "a:99999"])
 def test_what_is_no_address(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(StartupError, match=r"--ray-address is .*, which is no HOST:PORT\. Give HOST:PORT"):
-        address_of(said)
+        resolve_ray_address(said)
     monkeypatch.setenv("RAY_ADDRESS", said)
     with pytest.raises(StartupError, match=r"RAY_ADDRESS is .*, which is no HOST:PORT"):
-        address_of("")
+        resolve_ray_address("")
 
 
 def test_without_ray_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.parallel.ray.find_spec", lambda name: None)
     with pytest.raises(StartupError, match=r"Ray isn't installed. pip install 'quire\[ray\]'"):
-        RayStart(2, 0.0)
+        RayLauncher(2, 0.0)
 
 
 def test_what_the_system_refuses_is_told_and_leaves_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
     group = Mock()
-    group.seat.side_effect = OSError(errno.EMFILE, "Too many open files")
+    group.start_rank.side_effect = OSError(errno.EMFILE, "Too many open files")
     monkeypatch.setattr("quire.parallel.ray.find_spec", lambda name: True)
-    monkeypatch.setattr("quire.parallel.ray.Group", lambda *_: group)
+    monkeypatch.setattr("quire.parallel.ray.RayRankGroup", lambda *_: group)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(StartupError, match=r"ranks can't be started by Ray: .*Too many open files"):
-        RayStart(2, 0.0)(0, ())
+        RayLauncher(2, 0.0)(0, ())
     group.close.assert_called_once()
 
 
 def test_a_ray_that_is_old_or_listens_to_all_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     ray = SimpleNamespace(__version__="2.9.3", init=lambda **settings: None, shutdown=lambda: None,
                           nodes=lambda: [{"NodeManagerAddress": "10.0.0.1"}])  # fmt: skip
-    order = Order(2, 0.0, "127.0.0.1:1", "/nonexistent", [], "", "", 1.0)
+    order = PlacementRequest(2, 0.0, "127.0.0.1:1", "/nonexistent", [], "", "", 1.0)
     monkeypatch.setitem(sys.modules, "ray", ray)
     monkeypatch.setattr(os, "environ", {"RAY_ADDRESS": "x", "HOME": "/"})
     with pytest.raises(StartupError, match=r"Ray is 2\.9\.3, which .*\. pip install 'ray>=2\.54'"):
-        opened(order)
+        connect_ray(order)
     ray.__version__ = "2.54.0"
-    assert opened(order) is ray
+    assert connect_ray(order) is ray
     assert os.environ == {"RAY_ADDRESS": "x", "HOME": "/"}
     with pytest.raises(StartupError, match=r"Ray 2\.54\.0 listens on 10\.0\.0\.1, not on the loopback interface alone"):
-        opened(order._replace(address=""))
+        connect_ray(order._replace(address=""))
     assert "RAY_ADDRESS" not in os.environ

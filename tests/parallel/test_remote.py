@@ -20,8 +20,8 @@ from wired import drain, open_engine
 from quire.errors import EngineDead, StartupError
 from quire.parallel.remote import RemoteRunner
 from quire.sim.echo import EchoRunner
-from quire.vocabulary.layout import Layout
-from quire.vocabulary.plan import Mapped, StepPlan, StepResult
+from quire.vocabulary.layout import ParallelLayout
+from quire.vocabulary.plan import MappingStats, StepPlan, StepResult
 
 LAYOUTS = {**EVERY, **UNLIKE, **PICTURED}
 
@@ -30,8 +30,8 @@ class Wired(RemoteRunner):
     """Ranks on threads over one kind of runner. Of the first one `groups` has the tables as they were when it had done
     the step that was collected last: of stages it may be several steps ahead."""
 
-    def __init__(self, layout: Layout, echoes: list[EchoRunner]) -> None:
-        super().__init__(layout, 60.0, partial(ThreadRank, lambda hello: echoes[hello.part.number]))
+    def __init__(self, layout: ParallelLayout, echoes: list[EchoRunner]) -> None:
+        super().__init__(layout, 60.0, partial(ThreadRank, lambda hello: echoes[hello.part.global_rank]))
         self.echoes, self.groups = echoes, list[SimpleNamespace]()
         self._kept, self._done = deque[list[SimpleNamespace]](), echoes[0].collect
         echoes[0].collect = self._keeping  # type: ignore[method-assign]
@@ -54,10 +54,10 @@ SOME = ("paged-4", "virtual-mixed", "pow2-layer-tables", "cross-unlike", "large-
 def run(name: str, seed: int) -> None:
     """A random trace over some ranks, of one stage or more."""
     rng = random.Random(seed)
-    depth, layout = rng.choice((1, 2, 3)), Layout(*rng.choice(((1, 1), (2, 1), (1, 2), (4, 1), (1, 3), (2, 2))))
+    depth, layout = rng.choice((1, 2, 3)), ParallelLayout(*rng.choice(((1, 1), (2, 1), (1, 2), (4, 1), (1, 3), (2, 2))))
     budget = rng.choice((16, 64))
     memory = LAYOUTS[name](Build(rng.choice((96, 128, 256)), budget, 8, MAX_LEN, rng.choice((0, 12)), 0))
-    runner = Wired(layout, [runner_for(memory.geometry, depth, VOCAB) for _ in range(layout.ranks)])
+    runner = Wired(layout, [runner_for(memory.kv_config, depth, VOCAB) for _ in range(layout.world_size)])
     runner.depth = depth
     trace = Trace(
         memory, seed=seed, depth=depth, budget=budget, max_seqs=8, runner=runner,  # type: ignore[arg-type]
@@ -66,7 +66,7 @@ def run(name: str, seed: int) -> None:
     trace.sleeps = [] if seed % 2 else None
     with closing(runner):
         trace.run(6)
-        assert len({echo.applied for echo in runner.echoes}) == 1
+        assert len({echo.op_checksum for echo in runner.echoes}) == 1
 
 
 @pytest.mark.parametrize("name", SOME)
@@ -98,7 +98,7 @@ def test_a_rank_that_applied_something_else_is_named() -> None:
     class Applying(EchoRunner):
         def submit(self, plan: StepPlan) -> int:
             ticket = super().submit(plan)
-            self.applied += ticket == 2
+            self.op_checksum += ticket == 2
             return ticket
 
     runner = threaded(2, lambda rank: (Applying if rank else EchoRunner)(1, vocab_size=VOCAB))
@@ -113,7 +113,7 @@ class Capturing(EchoRunner):
     def __init__(self, sizes: list[int] | None) -> None:
         super().__init__(1, vocab_size=VOCAB)
         if sizes is not None:
-            self.graphs = SimpleNamespace(sizes=sizes)
+            self.decode_graphs = SimpleNamespace(capture_sizes=sizes)
 
     def warm_up(self, tokens: int, max_len: int) -> None:
         raise AssertionError("no rank may begin")
@@ -131,13 +131,13 @@ def test_a_rank_that_captures_none_where_others_do_is_named() -> None:
 
 def test_questions_are_answered_by_every_rank() -> None:
     class Mapping(EchoRunner):
-        mapped = Mapped(10, 2, 1, 0, 0.5, 0.25)
+        mapping_stats = MappingStats(10, 2, 1, 0, 0.5, 0.25)
 
     runner = threaded(3, lambda rank: Mapping(1, vocab_size=VOCAB))
-    assert runner.ask("depth") == [1, 1, 1]
-    assert runner.ask("mapped") == [[10, 2, 1, 0, 0.5, 0.25]] * 3
+    assert runner.query("depth") == [1, 1, 1]
+    assert runner.query("mapped") == [[10, 2, 1, 0, 0.5, 0.25]] * 3
     assert [seconds > 0 and size > 2**20 for seconds, size in runner.used] == [True] * 3
-    assert runner.mapped is None
+    assert runner.mapping_stats is None
     runner._virtual = True
-    assert runner.mapped == Mapped(10, 2, 1, 0, 0.5, 0.25)
+    assert runner.mapping_stats == MappingStats(10, 2, 1, 0, 0.5, 0.25)
     runner.close()

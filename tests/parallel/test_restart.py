@@ -16,7 +16,7 @@ from wired import drain, engine_over
 
 from quire.control.engine import Engine
 from quire.control.memory import KVMemory
-from quire.control.recovery import Restarts
+from quire.control.recovery import RunnerRestarter
 from quire.errors import EngineDead
 from quire.parallel.remote import RemoteRunner
 from quire.sim.echo import EchoRunner
@@ -36,11 +36,11 @@ def opened(runner: Any, start: Start | None = None, most: int = 3, clock: Callab
 
     def anew() -> tuple[RemoteRunner, KVMemory]:
         made, memory = start(), memory_of()
-        made.bind(memory.geometry)
+        made.bind(memory.kv_config)
         return made, memory
 
     if start is not None:
-        engine.restarts = Restarts(anew, most, clock=clock)
+        engine.restarter = RunnerRestarter(anew, most, clock=clock)
     return engine
 
 
@@ -54,9 +54,9 @@ def ask(engine: Engine) -> None:
 
 def heard(engine: Engine) -> dict[tuple[str, int], list[int]]:
     told: dict[tuple[str, int], list[int]] = {}
-    while engine.unfinished:
+    while engine.has_unfinished_requests:
         for output in engine.step():
-            told.setdefault((output.request, output.branch), []).extend(output.tokens)
+            told.setdefault((output.request_id, output.branch), []).extend(output.tokens)
     return told
 
 
@@ -144,11 +144,11 @@ def test_ranks_that_go_while_nothing_is_done(sent: signal.Signals) -> None:
     engine = opened(runner, partial(threaded, 2, lambda rank: FaultyEcho(1, VOCAB)))
     engine.register_prefix("p", range(1, 12))
     drain(engine)
-    child = runner.sides[1].child
+    child = runner.ranks[1].child
     os.kill(child.process.pid, sent)
-    wait_until(lambda: child.stopped() or child.ended(), "the signal has arrived")
+    wait_until(lambda: child.is_stopped() or child.has_exited(), "the signal has arrived")
     for _ in range(10):
-        engine.check()
+        engine.check_runner()
     assert engine.stats.restarts == 1
     assert heard(engine) == {}
     assert engine.scheduler.memory.account().sharing.prefix_tokens == 11

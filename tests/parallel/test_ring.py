@@ -7,14 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.errors import EngineDead
-from quire.parallel.ring import HEAD, PAGE, Ring, RingFull, RingReader
+from quire.parallel.ring import HEAD, PAGE, RingFull, RingReader, RingWriter
 
 
-def readers_of(ring: Ring) -> list[RingReader]:
+def readers_of(ring: RingWriter) -> list[RingReader]:
     return [RingReader(ring.descriptor, event, reader) for reader, event in enumerate(ring.events)]
 
 
-def close(ring: Ring, readers: list[RingReader]) -> None:
+def close(ring: RingWriter, readers: list[RingReader]) -> None:
     for reader in readers:
         reader.close()
     ring.close()
@@ -23,7 +23,7 @@ def close(ring: Ring, readers: list[RingReader]) -> None:
 @given(count=st.integers(1, 4), moves=st.lists(st.one_of(st.integers(0, 2200), st.integers(-4, -1)), max_size=60))
 def test_each_reader_reads_all_of_it(count: int, moves: list[int]) -> None:
     """A move from 0 on writes so many bytes; below, a reader reads what there is."""
-    ring = Ring(count, PAGE)
+    ring = RingWriter(count, PAGE)
     readers, read, written = readers_of(ring), [bytearray() for _ in range(count)], bytearray()
 
     def catch_up(at: int) -> None:
@@ -46,7 +46,7 @@ def test_each_reader_reads_all_of_it(count: int, moves: list[int]) -> None:
 
 
 def test_the_writer_waits_for_the_slowest_and_not_for_ever() -> None:
-    ring = Ring(2, PAGE)
+    ring = RingWriter(2, PAGE)
     readers = readers_of(ring)
     for _ in range(PAGE // 512):
         ring.write(b"x" * (512 - HEAD.size), 0.0)
@@ -60,9 +60,9 @@ def test_the_writer_waits_for_the_slowest_and_not_for_ever() -> None:
 
 def test_what_is_overwritten_is_not_taken_for_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
     """A writer that doesn't wait."""
-    ring = Ring(1, PAGE)
+    ring = RingWriter(1, PAGE)
     readers = readers_of(ring)
-    monkeypatch.setattr(Ring, "_slowest", lambda self: (self._written, 0))
+    monkeypatch.setattr(RingWriter, "_slowest_reader", lambda self: (self._write_position, 0))
     for i in range(100):
         ring.write(bytes([i]) * (300 + i), 0)
     assert readers[0]

@@ -14,22 +14,22 @@ import torch
 from quire.errors import PeerLost
 from quire.parallel import meeting as meetings
 from quire.parallel import shared
-from quire.parallel.meeting import Meeting
-from quire.parallel.shared import SharedExchange
-from quire.vocabulary.layout import Layout, Part
+from quire.parallel.meeting import RankRendezvous
+from quire.parallel.shared import SharedMemoryExchange
+from quire.vocabulary.layout import ParallelLayout, Shard
 
 
-def on_ranks(ranks: int, work: Callable[[SharedExchange], Any]) -> list[Any]:
+def on_ranks(ranks: int, work: Callable[[SharedMemoryExchange], Any]) -> list[Any]:
     """What `work` returns, or the PeerLost that it raises, on each of some ranks."""
-    meeting, found = Meeting(Layout(ranks)), [None] * ranks
+    meeting, found = RankRendezvous(ParallelLayout(ranks)), [None] * ranks
 
-    def run(part: Part) -> None:
+    def run(part: Shard) -> None:
         try:
-            found[part.rank] = work(SharedExchange(part, meeting.descriptors, 5.0))
+            found[part.tp_rank] = work(SharedMemoryExchange(part, meeting.descriptors, 5.0))
         except PeerLost as error:
-            found[part.rank] = error  # type: ignore[call-overload]
+            found[part.tp_rank] = error  # type: ignore[call-overload]
 
-    threads = [threading.Thread(target=run, args=(part,)) for part in Layout(ranks).parts()]
+    threads = [threading.Thread(target=run, args=(part,)) for part in ParallelLayout(ranks).shards()]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -46,9 +46,9 @@ def test_sums_are_taken_in_rank_order_in_fp32(dtype: torch.dtype) -> None:
     for other in given[1:]:
         wanted = wanted + other.float()
 
-    def work(exchange: SharedExchange) -> torch.Tensor:
-        mine = given[exchange.part.rank].clone()
-        assert exchange.add(mine) is mine
+    def work(exchange: SharedMemoryExchange) -> torch.Tensor:
+        mine = given[exchange.shard.tp_rank].clone()
+        assert exchange.all_reduce(mine) is mine
         return mine
 
     for found in on_ranks(4, work):
@@ -59,19 +59,19 @@ def test_sums_are_taken_in_rank_order_in_fp32(dtype: torch.dtype) -> None:
 
 def test_large_ones_go_in_pieces_and_nothing_is_written_over_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks are late in turn, by chance. What is gathered isn't always next to one another."""
-    monkeypatch.setattr(shared, "SLOT", 64)
-    monkeypatch.setattr(meetings, "SLOT", 64)
+    monkeypatch.setattr(shared, "SLOT_BYTES", 64)
+    monkeypatch.setattr(meetings, "SLOT_BYTES", 64)
 
     def numbers(step: int) -> torch.Tensor:
         return torch.arange(2 + 14 * (step % 9), dtype=torch.float32).view(-1, 2)
 
-    def work(exchange: SharedExchange) -> list[torch.Tensor]:
-        rng, found = random.Random(exchange.part.rank), []
+    def work(exchange: SharedMemoryExchange) -> list[torch.Tensor]:
+        rng, found = random.Random(exchange.shard.tp_rank), []
         for step in range(60):
             if rng.random() < 0.2:
                 time.sleep(rng.random() / 500)  # a late rank: up to 2 ms, some meetings of the others
-            x = numbers(step) * (exchange.part.rank + step)
-            found += [exchange.gather(x[:, 1:]), exchange.add(x[:, 1:].clone())]
+            x = numbers(step) * (exchange.shard.tp_rank + step)
+            found += [exchange.all_gather(x[:, 1:]), exchange.all_reduce(x[:, 1:].clone())]
         return found
 
     first, *others = on_ranks(3, work)
@@ -86,13 +86,13 @@ def test_large_ones_go_in_pieces_and_nothing_is_written_over_before_it_is_read(m
 def test_a_peer_that_says_nothing_is_named_as_the_one_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     behind: list[int] = []
 
-    def work(exchange: SharedExchange) -> object:
-        exchange.add(torch.ones(3))
+    def work(exchange: SharedMemoryExchange) -> object:
+        exchange.all_reduce(torch.ones(3))
         exchange._seconds = 0.1
-        return exchange.add(torch.ones(3)) if exchange.part.rank != 1 else None
+        return exchange.all_reduce(torch.ones(3)) if exchange.shard.tp_rank != 1 else None
 
-    close = Meeting.close
-    monkeypatch.setattr(Meeting, "close", lambda self: (behind.append(self.behind(range(3))), close(self)))
+    close = RankRendezvous.close
+    monkeypatch.setattr(RankRendezvous, "close", lambda self: (behind.append(self.slowest_rank(range(3))), close(self)))
     first, silent, last = on_ranks(3, work)
     assert isinstance(first, PeerLost)
     assert isinstance(last, PeerLost)

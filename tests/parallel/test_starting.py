@@ -15,26 +15,26 @@ from echo_ranks import FaultyEcho, threaded
 from waiting import IDLE, wait_until
 from wired import drain, open_engine
 
-from quire.cli.simulate import plant_of
+from quire.cli.simulate import read_deployment
 from quire.config import EngineConfig
 from quire.data.kernels.cpu import cores
 from quire.errors import EngineDead, StartupError
-from quire.link.child import Child
+from quire.link.child import ChildProcess
 from quire.link.frames import Frame
 from quire.parallel import remote, sides, starting
-from quire.parallel.frames import ANSWER
-from quire.parallel.meeting import Meeting
+from quire.parallel.frames import STEP_RESULT
+from quire.parallel.meeting import RankRendezvous
 from quire.parallel.remote import RemoteRunner
-from quire.parallel.ring import Ring
+from quire.parallel.ring import RingWriter
 from quire.text.prompts import engine_config
-from quire.vocabulary.layout import Layout, Part
+from quire.vocabulary.layout import ParallelLayout, Shard
 
 
 def test_each_rank_has_its_part_and_its_share_of_threads() -> None:
-    ranks = Mock(seconds=60.0, layout=Layout(3), **{"meeting.descriptors": (9, 8)})
-    starting.build(ranks, EngineConfig(model="x", tp=3, threads=8, revision="r"), "/folder", (5,), 99, True)
-    [hellos] = ranks.hello.call_args.args
-    assert [hello.part for hello in hellos] == [Part(0, 3), Part(1, 3), Part(2, 3)]
+    ranks = Mock(seconds=60.0, layout=ParallelLayout(3), **{"rendezvous.descriptors": (9, 8)})
+    starting.build_ranks(ranks, EngineConfig(model="x", tp=3, threads=8, revision="r"), "/folder", (5,), 99, True)
+    [hellos] = ranks.send_init.call_args.args
+    assert [hello.part for hello in hellos] == [Shard(0, 3), Shard(1, 3), Shard(2, 3)]
     assert [hello.progress for hello in hellos] == [True, False, False]
     for hello in hellos:
         assert (hello.config.model, hello.config.revision, hello.config.threads) == ("/folder", None, 2)
@@ -44,18 +44,18 @@ def test_each_rank_has_its_part_and_its_share_of_threads() -> None:
 def test_cores_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums over ranks, too; and it is told where some are left."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(cores, "cores", lambda: cores.Cores(16, 8, None))
-    assert [starting.shared_out(None, ranks) for ranks in (1, 2, 3, 16)] == [8, 4, 2, 1]
-    assert starting.shared_out(2, 4) == 1
+    monkeypatch.setattr(cores, "available_cores", lambda: cores.Cores(16, 8, None))
+    assert [starting.threads_per_rank(None, ranks) for ranks in (1, 2, 3, 16)] == [8, 4, 2, 1]
+    assert starting.threads_per_rank(2, 4) == 1
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert starting.shared_out(None, 2) is None
-    assert starting.shared_out(4, 2) == 2
-    assert starting.unshared(3, 2) == ["--threads is 3, and 2 ranks use 1 each: 2"]
-    assert starting.unshared(2, 4) == ["--threads is 2, and 4 ranks use 1 each: 4"]
-    assert starting.unshared(4, 2) == starting.unshared(None, 2) == []
-    config = EngineConfig(tp=4, kv_gib=8.0, swap_gib=2.0).of_rank()
+    assert starting.threads_per_rank(None, 2) is None
+    assert starting.threads_per_rank(4, 2) == 2
+    assert starting.unused_threads_notice(3, 2) == ["--threads is 3, and 2 ranks use 1 each: 2"]
+    assert starting.unused_threads_notice(2, 4) == ["--threads is 2, and 4 ranks use 1 each: 4"]
+    assert starting.unused_threads_notice(4, 2) == starting.unused_threads_notice(None, 2) == []
+    config = EngineConfig(tp=4, kv_gib=8.0, swap_gib=2.0).per_rank()
     assert (config.kv_gib, config.swap_gib) == (2.0, 0.5)
-    assert EngineConfig(tp=4, kv_tokens=8).of_rank().kv_gib is None
+    assert EngineConfig(tp=4, kv_tokens=8).per_rank().kv_gib is None
 
 
 def test_a_start_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,36 +95,36 @@ def test_a_start_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_an_interrupt_once_they_are_started_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    children: list[Child] = []
+    children: list[ChildProcess] = []
 
-    def start(rank: int, inherited: Sequence[int]) -> Child:
-        children.append(Child(1, IDLE, f"rank {rank}", inherited))
+    def start(rank: int, inherited: Sequence[int]) -> ChildProcess:
+        children.append(ChildProcess(1, IDLE, f"rank {rank}", inherited))
         return children[-1]
 
-    monkeypatch.setattr(remote, "Side", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(remote, "RankHandle", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         RemoteRunner(2, 60.0, start)
-    wait_until(lambda: [child.ended() for child in children] == [True, True], "both ranks have ended")
+    wait_until(lambda: [child.has_exited() for child in children] == [True, True], "both ranks have ended")
 
 
 def test_an_interrupt_while_they_end_leaves_nothing() -> None:
     """Not even what doesn't end with the processes: Ray's, which goes with its last rank."""
     children = [Mock(connections=[Mock()]) for _ in range(3)]
-    children[0].end.side_effect = KeyboardInterrupt
+    children[0].wait_or_kill.side_effect = KeyboardInterrupt
     ring, meeting, keeper = Mock(), Mock(), Mock()
     with pytest.raises(KeyboardInterrupt):
-        sides.end(children, ring, meeting, keeper)  # type: ignore[arg-type]
+        sides.release_ranks(children, ring, meeting, keeper)  # type: ignore[arg-type]
     for child in children:
         child.process.kill.assert_called_once()
-        child.end.assert_called_once()
+        child.wait_or_kill.assert_called_once()
         child.connections[0].close.assert_called_once()
-    for one in (ring.close, meeting.close, keeper.let_go.set):
+    for one in (ring.close, meeting.close, keeper.may_exit.set):
         one.assert_called_once()
 
 
 def test_what_was_let_go_of_is_not_closed_again() -> None:
     """Its number may be somebody else's."""
-    for made in (Meeting(Layout(2)), Ring(2)):
+    for made in (RankRendezvous(ParallelLayout(2)), RingWriter(2)):
         made.close()
         others = [os.eventfd(0) for _ in range(16)]
         made.close()
@@ -144,14 +144,14 @@ def test_layouts_by_vllms_names() -> None:
     with pytest.raises(StartupError, match="two names"):
         engine_config("x", {"tensor_parallel_size": 2, "tp": 2})
     with pytest.raises(StartupError, match="--tp is 2, and what is simulated is one device"):
-        plant_of(EngineConfig(tp=2), "h200")
+        read_deployment(EngineConfig(tp=2), "h200")
 
 
 def test_an_answer_that_is_none_ends_all_ranks() -> None:
     runner = threaded(2, lambda rank: FaultyEcho())
     engine = open_engine(runner)
-    runner._all = lambda *_: [Frame(ANSWER, memoryview(b"none"))] * 2  # type: ignore[method-assign]
+    runner._receive_all = lambda *_: [Frame(STEP_RESULT, memoryview(b"none"))] * 2  # type: ignore[method-assign]
     with pytest.raises(EngineDead, match="answer in step 1 is none"):
         drain(engine)
     with pytest.raises(EngineDead, match="answer in step 1 is none"):
-        runner.ask("depth")
+        runner.query("depth")

@@ -7,7 +7,7 @@ from typing import Any
 from memories import MEMORIES, VOCAB, Build
 from traces import MAX_LEN
 
-from quire.control.edge import Limits
+from quire.control.edge import EngineLimits
 from quire.control.engine import Engine
 from quire.control.memory import KVMemory
 from quire.control.scheduler import Scheduler
@@ -16,9 +16,9 @@ from quire.vocabulary.params import SamplingParams
 
 
 def engine_over(runner: Any, memory: KVMemory, budget: int = 64) -> Engine:
-    runner.bind(memory.geometry)
-    scheduler = Scheduler(memory, budget=budget, max_seqs=16, max_len=MAX_LEN)
-    return Engine(scheduler, runner, Limits(VOCAB, MAX_LEN, 100), clock=lambda: 0.0)
+    runner.bind(memory.kv_config)
+    scheduler = Scheduler(memory, token_budget=budget, max_seqs=16, max_len=MAX_LEN)
+    return Engine(scheduler, runner, EngineLimits(VOCAB, MAX_LEN, 100), clock=lambda: 0.0)
 
 
 def open_engine(runner: RemoteRunner) -> Engine:
@@ -30,5 +30,5 @@ def open_engine(runner: RemoteRunner) -> Engine:
 
 
 def drain(engine: Engine) -> None:
-    while engine.unfinished:
+    while engine.has_unfinished_requests:
         engine.step()

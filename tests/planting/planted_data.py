@@ -16,7 +16,7 @@ BUGS: dict[str, Bug] = {
     ),
     "whole heads are rotated where a share is": bug(
         "data/layers/rope.py",
-        "return int(head_dim * self.share)",
+        "return int(head_dim * self.partial_rotary_factor)",
         "return head_dim",
         "tests/test_partial_rope.py::test_log_probabilities_are_those_of_transformers[plain-one rank]",
         OTHER_NUMBERS,

@@ -14,7 +14,7 @@ import torch
 from quire.bench import contexts, replay
 from quire.bench.kernels import placed
 from quire.data.models.configs import named_config
-from quire.data.runner.virtual.latencies import BANDWIDTH, PAGES
+from quire.data.runner.virtual.latencies import PAGE_SIZES, PAPER_BANDWIDTH
 from quire.reproduce import (
     chunk_kernels,
     decode_rates,
@@ -28,7 +28,7 @@ from quire.reproduce import (
     table_building,
 )  # fmt: skip
 from quire.reproduce.result import DIFFERS, HOLDS, MEASURED
-from quire.vocabulary.plan import Row
+from quire.vocabulary.plan import SeqSlice
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memfd is Linux's")
 
@@ -59,20 +59,20 @@ def test_prompts_are_taken_as_computed(tiny: None) -> None:
     with dummy_engines.dummy("yi-6b", 900, 3, **dummy_engines.virtual("sliced"), max_num_batched_tokens=100) as made:
         contexts.skipping(made.engine)
         contexts.start(made.engine, [700, 5, 801])
-        lengths = {name: request.live[0].computed for name, request in made.engine.requests.items()}
+        lengths = {name: request.live_seqs[0].computed for name, request in made.engine.requests.items()}
         assert all(lengths[f"row-{i}"] >= length for i, length in enumerate([700, 5, 801]))
         assert made.engine.stats.computed_tokens >= 1506, "the control plane knows nothing of it"
         assert len(contexts.step_seconds(made.engine, 4)) == 4
         contexts.stop(made.engine, ["row-0"])
         assert set(made.engine.requests) == {"row-1", "row-2"}
         contexts.stop(made.engine)
-        assert not made.engine.unfinished
+        assert not made.engine.has_unfinished_requests
 
 
 def test_the_last_token_of_a_row() -> None:
-    row = Row(3, (7, 8, 9), 10, 1, score=(8, 9))
-    assert contexts.last_token(row) == Row(3, (9,), 12, 1)
-    assert contexts.last_token(Row(3, (7,), 10, 1)) == Row(3, (7,), 10, 1)
+    row = SeqSlice(3, (7, 8, 9), 10, 1, score_tokens=(8, 9))
+    assert contexts.last_token(row) == SeqSlice(3, (9,), 12, 1)
+    assert contexts.last_token(SeqSlice(3, (7,), 10, 1)) == SeqSlice(3, (7,), 10, 1)
 
 
 def test_spikes_are_where_pages_are_full(tiny: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,7 +276,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_latencies_of_every_call(small: None, tmp_path: Path) -> None:
     content = drawn("vattention-table3", tmp_path)
     points = content["data"]
-    assert {point["page"] for point in points} == set(PAGES)
+    assert {point["page"] for point in points} == set(PAGE_SIZES)
     assert {(point["kind"], point["loaded"]) for point in points if point["kind"] in ("map", "unmap")} == {
         (kind, loaded) for kind in ("map", "unmap") for loaded in (False, True)
     }  # fmt: skip
@@ -292,7 +292,7 @@ def test_bandwidth_of_one_worker_and_of_two(small: None, tmp_path: Path, monkeyp
 
     monkeypatch.setattr(mapping_costs, "at_once", at_once)
     points = drawn("vattention-table7", tmp_path)["data"]
-    assert seen == [(("cpu", "cpu"), page) for page in PAGES]
+    assert seen == [(("cpu", "cpu"), page) for page in PAGE_SIZES]
     assert [point["gb_s"] for point in points if point["workers"] == 2] == [5.0] * 4
     assert len(points) == 12
 
@@ -305,14 +305,16 @@ def test_two_processes_map_beside_each_other() -> None:
 
 def test_verdicts_on_a_gpu() -> None:
     def calls(p50: float) -> list[dict[str, Any]]:
-        row = {"device": "cuda:0", "page": PAGES[-1], "run": 1, "loaded": False, "p50": p50}
+        row = {"device": "cuda:0", "page": PAGE_SIZES[-1], "run": 1, "loaded": False, "p50": p50}
         return [{**row, "kind": kind} for kind in ("map", "access")]
 
     assert [result.verdict for result in mapping_costs.judged_3(calls(3.9))] == [HOLDS, HOLDS]
     assert [result.verdict for result in mapping_costs.judged_3(calls(80.0))] == [DIFFERS, DIFFERS]
 
     def mapped(rate: float) -> list[dict[str, Any]]:
-        return [{"device": "cuda:0", "page": PAGES[-1], "workers": n, "load": "idle", "gb_s": n * rate} for n in (1, 2)]
+        return [
+            {"device": "cuda:0", "page": PAGE_SIZES[-1], "workers": n, "load": "idle", "gb_s": n * rate} for n in (1, 2)
+        ]
 
-    assert [result.verdict for result in mapping_costs.judged_7(mapped(BANDWIDTH[-1] + 1))] == [HOLDS] * 3
+    assert [result.verdict for result in mapping_costs.judged_7(mapped(PAPER_BANDWIDTH[-1] + 1))] == [HOLDS] * 3
     assert [result.verdict for result in mapping_costs.judged_7(mapped(5.9))] == [DIFFERS] * 3

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.control.memory.large import LargePages
+from quire.control.memory.large import TwoLevelPagePool
 from quire.control.memory.policies import POLICIES
 from quire.jenga import Request
 from quire.reproduce import (
@@ -36,7 +36,10 @@ def test_figure_12_is_the_papers() -> None:
     done = picture_steps.timelines()
     assert {one.verdict for one in done.results if one.verdict != MEASURED} == {HOLDS}
     assert len(picture_steps.draw(done.data).axes) == 3
-    late = {way: [step._replace(left=9) for step in picture_steps.figure_12(way)] for way in picture_steps.WAYS}
+    late = {
+        way: [step._replace(leftover_embeddings=9) for step in picture_steps.figure_12(way)]
+        for way in picture_steps.WAYS
+    }
     verdicts = [one.verdict for one in picture_steps.judged(late)]
     assert verdicts[:6] == [DIFFERS] * 6
     assert picture_steps.peak(late["pages"]) == 16
@@ -95,7 +98,7 @@ def test_waste_by_brute_force() -> None:
 
 def test_kinds_of_a_model() -> None:
     assert named("ministral-8b") == [attention("full", 9, 8, 128), attention("window 32,768", 27, 8, 128, 32768)]
-    layers = (LayerSpec(1, 8), LayerSpec(1, 8, shares=0), LayerSpec(1, 8, budget=40), LayerSpec(1, 8, chunk=4))
+    layers = (LayerSpec(1, 8), LayerSpec(1, 8, kv_source_layer=0), LayerSpec(1, 8, budget=40), LayerSpec(1, 8, chunk=4))
     kinds = kinds_of(ModelSpec("made up", layers, 64, 32, 16, 2, 1, 2000))
     found = [(kind.name, kind.layers, kind.most) for kind in kinds]
     assert found == [("full", 1, None), ("budget 40", 1, 40), ("chunk 4", 1, 4)]
@@ -106,7 +109,7 @@ def test_the_planner_says_what_it_computes_and_not_what_the_paper_does() -> None
     assert found["the model with the largest LCM, in its small pages"].verdict == HOLDS
     sixteen, thirty_two = (found[f"Jamba 52B, states in {bits} bits: LCM, exact"] for bits in (16, 32))
     assert [(one.ours, one.verdict) for one in (sixteen, thirty_two)] == [(133, DIFFERS), (245, DIFFERS)]
-    assert planned(models()["Ministral 8B"]).exact.ratios == (3, 1)
+    assert planned(models()["Ministral 8B"]).exact.small_pages_per_large == (3, 1)
     padded = [result.ours for what, result in found.items() if "padded by" in what]
     assert padded == [34, 62]
     assert [one.verdict for what, one in found.items() if "48 bytes" in what] == [HOLDS, HOLDS]
@@ -145,11 +148,11 @@ def test_orders_are_the_ledgers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_ledger_that_knows_no_requests_differs(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Forgetful(LargePages):
-        def take_all(self, group: int, count: int, owner: int | None = None) -> list[int]:
-            return super().take_all(group, count, None)
+    class Forgetful(TwoLevelPagePool):
+        def allocate(self, group: int, count: int, owner: int | None = None) -> list[int]:
+            return super().allocate(group, count, None)
 
-    monkeypatch.setattr(large_pages, "LargePages", Forgetful)
+    monkeypatch.setattr(large_pages, "TwoLevelPagePool", Forgetful)
     assert [result.verdict for result in large_pages.figure_8().results][:2] == [HOLDS, DIFFERS]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from quire.config import MEMORIES, PREEMPTIONS, RESERVED
+from quire.config import MEMORIES, PREEMPTIONS, RESERVED_MEMORIES
 from quire.control.memory import Usage
 from quire.reproduce import equality, memories
 from quire.reproduce.equality import CUTS, Answer, Way, _verdicts, compare, groups, same_tokens, ways
@@ -25,7 +25,7 @@ def test_a_small_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(equality, "MOST_LEN", 48)
     done = same_tokens()
     assert {result.verdict for result in done.results} == {HOLDS}
-    in_pages, windowed = len(MEMORIES) - len(RESERVED), len(CUTS) + 2
+    in_pages, windowed = len(MEMORIES) - len(RESERVED_MEMORIES), len(CUTS) + 2
     whole = len(MEMORIES) + windowed + (in_pages + windowed - 1) * len(PREEMPTIONS)
     assert len(done.results) == whole + 1
     assert [result.paper for result in done.results[: len(MEMORIES)]] == [36] * len(MEMORIES)

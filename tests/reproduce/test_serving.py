@@ -57,7 +57,7 @@ def verdicts(done: Reproduction) -> dict[str, str]:
 def test_seeds_have_other_requests_and_times() -> None:
     first, second = (ALPACA._replace(seed=seed).trace(2.0, 10.0) for seed in serving.SEEDS[:2])
     assert ALPACA.trace(2.0, 10.0) == first
-    assert [one.at for one in first] != [one.at for one in second]
+    assert [one.arrival for one in first] != [one.arrival for one in second]
     assert [one.prompt for one in first] != [one.prompt for one in second]
     blocks = [one.prompt_len for one in ALPACA.sketches(8192)]
     assert blocks[:4096] != blocks[4096:]
@@ -71,9 +71,9 @@ def test_a_registered_prefix_is_held_once() -> None:
     assert prompt[:341] == [serving.SHARED] * 341
     assert set(prompt[341:]) == {serving.OWN}
     trace = shared.arriving([0.0] * 200)
-    running = [load.serve("paged", trace, until=2.0).moments[-1].running for load in (shared, apart)]
+    running = [load.serve("paged", trace, until=2.0).timeline[-1].running for load in (shared, apart)]
     assert running[0] > 2 * running[1]
-    held = [load.serve("paged", trace[:20], until=1.0).moments[-1].usage.used for load in (shared, apart)]
+    held = [load.serve("paged", trace[:20], until=1.0).timeline[-1].usage.used for load in (shared, apart)]
     assert held[1] - held[0] > 0.9 * 19 * 341 * shared.plant("paged").spec.token_bytes(2)
 
 
@@ -314,14 +314,14 @@ def test_a_decoded_load_has_the_same_requests() -> None:
     plain = SMALL.trace(2.0, 10.0)
     for way, width in (("basic", 1), ("parallel", 4), ("beam", 4)):
         decoded = Decoded(SMALL, way, width).trace(2.0, 10.0)
-        assert [(one.at, one.prompt) for one in decoded] == [(one.at, one.prompt) for one in plain]
+        assert [(one.arrival, one.prompt) for one in decoded] == [(one.arrival, one.prompt) for one in plain]
         assert [one.params.max_tokens for one in decoded] == [one.params.max_tokens for one in plain]
         assert {one.params.width for one in decoded} == {width}
         assert len({one.params.seed for one in decoded}) == len(plain)
     longer = Decoded(SMALL, "beam", 4).trace(4.0, 10.0)
     for name in ("prompt", "params"):
         assert [getattr(one, name) for one in longer[:20]] == [getattr(one, name) for one in decoded]
-    assert [one.at for one in decoded] == pytest.approx([2 * one.at for one in longer[:20]])
+    assert [one.arrival for one in decoded] == pytest.approx([2 * one.arrival for one in longer[:20]])
 
 
 def test_beams_share_more_than_samples() -> None:
@@ -334,10 +334,10 @@ def test_orca_copies_what_vllm_shares() -> None:
     shared, apart = (beams.serve(system, beams.trace(1.0, 20.0)) for system in ("paged", "orca-oracle"))
     assert shared.totals.finished
     assert apart.totals.finished
-    assert apart.totals.saved == 0
-    tokens = [sum(count for _, count in one.events) for one in shared.served]
+    assert apart.totals.sharing_saved == 0
+    tokens = [sum(count for _, count in one.token_times) for one in shared.requests]
     assert tokens == [one.params.max_tokens for one in beams.trace(1.0, 20.0)]
-    assert tokens == [sum(count for _, count in one.events) for one in apart.served]
+    assert tokens == [sum(count for _, count in one.token_times) for one in apart.requests]
 
 
 @pytest.mark.soak

@@ -19,7 +19,7 @@ from quire.reproduce.result import DIFFERS, HOLDS, MEASURED, Reproduction
 from quire.reproduce.serving import SYSTEMS
 from quire.reproduce.serving_gpu import GPU, Setting, _ratios, batches, rates
 from quire.reproduce.side_by_side import Place, Plan, Span, engine_of, serve, sleep_until
-from quire.sim.simulate import Arriving
+from quire.sim.simulate import TraceRequest
 from quire.vocabulary.params import SamplingParams
 
 CONFIG = EngineConfig(
@@ -38,8 +38,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(side_by_side, name, value)
 
 
-def arriving(*times: float) -> list[Arriving]:
-    return [Arriving(at, [11 + i] * 20, PARAMS) for i, at in enumerate(times)]
+def arriving(*times: float) -> list[TraceRequest]:
+    return [TraceRequest(at, [11 + i] * 20, PARAMS) for i, at in enumerate(times)]
 
 
 def written(done: Reproduction, folder: Path) -> str:
@@ -103,8 +103,8 @@ def test_requests_come_at_their_times() -> None:
         served, steps, usages = serve(engine, sleep_until, arriving(0.0, 0.3), Span(0.0, 0.5, 60.0))
         took = time.monotonic() - began
     assert all(one.done for one in served)
-    assert [sum(count for _, count in one.events) for one in served] == [9, 9]
-    assert served[1].events[0][0] > 0.3
+    assert [sum(count for _, count in one.token_times) for one in served] == [9, 9]
+    assert served[1].token_times[0][0] > 0.3
     assert 0.3 < took < 30.0, "it is over when all are done"
     assert sum(step.tokens for step in steps) == 18
     assert usages
@@ -113,9 +113,9 @@ def test_requests_come_at_their_times() -> None:
 def test_what_is_unfinished_is_given_up() -> None:
     simulation = PLACE.simulation("ft", 1536)
     engine = simulation.engine
-    served, steps, _ = serve(engine, simulation.clock.reach, arriving(*[0.0] * 8), Span(0.0, 1e-4, 1e-4))
+    served, steps, _ = serve(engine, simulation.clock.advance_to, arriving(*[0.0] * 8), Span(0.0, 1e-4, 1e-4))
     assert not any(one.done for one in served)
-    assert not engine.unfinished
+    assert not engine.has_unfinished_requests
     assert len(steps) == 1
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from quire.data.models.configs import named_config
-from quire.data.models.seeing_settings import PREPARATION
+from quire.data.models.seeing_settings import PREPROCESSOR_KEY
 from quire.reproduce import (
     articles,
     decode_batches,
@@ -30,7 +30,7 @@ from quire.reproduce.unlike_gpu import PICTURES, Both, Load
 from quire.reproduce.unlike_serving import H100, L4, RULES, Case, Memory, Ran, burst, serve, simulated
 from quire.reproduce.unlike_throughput import Speed
 from quire.reproduce.vision_cache import MODELS, MODES, Cached
-from quire.sim.simulate import Served
+from quire.sim.simulate import ServedRequest
 
 
 def test_budgets_are_the_papers() -> None:
@@ -214,7 +214,7 @@ TINY: dict[str, Any] = {
     },
     "image_token_index": 500,
     "image_grid_pinpoints": [[56 * rows, 56 * columns] for rows in (1, 2) for columns in (1, 2)],
-    PREPARATION: {**named_config("llava-onevision-7b")[PREPARATION], "size": {"height": 56, "width": 56}},
+    PREPROCESSOR_KEY: {**named_config("llava-onevision-7b")[PREPROCESSOR_KEY], "size": {"height": 56, "width": 56}},
 }  # fmt: skip
 SMALL = Case("llava-onevision-7b", H100, "mmmu-pro@4", kv_gib=0.004, longest=512, chunk=32, changes=tuple(TINY.items()))
 
@@ -309,8 +309,8 @@ def test_rates_lie_within_both_capacities_between_them_and_beyond() -> None:
     assert found == sorted(found)
     assert [rate < 10 for rate in found] == [True] * 3 + [False] * 3
     assert found[-1] > 20
-    one = Served(1.0, 5, 3)
-    one.events, one.done = [(2.0, 1), (4.0, 2)], True
+    one = ServedRequest(1.0, 5, 3)
+    one.token_times, one.done = [(2.0, 1), (4.0, 2)], True
     made = picture_latency.latencies("jenga", "real", 5.0, 10.0, [one], 9.0)
     assert made[2:] == (5.0, 0.5, 3.0, 1.0, 1.0, 0)
 

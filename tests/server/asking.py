@@ -15,7 +15,7 @@ from echo_service import MAX_LEN, VOCAB, EchoBuilt, Placement, Running, Saying
 from openai import OpenAI
 
 from quire.async_llm import AsyncLLM
-from quire.sim.echo import expected
+from quire.sim.echo import expected_tokens
 from quire.text.chat import ChatTemplate
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.seeds import branch_seed
@@ -62,14 +62,14 @@ def saying(template: str, markers: tuple[str, ...] = (), **options: Any) -> Iter
     words = echo_service.tokenizer(markers)
     runner = Saying(words)
     model = echo_service.built(runner, kv_tokens=4096, max_len=1024)
-    model = model._replace(chat=ChatTemplate(template, {}), tokenizer=words)
+    model = model._replace(chat_template=ChatTemplate(template, {}), tokenizer=words)
     with echo_service.serving(model, **options) as running:
         yield running, runner
 
 
 def tokens_of(prompt: list[int], seed: int, branch: int, count: int) -> list[int]:
     params = SamplingParams(max_tokens=count, ignore_eos=True)
-    return expected(prompt, params, branch_seed(seed, branch), vocab_size=VOCAB, max_len=MAX_LEN)
+    return expected_tokens(prompt, params, branch_seed(seed, branch), vocab_size=VOCAB, max_len=MAX_LEN)
 
 
 def events(http: httpx.Client, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:

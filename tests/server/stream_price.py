@@ -29,12 +29,12 @@ import echo_service
 import quire
 from quire.async_llm import AsyncLLM
 from quire.bench.machine import machine
-from quire.control.outcomes import Output
-from quire.link.collector import spare_the_loaded
+from quire.control.outcomes import BranchOutput
+from quire.link.collector import freeze_loaded_objects
 from quire.server.app import create_app
 from quire.server.run import ServeOptions, bind
 from quire.server.web import WebServer
-from quire.text.streams import Stream
+from quire.text.streams import OutputStream
 
 WORDS = (" once", " upon", " a", " time", " there", " was", " a", " quire")
 STEP = 0.004  # seconds between two steps, beside what they take
@@ -64,7 +64,7 @@ PARTS = (
 )
 
 
-def deliver(batch: list[tuple[Stream, Output]]) -> None:
+def deliver(batch: list[tuple[OutputStream, BranchOutput]]) -> None:
     """A step's outputs, each to its stream."""
     for stream, output in batch:
         stream.put(output)
@@ -73,15 +73,15 @@ def deliver(batch: list[tuple[Stream, Output]]) -> None:
 class Fed(AsyncLLM):
     """Takes every request, and leaves its outputs to whoever feeds `fed`; with `at_once` it answers with one token."""
 
-    fed: list[Stream]
+    fed: list[OutputStream]
     at_once = False
 
     async def submit_all(  # type: ignore[override]
         self, prompts: Sequence[tuple[str, Sequence[int]]], *_: Any, patient: bool = False, **__: Any
-    ) -> list[Stream]:
+    ) -> list[OutputStream]:
         accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         accepted.set_result(None)
-        streams = [Stream(id, accepted, patient) for id, _ in prompts]
+        streams = [OutputStream(id, accepted, patient) for id, _ in prompts]
         if self.at_once:
             asyncio.get_running_loop().call_soon(deliver, [(stream, output(stream.id, 0, True)) for stream in streams])
         else:
@@ -92,10 +92,10 @@ class Fed(AsyncLLM):
         """Nothing runs."""
 
 
-def output(id: str, at: int, done: bool = False) -> Output:
+def output(id: str, at: int, done: bool = False) -> BranchOutput:
     """The output of step `at`."""
     why = "length" if done else None
-    return Output(id, 0, (at % 400,), WORDS[at % len(WORDS)], (), why, None, done, 0.0)
+    return BranchOutput(id, 0, (at % 400,), WORDS[at % len(WORDS)], (), why, None, done, 0.0)
 
 
 class Profile:
@@ -246,7 +246,7 @@ TOKENS: dict[str, tuple[str, dict[str, Any] | None]] = {
 
 def measure(name: str, streams: int, tokens: int, requests: int, profiled: bool) -> dict[str, Any]:
     """One price in this process, and with `profiled` its parts."""
-    spare_the_loaded()  # as a server does
+    freeze_loaded_objects()  # as a server does
     profile = Profile(profiled)
     if name in TOKENS:
         route, body = TOKENS[name]

@@ -17,8 +17,8 @@ from waiting import wait_until
 import quire.server.size as size_limits
 from quire.errors import InputError, Overloaded
 from quire.server import pieces
-from quire.server.pieces import Pace, Turns
-from quire.server.size import MAX_HELD, Held, Shown, Size, size_of
+from quire.server.pieces import WritePace, WriterTurns
+from quire.server.size import MAX_HELD_LOGPROBS, AnswerBudget, AnswerSize, EchoedPrompt, answer_size
 from quire.vocabulary.params import SamplingParams
 
 PROMPTS = echo_service.prompts()
@@ -71,16 +71,16 @@ def test_unset_max_tokens_are_what_the_limits_leave(http: httpx.Client, tight: N
 
 
 def test_answers_under_way_are_bounded_together(http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    count = Held()
-    most = Size(0, MAX_HELD // 4)
+    count = AnswerBudget()
+    most = AnswerSize(0, MAX_HELD_LOGPROBS // 4)
     for _ in range(4):
-        count.add(most)
-    with pytest.raises(Overloaded, match=str(MAX_HELD)):
-        count.add(Size(0, 1))
-    count.add(Size(5, 0))  # one without log-probabilities passes
-    count.drop(most)
-    count.add(Size(0, 1))
-    monkeypatch.setattr(size_limits, "MAX_HELD", 10)
+        count.reserve(most)
+    with pytest.raises(Overloaded, match=str(MAX_HELD_LOGPROBS)):
+        count.reserve(AnswerSize(0, 1))
+    count.reserve(AnswerSize(5, 0))  # one without log-probabilities passes
+    count.release(most)
+    count.reserve(AnswerSize(0, 1))
+    monkeypatch.setattr(size_limits, "MAX_HELD_LOGPROBS", 10)
     body = {"prompt": [5], "max_tokens": 2, "logprobs": 5}
     for _ in range(3):
         answer = http.post("/v1/completions", json=body)
@@ -95,17 +95,17 @@ def test_answers_under_way_are_bounded_together(http: httpx.Client, monkeypatch:
 
 def test_writers_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many write, the event loop turns after each slice; one that is cancelled is passed over."""
-    monkeypatch.setattr(pieces, "TURN", 0.0)
+    monkeypatch.setattr(pieces, "TURN_SECONDS", 0.0)
     slices: list[int] = []
 
-    async def writer(number: int, turns: Turns) -> None:
-        pace = Pace(turns)
+    async def writer(number: int, turns: WriterTurns) -> None:
+        pace = WritePace(turns)
         for _ in range(9):
             slices.append(number)
-            await pace("x" * pieces.SHORT)
+            await pace("x" * pieces.SHORT_CHARS)
 
     async def most() -> int:
-        turns = Turns()
+        turns = WriterTurns()
         writers = [asyncio.create_task(writer(number, turns)) for number in range(20)]
         await asyncio.sleep(0)
         writers[7].cancel()
@@ -120,23 +120,23 @@ def test_writers_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_stream_of_short_chunks_waits_for_no_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "TURN", 0.0)
+    monkeypatch.setattr(pieces, "TURN_SECONDS", 0.0)
     waited = []
-    monkeypatch.setattr(Turns, "next", lambda self: waited.append(1) or asyncio.sleep(0))
+    monkeypatch.setattr(WriterTurns, "wait_turn", lambda self: waited.append(1) or asyncio.sleep(0))
 
     async def write(size: int, times: int) -> int:
-        pace = Pace(Turns())
+        pace = WritePace(WriterTurns())
         for _ in range(times):
             await pace("x" * size)
         return len(waited)
 
     assert asyncio.run(write(100, 100)) == 0
-    assert asyncio.run(write(100, 1000)) == 100_000 // pieces.SHORT
+    assert asyncio.run(write(100, 1000)) == 100_000 // pieces.SHORT_CHARS
 
 
 def test_an_answer_of_unusual_tokens_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its entries are within the limit, its bytes aren't: the writer counts what it writes."""
-    pace = Pace()
+    pace = WritePace()
     pace.count("x" * 40_000_000)
     with pytest.raises(InputError, match="more than 64000000 bytes"):
         pace.count("x" * 24_000_001)
@@ -144,8 +144,12 @@ def test_an_answer_of_unusual_tokens_is_cut_off(monkeypatch: pytest.MonkeyPatch)
 
 def test_size_of_counts_what_is_held() -> None:
     params = SamplingParams(n=2, best_of=5, max_tokens=7, logprobs=3)
-    assert size_of(params, [10, 20], 100, Shown(2, True, 4)) == Size(5 * 14 + 2 * 30, 5 * 14 * 4 + 2 * 30 * 4)
-    assert size_of(SamplingParams(max_tokens=50), [90], 100, Shown()) == Size(10, 0)  # cut at the model's length
+    assert answer_size(params, [10, 20], 100, EchoedPrompt(2, True, 4)) == AnswerSize(
+        5 * 14 + 2 * 30, 5 * 14 * 4 + 2 * 30 * 4
+    )
+    assert answer_size(SamplingParams(max_tokens=50), [90], 100, EchoedPrompt()) == AnswerSize(
+        10, 0
+    )  # cut at the model's length
 
 
 def test_a_written_answer_counts_until_it_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:

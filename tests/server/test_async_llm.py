@@ -18,8 +18,8 @@ from waiting import wait_until_async
 
 from quire.async_llm import AsyncLLM
 from quire.errors import EngineDead, InputError, Overloaded, PromptTooLong
-from quire.link.messages import Answer, Queues
-from quire.link.thread import ThreadLink
+from quire.link.messages import QueueSizes, Reply
+from quire.link.thread import ThreadEngineClient
 from quire.llm import LLM
 from quire.text.outputs import RequestOutput
 from quire.vocabulary.params import SamplingParams
@@ -85,7 +85,7 @@ def test_many_are_taken_in_one_step_or_none() -> None:
         with pytest.raises(Overloaded):
             await llm.submit_all([(str(i), [1]) for i in range(40)], LONG)
         assert llm.active == 1 + len(blocking)
-        assert llm.rejected == 1
+        assert llm.num_rejected == 1
 
     run(work, {"max_num_queued_reqs": 3}, placement="thread", pause=0.03)
 
@@ -119,14 +119,14 @@ def test_leaving_the_iterator_aborts(placement: Placement) -> None:
         await anext(outputs)
         await outputs.aclose()  # type: ignore[attr-defined]
         await wait_until_async(lambda: not llm.active, "no request is left")
-        assert llm.aborted == 1
+        assert llm.num_aborted == 1
 
     run(work, placement=placement, pause=0.05)
 
 
 def test_close_ends_the_chat_templates_process() -> None:
     async def work(llm: AsyncLLM) -> None:
-        process, _ = llm.prompts.chat_template._renderer._end.peek()[2]  # type: ignore[union-attr]
+        process, _ = llm.prompts.chat_template._process._kill.peek()[2]  # type: ignore[union-attr]
         assert process.poll() is None
         llm.close()
         assert process.poll() is not None
@@ -139,7 +139,7 @@ def test_close_ends_the_chat_templates_process() -> None:
 def test_an_idle_engine_uses_no_time(placement: Placement) -> None:
     def used(llm: AsyncLLM) -> float:
         """Seconds of processor time, of this process and of the engine's."""
-        times = psutil.Process(llm.link.child.process.pid).cpu_times() if placement == "process" else None
+        times = psutil.Process(llm.engine_client.child.process.pid).cpu_times() if placement == "process" else None
         return time.process_time() + (times.user + times.system if times else 0)
 
     async def work(llm: AsyncLLM) -> None:
@@ -158,7 +158,7 @@ def test_an_idle_engine_uses_no_time(placement: Placement) -> None:
 def test_refusals_of_all_threads_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A caller's thread refuses a request just when the engine's thread tells of one that it refused."""
     llm = AsyncLLM.of(echo_service.built(max_num_queued_reqs=5))  # type: ignore[arg-type]
-    monkeypatch.setattr(type(llm.link), "queues", Queues(batches=5))
+    monkeypatch.setattr(type(llm.engine_client), "queue_sizes", QueueSizes(batches=5))
 
     def refuse() -> None:
         with pytest.raises(Overloaded):
@@ -172,9 +172,9 @@ def test_refusals_of_all_threads_are_counted(monkeypatch: pytest.MonkeyPatch) ->
             caller.join()
             return Overloaded
 
-    llm._receive(Answer(0, Slow()))
+    llm._receive(Reply(0, Slow()))
     llm.close()
-    assert llm.rejected == 2
+    assert llm.num_rejected == 2
 
 
 def test_another_engine_brings_its_own_limits() -> None:
@@ -182,13 +182,13 @@ def test_another_engine_brings_its_own_limits() -> None:
 
     async def work(llm: AsyncLLM) -> None:
         model = echo_service.built()
-        ready = llm.link.ready._replace(limits=model.engine.limits._replace(max_len=100, max_queued=7))
-        assert llm.link.close(5)
-        llm.revive(ThreadLink(model.engine, ready))
+        ready = llm.engine_client.ready._replace(limits=model.engine.limits._replace(max_len=100, max_queued=7))
+        assert llm.engine_client.close(5)
+        llm.connect(ThreadEngineClient(model.engine, ready))
         assert (llm.prompts.max_len, llm.limits.max_queued) == (100, 7)
         with pytest.raises(PromptTooLong, match="100"):
             await llm.submit([1] * 150, LONG)
         with pytest.raises(PromptTooLong, match="for 100 tokens"):
-            await llm.prompts.read(["x" * 5000])
+            await llm.prompts.process_prompts(["x" * 5000])
 
     run(work)

@@ -15,7 +15,7 @@ from quire.errors import EngineDead, InputError, StartupError
 from quire.llm import LLM
 from quire.server import batch
 from quire.server.app import create_app
-from quire.server.batch import BadLine, Line, Summary, read_lines, run_batch
+from quire.server.batch import BatchRequest, BatchSummary, InvalidLine, read_lines, run_batch
 
 CPU = ("--device", "cpu", "--dtype", "float32", "--kv-gib", "0.05")
 
@@ -28,7 +28,7 @@ def answers(file: Path) -> dict[str, Any]:
     return {one["custom_id"]: one for one in map(json.loads, file.read_text().splitlines())}
 
 
-def go(tmp_path: Path, lines: list[str], runner: Any = None, settings: Any = None, **options: Any) -> Summary:
+def go(tmp_path: Path, lines: list[str], runner: Any = None, settings: Any = None, **options: Any) -> BatchSummary:
     """A batch over an echo engine, from in.jsonl to out.jsonl."""
     (tmp_path / "in.jsonl").write_text("\n".join(lines))
 
@@ -52,7 +52,7 @@ def test_the_bundled_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
     found = answers(out)
     with LLM("", device="cpu", dtype="float32", kv_gib=0.05) as llm:
-        params = llm.prompts.params(max_tokens=8, temperature=0)
+        params = llm.prompts.make_params(max_tokens=8, temperature=0)
         for prompt, alone in zip(prompts, llm.generate(prompts, params, use_tqdm=False)):
             answer = found[prompt]
             assert answer["error"] is None
@@ -88,10 +88,10 @@ def test_the_bundled_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 def test_bad_lines(text: str, why: str) -> None:
     raw = io.BytesIO(b"\n" + text.encode() + b"\r\n" + line("next").encode())
     bad, good = read_lines(raw, max_line=200_000 if text[:2] == "[[" else 1000)
-    assert isinstance(bad, BadLine)
+    assert isinstance(bad, InvalidLine)
     assert bad.number == 2
     assert why in bad.why
-    assert isinstance(good, Line)
+    assert isinstance(good, BatchRequest)
     assert (good.number, good.custom_id) == (3, "next")
 
 
@@ -176,7 +176,7 @@ def test_files_that_cannot_be(tmp_path: Path) -> None:
     for source, target, why in (("in", "in", "both"), ("none", "out", "can't be read"), ("in", "no/out", "written")):
         with pytest.raises(StartupError, match=why):
             run_batch(never, tmp_path / source, tmp_path / target, in_flight=1)
-    (tmp_path / f"out{batch.PARTIAL}").write_text("[]\n")
+    (tmp_path / f"out{batch.PARTIAL_SUFFIX}").write_text("[]\n")
     with pytest.raises(StartupError, match="no answers of a batch"):
         run_batch(never, tmp_path / "in", tmp_path / "out", in_flight=1, resume=True)
 

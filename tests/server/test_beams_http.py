@@ -11,7 +11,7 @@ from asking import events
 from echo_service import VOCAB, Echo, Placement, Running, tokenizer
 from openai import OpenAI
 
-from quire.sim.echo import Found, expected, expected_beams
+from quire.sim.echo import BeamResult, expected_beams, expected_tokens
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.seeds import branch_seed
 
@@ -40,13 +40,13 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # OpenAI's fields an
 }
 
 
-def beams(**params: Any) -> list[Found]:
+def beams(**params: Any) -> list[BeamResult]:
     return expected_beams(
         tokenizer().encode(PROMPT), SamplingParams(max_tokens=12, **params), vocab_size=VOCAB, eos_ids=ENDS
     )
 
 
-def shown(found: Found) -> str:
+def shown(found: BeamResult) -> str:
     return tokenizer().decode(found.tokens[:-1] if found.reason == "stop" else found.tokens)
 
 
@@ -121,7 +121,7 @@ def sampled(count: int, seed: int) -> list[str]:
     found = []
     for branch in range(count):
         params, own = SamplingParams(max_tokens=12), branch_seed(seed, branch)
-        tokens = expected(tokenizer().encode(PROMPT), params, own, vocab_size=VOCAB, eos_ids=ENDS)
+        tokens = expected_tokens(tokenizer().encode(PROMPT), params, own, vocab_size=VOCAB, eos_ids=ENDS)
         found.append(tokenizer().decode(tokens[:-1] if tokens[-1] in ENDS else tokens))
     return found
 

@@ -11,7 +11,7 @@ from asking import ADMIN, KEY, bearer, cached
 from echo_service import Placement, Running, Servers
 
 from quire.config import EngineConfig
-from quire.server.schemas import Emptied, ServerInfo, TokenizerInfo
+from quire.server.schemas import CacheReset, ServerInfo, TokenizerInfo
 
 pytestmark = pytest.mark.xdist_group(name="care")
 
@@ -36,7 +36,7 @@ def test_a_reset_forgets_what_nobody_uses(servers: Servers, placement: Placement
         assert [cached(http, PROMPT), cached(http, PROMPT)] == [0, 36]
         answer = http.post("/reset_prefix_cache")
         assert (answer.status_code, answer.json()) == (200, {"pages": 10})
-        Emptied.model_validate(answer.json(), strict=True)
+        CacheReset.model_validate(answer.json(), strict=True)
         assert [cached(http, PROMPT), cached(http, PROMPT)] == [0, 36]
         answer = http.post("/reset_prefix_cache?reset_running_requests=true")
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "reset_running_requests")

@@ -8,7 +8,7 @@ import math
 import httpx
 from echo_service import Echo, built, serving, tokenizer
 
-from quire.vocabulary.plan import Row, Sampled
+from quire.vocabulary.plan import SeqSlice, SliceResult
 
 TALK = [{"role": "user", "content": "a"}]
 FACE = "\U0001f642 a"
@@ -17,9 +17,11 @@ FACE = "\U0001f642 a"
 class Undefined(Echo):
     """An Echo whose model gives NaN for every token of a prompt."""
 
-    def compute(self, row: Row) -> Sampled:
-        sampled = super().compute(row)
-        return sampled._replace(scores=tuple(top._replace(logprob=math.nan) for top in sampled.scores))
+    def compute_row(self, row: SeqSlice) -> SliceResult:
+        sampled = super().compute_row(row)
+        return sampled._replace(
+            prompt_logprobs=tuple(top._replace(logprob=math.nan) for top in sampled.prompt_logprobs)
+        )
 
 
 def test_tokens_of_one_text_do_not_hide_each_other(http: httpx.Client) -> None:

@@ -26,7 +26,7 @@ from waiting import wait_until
 
 from quire.errors import StartupError
 from quire.server.connections import BoundedParser
-from quire.server.descriptors import RESERVE, capacity
+from quire.server.descriptors import RESERVED_DESCRIPTORS, connection_capacity
 from quire.server.errors import Failure
 
 pytestmark = pytest.mark.xdist_group(name="connection_bounds")
@@ -297,16 +297,16 @@ def test_a_hundred_idle_connections_with_64_descriptors() -> None:
 def test_capacity() -> None:
     taken = len(os.listdir("/dev/fd"))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    assert capacity(5) == 5
+    assert connection_capacity(5) == 5
     try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (taken + RESERVE + 7, hard))
-        assert abs(capacity() - 7) <= 2
+        resource.setrlimit(resource.RLIMIT_NOFILE, (taken + RESERVED_DESCRIPTORS + 7, hard))
+        assert abs(connection_capacity() - 7) <= 2
         with pytest.raises(StartupError, match="20 connections don't fit"):
-            capacity(20)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (taken + RESERVE - 2, hard))
+            connection_capacity(20)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (taken + RESERVED_DESCRIPTORS - 2, hard))
         with pytest.raises(StartupError, match="1 connections don't fit"):
-            capacity()
+            connection_capacity()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     with pytest.raises(StartupError, match="--max-connections is 0"):
-        capacity(0)
+        connection_capacity(0)

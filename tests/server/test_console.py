@@ -18,7 +18,7 @@ from waiting import wait_until
 
 import quire
 from quire.server import console as consoles
-from quire.server.console import EVERY, FILES, MOST_WATCHERS, OPEN, SHARE
+from quire.server.console import ENGINE_SHARE, FILES, MAX_WATCHERS, MIN_POLL_SECONDS, OPEN_PATHS
 
 pytestmark = pytest.mark.xdist_group(name="console")
 
@@ -41,8 +41,8 @@ def scenes(url: str, count: int, key: dict[str, str] = KEY) -> list[Scene]:
 
 
 def test_its_files_are_open_and_hold_no_data(running: Running) -> None:
-    assert [httpx.get(running.url + path).headers["location"] for path in OPEN[:2]] == ["console/"] * 2
-    for path in OPEN[2:]:
+    assert [httpx.get(running.url + path).headers["location"] for path in OPEN_PATHS[:2]] == ["console/"] * 2
+    for path in OPEN_PATHS[2:]:
         answer = httpx.get(running.url + path)
         name = path.rpartition("/")[2] or "index.html"
         assert answer.content == (FOLDER / name).read_bytes()
@@ -108,35 +108,35 @@ def test_looks_take_a_small_share_of_the_time(running: Running, monkeypatch: pyt
         return time.monotonic() - began
 
     monkeypatch.setattr(running.llm, "look", told)
-    assert pauses() >= 2 * took[0] / SHARE * 0.9 > 2 * EVERY
+    assert pauses() >= 2 * took[0] / ENGINE_SHARE * 0.9 > 2 * MIN_POLL_SECONDS
     busy[0] = 0.5  # others leave the engine half of a core
-    assert pauses() >= 2 * took[0] / SHARE / 0.5 * 0.9
+    assert pauses() >= 2 * took[0] / ENGINE_SHARE / 0.5 * 0.9
     busy[0] = 1.0  # each of two fronts looks half as often
     console = next(route.endpoint for route in running.app.routes if route.path == "/console/events").__self__
-    monkeypatch.setattr(console, "share", consoles.Console(running.llm, console.metrics, 2).share)
-    assert pauses() >= 2 * took[0] / SHARE * 2 * 0.9
+    monkeypatch.setattr(console, "engine_share", consoles.Console(running.llm, console.metrics, 2).engine_share)
+    assert pauses() >= 2 * took[0] / ENGINE_SHARE * 2 * 0.9
 
 
 def test_watchers_are_bounded_and_nobody_looks_for_nobody(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     console = next(route.endpoint for route in running.app.routes if route.path == "/console/events").__self__
-    wait_until(lambda: not console.watchers, "nobody watches")
-    monkeypatch.setattr(consoles, "MOST_WATCHERS", 1)
+    wait_until(lambda: not console.num_watchers, "nobody watches")
+    monkeypatch.setattr(consoles, "MAX_WATCHERS", 1)
     with httpx.stream("GET", f"{running.url}/console/events", headers=KEY, timeout=60) as answer:
         lines = answer.iter_lines()
         next(lines)
         refused = httpx.get(f"{running.url}/console/events", headers=KEY)
         assert refused.status_code == 503
         assert "1 watch already" in refused.json()["error"]["message"]
-    wait_until(lambda: console._looking.done(), "the last look has ended")
-    number, steps = console.number, json.loads(console.latest)["steps"]
-    time.sleep(3 * EVERY)  # in which further looks would come
-    assert console.number == number
+    wait_until(lambda: console._poll_task.done(), "the last look has ended")
+    number, steps = console.snapshot_number, json.loads(console.latest_snapshot)["steps"]
+    time.sleep(3 * MIN_POLL_SECONDS)  # in which further looks would come
+    assert console.snapshot_number == number
     body = {"prompt": [1, 2, 3], "max_tokens": 2}
     assert httpx.post(f"{running.url}/v1/completions", json=body, headers=KEY).status_code == 200
     assert scenes(running.url, 1)[0]["steps"] > steps  # who comes then is told nothing of before
-    assert MOST_WATCHERS > 1
+    assert MAX_WATCHERS > 1
 
 
 def test_without_a_console() -> None:
     with echo_service.serving(console=False) as found:
-        assert {httpx.get(found.url + path).status_code for path in (*OPEN, "/console/events")} == {404}
+        assert {httpx.get(found.url + path).status_code for path in (*OPEN_PATHS, "/console/events")} == {404}

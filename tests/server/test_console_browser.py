@@ -44,7 +44,7 @@ FLAGS = (
 OFTEN = """import sys
 from quire.cli import main
 from quire.server import console
-console.EVERY, console.SHARE = 0.02, 1.0
+console.MIN_POLL_SECONDS, console.ENGINE_SHARE = 0.02, 1.0
 sys.exit(main())"""
 """A quire whose console looks often, so that it soon sees moments that /metrics sees too."""
 

@@ -93,7 +93,10 @@ def test_effort_is_for_templates_that_read_it(servers: Servers) -> None:
                     assert "ignored: reasoning_effort" in http.post(path, json=body).headers["warning"]
     model = echo_service.built()
     reading = ChatTemplate("{{ messages[0].content }}{{ reasoning_effort }}", {})
-    with echo_service.serving(model._replace(chat=reading)) as running, httpx.Client(base_url=running.url) as http:
+    with (
+        echo_service.serving(model._replace(chat_template=reading)) as running,
+        httpx.Client(base_url=running.url) as http,
+    ):
         assert ids_of(http, messages=TALK, reasoning_effort="high") == tokenizer().encode("once upon a timehigh")
         assert "warning" not in http.post("/v1/chat/completions", json=body).headers
 

@@ -13,8 +13,8 @@ from asking import TALK, connect
 from echo_service import Running
 from starlette.types import Receive, Scope, Send
 
-from quire.server.connections import BoundedProtocol, Bounds, Tally
-from quire.server.direct import DIRECT, Direct
+from quire.server.connections import BoundedProtocol, ConnectionLimits, LogThrottle
+from quire.server.direct import DIRECT_EXTENSION, DirectWriter
 from quire.server.run import ServeOptions
 from quire.server.web import WebServer
 
@@ -23,12 +23,12 @@ class App:
     """Answers with a body of which parts are sent by ASGI and by Direct, in turn with the test."""
 
     def __init__(self) -> None:
-        self.direct: list[Direct] = []
+        self.direct: list[DirectWriter] = []
         self.go = asyncio.Event()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        direct = scope["extensions"][DIRECT]
-        assert not direct.open, "nothing has been sent"
+        direct = scope["extensions"][DIRECT_EXTENSION]
+        assert not direct.is_open, "nothing has been sent"
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/plain")]})
         self.direct.append(direct)
         await send({"type": "http.response.body", "body": b"one ", "more_body": True})
@@ -41,7 +41,9 @@ def connected(app: App) -> tuple[BoundedProtocol, Mock]:
     """A connection, and its transport, which keeps what is written."""
     server = WebServer(app, ServeOptions(), bool)
     server.config.load()
-    protocol = BoundedProtocol(server.config, server.server_state, {}, Bounds(), set(), Tally("refused"))
+    protocol = BoundedProtocol(
+        server.config, server.server_state, {}, ConnectionLimits(), set(), LogThrottle("refused")
+    )
     wire = Mock(**{"is_closing.return_value": False, "get_extra_info.return_value": None})
     protocol.connection_made(wire)
     return protocol, wire
@@ -81,13 +83,13 @@ def test_what_is_written_is_a_part_of_the_body() -> None:
             wire.write.reset_mock()
             protocol.data_received(GET)
             await turns()
-            assert app.direct[round].open
+            assert app.direct[round].is_open
             app.direct[round].write(b"two")
             app.direct[round].write(b"-" * 5000)
             app.go.set()
             await turns()
             assert body(written(wire)) == b"one two" + b"-" * 5000 + b" end"
-            assert not any(direct.open for direct in app.direct)
+            assert not any(direct.is_open for direct in app.direct)
         wire.close.assert_not_called()
         wire.pause_reading.assert_not_called()  # nothing came that had to wait
         protocol.shutdown()
@@ -102,24 +104,24 @@ def test_nothing_is_written_to_who_does_not_read_or_has_left() -> None:
         protocol.data_received(GET)
         await turns()
         [direct] = app.direct
-        assert direct.open
+        assert direct.is_open
         protocol.pause_writing()
-        assert not direct.open
+        assert not direct.is_open
         protocol.resume_writing()
-        assert direct.open
+        assert direct.is_open
         wire.is_closing.return_value = True
-        assert not direct.open
+        assert not direct.is_open
         wire.is_closing.return_value = False
         protocol.connection_lost(None)
-        assert not direct.open
+        assert not direct.is_open
         app.go.set()
         await turns()
         protocol, _ = connected(app)
         protocol.data_received(b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
         await turns()
-        assert app.direct[-1].open
+        assert app.direct[-1].is_open
         protocol.data_received(b"no number\r\n")  # it breaks a rule while its answer is under way
-        assert not app.direct[-1].open
+        assert not app.direct[-1].is_open
         app.go.set()
         await turns()
         protocol.connection_lost(None)

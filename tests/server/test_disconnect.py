@@ -32,7 +32,7 @@ def asked(running: Running, body: dict[str, object]) -> socket.socket:
 
 def drawn(running: Running) -> int:
     """The tokens that the engine has drawn; exact when it is idle."""
-    return running.llm.facts.stats.generated_tokens
+    return running.llm.metrics.stats.generated_tokens
 
 
 @pytest.mark.share(3)

@@ -22,7 +22,7 @@ from quire.errors import InputError
 from quire.server.app import create_app
 from quire.server.batch import run_batch
 from quire.server.protocol import MAX_INPUTS
-from quire.server.size import embedded
+from quire.server.size import embeddings_size
 
 pytestmark = pytest.mark.xdist_group(name="embeddings_http")
 
@@ -189,9 +189,9 @@ def test_many_at_once(http: httpx.Client, offline: tuple[np.ndarray, list[list[i
 
 
 def test_how_much_an_answer_may_hold() -> None:
-    assert embedded(1024, 4096, "input").logprobs == 1024 * 4096 // 8
+    assert embeddings_size(1024, 4096, "input").logprobs == 1024 * 4096 // 8
     with pytest.raises(InputError, match=r"numbers are 8388608, .*: give at most 512 texts") as caught:
-        embedded(1024, 8192, "input")
+        embeddings_size(1024, 8192, "input")
     assert caught.value.param == "input"
 
 

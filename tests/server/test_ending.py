@@ -34,7 +34,7 @@ import quire.cli.serve, quire.server.app, quire.server.ending
 from quire.async_llm import AsyncLLM
 
 # Shorter limits: for the last responses, between two looks at the engine, for the engine to end, and for a step.
-quire.server.ending.LAST_RESPONSES, quire.server.ending.LOOK_EVERY = 1, 0.1
+quire.server.ending.LAST_RESPONSES_SECONDS, quire.server.ending.STALL_CHECK_SECONDS = 1, 0.1
 AsyncLLM.close.__defaults__ = (1.0,)
 run = quire.cli.serve.run
 quire.cli.serve.run = lambda config, options, say: run(config, options._replace(stall_after=0.5), say)
@@ -116,10 +116,10 @@ def test_a_thread_of_a_route_that_hangs() -> None:
     """A template, say. asyncio waits for it without a limit at the end; the process ends nevertheless."""
     program = """
 import asyncio, sys, time
-from quire.server.ending import arm
+from quire.server.ending import arm_exit_timer
 async def main():
     asyncio.get_running_loop().run_in_executor(None, time.sleep, 1000)
-    arm(1.0)
+    arm_exit_timer(1.0)
 asyncio.run(main())
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
@@ -234,7 +234,7 @@ def test_those_behind_what_ends_the_engine_are_told(monkeypatch: pytest.MonkeyPa
 
     async def work() -> None:
         monkeypatch.setattr(llm.engine, "add_all", fail)
-        with llm.link._host._wake:  # type: ignore[attr-defined]  # so that the thread takes all of them at once
+        with llm.engine_client._engine_loop._wake:  # type: ignore[attr-defined]  # so that the thread takes all of them at once
             asking = [asyncio.ensure_future(llm.submit([1], params)) for _ in range(3)]
             asking.append(asyncio.ensure_future(llm.prefixes()))  # type: ignore[arg-type]
             await asyncio.sleep(0)
@@ -261,11 +261,11 @@ llm = AsyncLLM.of(echo_service.built())
 
 
 def test_errors_of_the_loop_are_bounded_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    from quire.server.ending import LoopErrors
+    from quire.server.ending import LoopErrorLogger
 
     async def work() -> None:
         loop = asyncio.get_running_loop()
-        LoopErrors(loop)
+        LoopErrorLogger(loop)
         for _ in range(100):
             loop.call_exception_handler({"message": "accept failed", "exception": OSError("too many open files")})
 

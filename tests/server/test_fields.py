@@ -203,7 +203,7 @@ def test_most_log_probabilities_are_the_operators(servers: Servers) -> None:
             assert (error["param"], error["message"]) == (name, f"{name} must be between 0 and 3, got 4")
 
 
-@pytest.mark.parametrize("name", sorted(protocol.REFUSED))
+@pytest.mark.parametrize("name", sorted(protocol.REFUSED_FIELDS))
 def test_what_changes_the_output_is_refused(http: httpx.Client, name: str) -> None:
     for path, body in (("completions", {"prompt": [5]}), ("chat/completions", {"messages": TALK})):
         assert refusal(http, f"/v1/{path}", {**body, name: {"a": 1}})["param"] == name
@@ -229,7 +229,7 @@ def test_every_field_does_something() -> None:
         for name in model.model_fields:
             assert f".{name}" in source or f'"{name}"' in source, (model, name)
         own = {"method", "stop_automaton"}  # code comes from the program's owner only
-        assert not (protocol.IGNORED | protocol.REFUSED | own) & model.model_fields.keys()
+        assert not (protocol.IGNORED_FIELDS | protocol.REFUSED_FIELDS | own) & model.model_fields.keys()
 
 
 def test_params_are_named_as_the_client_knows_them(http: httpx.Client) -> None:

@@ -22,8 +22,8 @@ from waiting import wait_until
 
 from quire.config import EngineConfig
 from quire.errors import StartupError
-from quire.link.child import Child
-from quire.server.fronts import Fronts
+from quire.link.child import ChildProcess
+from quire.server.fronts import FrontendManager
 from quire.server.run import ServeOptions, serve
 
 pytestmark = pytest.mark.xdist_group(name="fronts")
@@ -313,33 +313,33 @@ def test_all_fronts_drain(tmp_path: Path) -> None:
     [
         ("import os; os._exit(7)", "front 1 ended with status 7 at start. What it wrote"),
         (
-            "import socket, sys; from quire.server.control import hear, tell; "
-            "s = socket.socket(fileno=int(sys.argv[1])); hear(s); "
-            "tell(s, 'failed', {'text': 'no ' + sys.argv[2], 'remedy': 'Mend it'})",
+            "import socket, sys; from quire.server.control import receive_blocking, send_blocking; "
+            "s = socket.socket(fileno=int(sys.argv[1])); receive_blocking(s); "
+            "send_blocking(s, 'failed', {'text': 'no ' + sys.argv[2], 'remedy': 'Mend it'})",
             r"front 1 can't start: no \d+. Mend it",
         ),
         ("import time; time.sleep(60)", "front 1 was not ready within 0.5 s"),
     ],
 )
 def test_a_front_that_cannot_start_is_named(program: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.server.fronts.PROGRAM", ("-c", program))
+    monkeypatch.setattr("quire.server.fronts.WORKER_PROGRAM", ("-c", program))
     if "sleep" in program:
         monkeypatch.setattr("quire.server.fronts.START_SECONDS", 0.5)
     monkeypatch.setattr("quire.server.fronts.KILL_SECONDS", 0.1)
     closed: list[None] = []
     llm = SimpleNamespace(close=lambda: closed.append(None))
-    engine = Child(2, ("-c", ""))
+    engine = ChildProcess(2, ("-c", ""))
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        fronts = Fronts(2, listener, {})
+        fronts = FrontendManager(2, listener, {})
         try:
-            fronts.start(engine)
+            fronts.start_workers(engine)
             with pytest.raises(StartupError, match=said):
-                fronts.wait(llm)  # type: ignore[arg-type]
+                fronts.wait_ready(llm)  # type: ignore[arg-type]
         finally:
             fronts.close()
-            engine.end(5)
+            engine.wait_or_kill(5)
             engine.connections[0].close()
-    assert all(other.child.ended() for other in fronts.others)
+    assert all(other.process.has_exited() for other in fronts.workers)
     assert closed == [None]
 
 

@@ -18,8 +18,8 @@ from starlette.types import Message, Receive, Scope, Send
 
 from quire.errors import StartupError
 from quire.server import guards
-from quire.server.console import OPEN as CONSOLE
-from quire.server.guards import MAX_BACKSLASHES, MAX_COMMAS, MAX_OPENED, BoundBody
+from quire.server.console import OPEN_PATHS as CONSOLE
+from quire.server.guards import MAX_BACKSLASHES, MAX_COLONS_AND_BRACKETS, MAX_COMMAS, BodyLimitMiddleware
 from quire.server.keys import read_keys
 
 pytestmark = pytest.mark.xdist_group(name="guards")
@@ -140,7 +140,7 @@ def escaped(escapes: int) -> bytes:
     ("body", "marks", "limit", "name"),
     [
         (lambda count: dense(count, 3), b",", MAX_COMMAS, "commas"),
-        (lambda count: dense(1000, count), b":[{", MAX_OPENED, "colons and opening brackets"),
+        (lambda count: dense(1000, count), b":[{", MAX_COLONS_AND_BRACKETS, "colons and opening brackets"),
         (escaped, b"\\", MAX_BACKSLASHES, "backslashes"),
     ],
     ids=["commas", "opened", "escapes"],
@@ -165,7 +165,11 @@ def test_bodies_of_too_many_values(
 
 
 def test_longer_models_read_more_values(locked: Running) -> None:
-    assert [kind.most for kind in BoundBody(locked.app, max_len=1 << 20).most] == [1 << 22, 1 << 20, 1 << 23]
+    assert [kind.max_count for kind in BodyLimitMiddleware(locked.app, max_len=1 << 20).char_limits] == [
+        1 << 22,
+        1 << 20,
+        1 << 23,
+    ]
 
 
 def test_endless_chunked_body_is_cut(locked: Running) -> None:
@@ -182,7 +186,7 @@ def test_endless_chunked_body_is_cut(locked: Running) -> None:
     assert sent < 50_000_000, "the server read on and on"
 
 
-async def status(bound: BoundBody, *parts: bytes) -> int:
+async def status(bound: BodyLimitMiddleware, *parts: bytes) -> int:
     """Return the status of the response to a body in these parts."""
     left, statuses = [*parts], list[int]()
 
@@ -212,7 +216,7 @@ def test_bodies_under_way_are_bounded_together(monkeypatch: pytest.MonkeyPatch) 
         await done.wait()
         await send({"type": "http.response.start", "status": 200, "headers": []})
 
-    bound, body = BoundBody(slow), b"x" * 60
+    bound, body = BodyLimitMiddleware(slow), b"x" * 60
 
     async def all_of_them() -> None:
         first = [asyncio.create_task(status(bound, body)) for _ in range(2)]
@@ -223,18 +227,18 @@ def test_bodies_under_way_are_bounded_together(monkeypatch: pytest.MonkeyPatch) 
         assert await status(bound, body) == 200
 
     asyncio.run(all_of_them())
-    assert bound.held == 0
+    assert bound.held_bytes == 0
 
 
 def test_parts_of_a_body_are_bounded_together() -> None:
-    bound = BoundBody(accept, max_body=100)
+    bound = BodyLimitMiddleware(accept, max_body=100)
     assert asyncio.run(status(bound, b"x" * 50, b"x" * 50)) == 200
     assert asyncio.run(status(bound, b"x" * 50, b"x" * 50, b"x")) == 413
-    assert bound.held == 0
+    assert bound.held_bytes == 0
 
 
 def test_a_refused_body_of_too_many_values_is_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guards, "MAX_COMMAS", 9)
-    bound = BoundBody(accept)
+    bound = BodyLimitMiddleware(accept)
     assert asyncio.run(status(bound, b"," * 6, b"," * 6, b"," * 6)) == 413
-    assert bound.held == 0
+    assert bound.held_bytes == 0

@@ -12,9 +12,9 @@ import pytest
 from asking import HERMES, MARKERS, SAID, saying
 from echo_service import Running, Saying
 
-from quire.server.message_render import Blocks
-from quire.server.message_schemas import AnsweredMessage, MessageError
-from quire.server.translated import arguments
+from quire.server.message_render import MessageBlocks
+from quire.server.message_schemas import MessageError, MessagesResponse
+from quire.server.translated import parse_partial_arguments
 
 pytestmark = pytest.mark.xdist_group(name="messages")
 
@@ -85,7 +85,7 @@ def joined(events: list[dict[str, Any]]) -> dict[str, Any]:
             assert event["delta"]["type"] in ("input_json_delta" if tool else f"{name}_delta", "signature_delta")
             text += event["delta"].get("partial_json" if tool else name, "")
         elif kind == "stop":
-            blocks[-1] = blocks[-1] | ({"input": arguments(text)} if tool else {name: text})
+            blocks[-1] = blocks[-1] | ({"input": parse_partial_arguments(text)} if tool else {name: text})
             closed += 1
         else:
             assert kind == "start"
@@ -95,7 +95,7 @@ def joined(events: list[dict[str, Any]]) -> dict[str, Any]:
 
 def bare(message: dict[str, Any]) -> dict[str, Any]:
     """A message without its ids, and without what depends on what was asked before."""
-    AnsweredMessage.model_validate(message)
+    MessagesResponse.model_validate(message)
     assert message["id"].startswith("msg_")
     content = [{name: value for name, value in block.items() if name != "id"} for block in message["content"]]
     return message | {"id": "", "content": content, "usage": message["usage"]["output_tokens"]}
@@ -152,7 +152,7 @@ def test_tools(served: Server) -> None:
     [('{"a": [1, 2', {"a": [1, 2]}), ("[1]", {}), ('{"a": NaN}', {}), ('{"a": 1e999}', {}), ('{"a": ' * 300 + "1", {})],
 )
 def test_arguments_that_were_cut(text: str, found: dict[str, Any]) -> None:
-    assert arguments(text) == found
+    assert parse_partial_arguments(text) == found
 
 
 HISTORY: list[dict[str, Any]] = [
@@ -354,6 +354,6 @@ def test_thoughts_pictures_and_failures(monkeypatch: pytest.MonkeyPatch) -> None
         def fails(*given: Any) -> Any:
             raise RuntimeError("secret")
 
-        monkeypatch.setattr(Blocks, "end", fails)
+        monkeypatch.setattr(MessageBlocks, "finish", fails)
         assert server.events()[-1] == {"type": "error", "error": {"type": "api_error", "message": "internal error"}}
         assert server.ask(500)["error"] == {"type": "api_error", "message": "internal error"}

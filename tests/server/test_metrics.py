@@ -18,8 +18,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from waiting import INTERVAL, wait_until
 
 from quire.config import EngineConfig
-from quire.server.http_counts import CountHttp, HttpCounts
-from quire.server.metrics import LABELS, Metrics, gauges
+from quire.server.http_counts import CountHttpMiddleware, HttpCounters
+from quire.server.metrics import LABELS, Metrics, engine_gauges
 from quire.server.status import status_line
 from quire.vocabulary.params import SamplingParams
 
@@ -80,7 +80,7 @@ def test_the_lag_of_a_front_that_was_busy_is_seen(placement: Placement) -> None:
         metrics = Metrics()
         lag = metrics.histograms["front_lag_seconds"]
         with linked(echo_service.built(Echo(pause=0.01)), placement) as llm:
-            metrics.watch(llm)
+            metrics.attach(llm)
             stream = await llm.submit([1, 2, 3], SamplingParams(max_tokens=60, ignore_eos=True))
             await anext(stream)
             before = lag.total
@@ -107,7 +107,7 @@ def test_http_requests_are_counted_by_route_and_bounded() -> None:
             assert httpx.request(f"ODD{i}", f"{running.url}/odd/{i}", headers=headers).status_code == 404
             assert httpx.get(f"{running.url}/health", headers=headers).status_code == 200
             assert httpx.get(f"{running.url}/v1/models/{i}").status_code == 401
-        counts = running.app.front.keywords["counts"]
+        counts = running.app.wrap.keywords["counters"]
         assert counts.requests == {
             ("/v1/completions", "POST", "2xx"): 2, ("/v1/completions", "POST", "4xx"): 1,
             ("/v1/models/{name:path}", "GET", "2xx"): 1, ("/v1/models/{name:path}", "GET", "4xx"): 1,
@@ -124,7 +124,7 @@ def test_http_requests_are_counted_by_route_and_bounded() -> None:
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_request_is_counted_once_and_before_its_last_part_leaves(fails: bool) -> None:
     """Else a client that asks at once for the metrics finds its own request missing."""
-    counts, seen = HttpCounts(), []
+    counts, seen = HttpCounters(), []
 
     async def answer(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -137,7 +137,7 @@ def test_a_request_is_counted_once_and_before_its_last_part_leaves(fails: bool) 
         seen.append(counts.requests.total())
 
     with suppress(ConnectionError):
-        asyncio.run(CountHttp(answer, counts)({"type": "http", "method": "GET"}, None, send))  # type: ignore[arg-type]
+        asyncio.run(CountHttpMiddleware(answer, counts)({"type": "http", "method": "GET"}, None, send))  # type: ignore[arg-type]
     assert seen == ([0, 0] if fails else [0, 0, 1])
     assert counts.requests == {("none", "GET", "2xx"): 1}
 
@@ -162,21 +162,21 @@ def test_who_waits_for_a_prefix_is_deferred() -> None:
     params = SamplingParams(max_tokens=2, ignore_eos=True)
     with linked(model, "thread") as llm:
         metrics = Metrics("echo")
-        metrics.watch(llm)
+        metrics.attach(llm)
         seen = set()
 
         async def ask() -> None:
             prompt = [*range(10, 110)]
             await llm.submit_all([(str(i), prompt) for i in range(3)], params)
             while llm.active:
-                found = {name: samples for name, _, _, samples in gauges(llm, None)}
+                found = {name: samples for name, _, _, samples in engine_gauges(llm, None)}
                 reasons = {key: value for (key,), value in found["num_requests_waiting_by_reason"]}
                 seen.add((reasons["capacity"], reasons["deferred"]))
                 await asyncio.sleep(INTERVAL)
 
         asyncio.run(ask())
     assert (1, 1) in seen, seen
-    assert engine.scheduler.deferred == 0
+    assert engine.scheduler.num_prefix_waiters == 0
 
 
 def test_memory_swaps_and_sharing_are_live(placement: Placement) -> None:
@@ -212,7 +212,7 @@ def test_memory_swaps_and_sharing_are_live(placement: Placement) -> None:
         assert any("saved by sharing" in line and "host pages" in line and "preempted" in line for line in lines), lines
         wait_until(lambda: not running.llm.running and not running.llm.account.sharing.tables, "no request is left")
         found = samples(running.url)
-        page = memory.geometry.groups[0].page_bytes
+        page = memory.kv_config.groups[0].page_bytes
         ways = [found["quire_preemptions_total:swap"], found["quire_preemptions_total:recompute"]]
         assert sum(ways) == found["quire_num_preemptions_total"]
         assert ways[0] > 0

@@ -11,7 +11,7 @@ from asking import events, ids_of
 from echo_service import VOCAB, Running, tokenizer
 from openai import OpenAI
 
-from quire.sim.echo import expected
+from quire.sim.echo import expected_tokens
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.seeds import branch_seed
 
@@ -20,7 +20,7 @@ PROMPT = "once upon a time"
 
 def tokens_of(prompt: str, seed: int, count: int) -> list[int]:
     """What the echo engine must say."""
-    return expected(tokenizer().encode(prompt), SamplingParams(max_tokens=count), seed, vocab_size=VOCAB,
+    return expected_tokens(tokenizer().encode(prompt), SamplingParams(max_tokens=count), seed, vocab_size=VOCAB,
                     eos_ids=frozenset({0}))  # fmt: skip
 
 
@@ -57,7 +57,7 @@ def test_echo_scores_the_prompt(placed_client: OpenAI) -> None:
     ids = tokenizer().encode(PROMPT)
     done = client.completions.create(model="echo", prompt=PROMPT, seed=3, max_tokens=4, echo=True, logprobs=2)
     scores = done.choices[0].logprobs
-    words = [tokenizer().convert_id(id) for id in [*ids, *tokens_of(PROMPT, 3, 4)]]
+    words = [tokenizer().token_text(id) for id in [*ids, *tokens_of(PROMPT, 3, 4)]]
     assert done.choices[0].text == PROMPT + text_of(PROMPT, 3, 4)
     assert scores.tokens == words
     assert scores.token_logprobs[0] is None
@@ -125,7 +125,7 @@ def test_chat_logprobs(client: OpenAI) -> None:
     )
     content = done.choices[0].logprobs.content
     ids = tokens_of(RENDERED, 2, 5)
-    assert [entry.token for entry in content] == [tokenizer().convert_id(id) for id in ids]
+    assert [entry.token for entry in content] == [tokenizer().token_text(id) for id in ids]
     assert [bytes(entry.bytes) for entry in content] == [tokenizer().token_bytes(id) for id in ids]
     assert all(len(entry.top_logprobs) == 3 for entry in content)
 

@@ -21,7 +21,7 @@ from fastapi.routing import APIRoute
 import quire.server.app
 from quire.async_llm import AsyncLLM
 from quire.server.app import create_app
-from quire.server.schemas import ANSWERS, REASONS, Chunk
+from quire.server.schemas import RESPONSE_MODELS, STATUS_DESCRIPTIONS, Chunk
 
 ALWAYS = ("POST /ping", "GET /health", "GET /metrics", "GET /v1/models", "GET /v1/prefixes", "GET /version")
 # No schema says which names are; the echo has no embeddings, and this server stores no responses.
@@ -68,11 +68,11 @@ def test_every_route_is_there_with_its_statuses(echo: Running) -> None:
         for path, methods in found["paths"].items()
         for method, operation in methods.items()
     }
-    assert operations.keys() == {name.replace("{name:path}", "{name}") for name in ANSWERS}
+    assert operations.keys() == {name.replace("{name:path}", "{name}") for name in RESPONSE_MODELS}
     for operation in operations.values():
         codes = set(operation["responses"])
         assert "422" not in codes
-        assert codes <= {"200", *map(str, REASONS)}
+        assert codes <= {"200", *map(str, STATUS_DESCRIPTIONS)}
     assert "HTTPValidationError" not in found["components"]["schemas"]
     assert "securitySchemes" not in found["components"]  # this server asks for no key
 

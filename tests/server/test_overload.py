@@ -15,7 +15,7 @@ from echo_service import BRAKED, Echo, Placement, Running
 from waiting import wait_until
 
 from quire.control.memory import KVMemory
-from quire.control.recovery import Restarts
+from quire.control.recovery import RunnerRestarter
 from quire.errors import RanksLost
 
 
@@ -108,7 +108,7 @@ def test_ranks_that_start_anew_are_unhealthy_and_streams_go_on(echo: Running) ->
         return again.runner, again.scheduler.memory  # type: ignore[return-value]
 
     gate, model = threading.Event(), echo_service.built(Lost())
-    model.engine.restarts = Restarts(anew)
+    model.engine.restarter = RunnerRestarter(anew)
     body = {"prompt": "a", "max_tokens": 9, "temperature": 1, "seed": 5}
     wanted = httpx.post(f"{echo.url}/v1/completions", json=body).json()["choices"]
     with echo_service.serving(model) as running, concurrent.futures.ThreadPoolExecutor(1) as pool:

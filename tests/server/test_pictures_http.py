@@ -20,10 +20,10 @@ from PIL.JpegImagePlugin import JpegImageFile
 from seeing import END, PICTURE, Noted
 
 from quire.async_llm import AsyncLLM
-from quire.control.edge import Limits
+from quire.control.edge import EngineLimits
 from quire.errors import InputError
 from quire.server.guards import MAX_BODY
-from quire.vocabulary.media import Medium
+from quire.vocabulary.media import ImageItem
 
 pytestmark = pytest.mark.xdist_group(name="pictures_http")
 
@@ -94,13 +94,13 @@ def test_a_picture_in_a_chat(served: Served) -> None:
 
 def test_a_picture_s_token_may_lie_beyond_the_vocabulary() -> None:
     """As Llama 3.2's does: only where a picture stands."""
-    limits, media = Limits(100, 50, 1), [Medium(bytes(32), 1, 2, 4)]
-    assert limits.tokens([5, 100, 107, 6], media) == [5, 100, 107, 6]
+    limits, media = EngineLimits(100, 50, 1), [ImageItem(bytes(32), 1, 2, 4)]
+    assert limits.check_prompt([5, 100, 107, 6], media) == [5, 100, 107, 6]
     for wrong in ([100, 5, 5, 5], [5, 5, 5, 100], [5, -1, 5, 5], [5, 108, 5, 5], [5, 2**31, 5, 5], [5, 100.0, 5, 5]):
         with pytest.raises(InputError, match="token ids are integers from 0 to 99"):
-            limits.tokens(wrong, media)  # type: ignore[arg-type]
+            limits.check_prompt(wrong, media)  # type: ignore[arg-type]
     with pytest.raises(InputError):
-        limits.tokens([5, 100, 107, 6])
+        limits.check_prompt([5, 100, 107, 6])
 
 
 MOVING = uri(written(Image.new("L", (4, 4)), "GIF", save_all=True, append_images=[Image.new("L", (4, 4), 255)]), "gif")
@@ -209,7 +209,7 @@ def test_a_failure_that_is_not_the_picture_s_ends_its_own_request(
     for where, error, status in (
         ("seeing.Dots.prepare", RuntimeError("a defect at 0x7f00"), 500),
         ("seeing.Dots.prepare", MemoryError(), 503),
-        ("quire.text.images._opened", MemoryError(), 503),
+        ("quire.text.images._open_image", MemoryError(), 503),
     ):
         with monkeypatch.context() as patched:
             patched.setattr(where, lambda *_, error=error: (_ for _ in ()).throw(error))

@@ -65,7 +65,7 @@ def test_register_use_and_release(shop: Running, http: httpx.Client) -> None:
 
 def test_errors(shop: Running, http: httpx.Client) -> None:
     assert shop.idle()
-    before = shop.llm.facts.stats.computed_tokens
+    before = shop.llm.metrics.stats.computed_tokens
     assert http.post("/v1/prefixes", json={"name": "a", "token_ids": IDS}).status_code == 200
     for body, status, param in (
         ({"name": "a", "token_ids": [1]}, 409, "name"),
@@ -96,7 +96,7 @@ def test_errors(shop: Running, http: httpx.Client) -> None:
     assert cached(http, [*IDS, 1]) == 22
     assert http.delete("/v1/prefixes/a").status_code == 200
     assert shop.idle()
-    computed = shop.llm.facts.stats.computed_tokens - before
+    computed = shop.llm.metrics.stats.computed_tokens - before
     assert computed == 22 + 1 + 2, "something else was queued"  # of three output tokens two are taken in
 
 
@@ -139,10 +139,10 @@ def test_released_or_left_while_computed(placement: Placement) -> None:
         left.cancel()
         await wait_until_async(lambda: not llm.active, "no request is left")
         assert await llm.prefixes() == ({}, frozenset())
-        assert llm.aborted == 0  # no client's request
+        assert llm.num_aborted == 0  # no client's request
         if placement == "thread":
             memory = llm.engine.scheduler.memory
-            assert not memory.prefixes.registered
+            assert not memory.prefix_cache.registered_prefixes
             memory.check()
 
     run(work, placement, pause=0.1, max_num_batched_tokens=4)

@@ -127,7 +127,7 @@ def test_a_budget_ends_them(served: Served, budget: int, opened: bool) -> None:
     found = ask(client, extra_body=more, max_tokens=40)
     assert found.usage.completion_tokens_details.reasoning_tokens == budget
     ids = found.choices[0].token_ids
-    begin, end = (echo_service.tokenizer(MARKERS).find(text) for text in MARKERS)
+    begin, end = (echo_service.tokenizer(MARKERS).token_to_id(text) for text in MARKERS)
     assert ids.index(end) == budget + (not opened)
     assert opened or ids[0] == begin
     assert found.choices[0].message.content

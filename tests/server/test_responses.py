@@ -18,10 +18,10 @@ from pydantic import BaseModel
 from quire.errors import InputError, StartupError
 from quire.server import response_store
 from quire.server.errors import UnknownResponse
-from quire.server.response_render import Items
-from quire.server.response_schemas import Responded
-from quire.server.response_store import Store
-from quire.server.run import ServeOptions, _check
+from quire.server.response_render import ResponseItems
+from quire.server.response_schemas import ResponsesResponse
+from quire.server.response_store import ResponseStore
+from quire.server.run import ServeOptions, _check_options
 
 pytestmark = pytest.mark.xdist_group(name="responses")
 
@@ -88,7 +88,7 @@ def test_the_wire_is_as_described(served: Any) -> None:
         event = json.loads(data.removeprefix("data: "))
         assert name == f"event: {event['type']}"
     for found in (served.http.post("/v1/responses", json=body).json(), event["response"]):
-        items = Responded.model_validate(found).output
+        items = ResponsesResponse.model_validate(found).output
         assert [item.type for item in items] == ["message", "function_call", "function_call", "message"]
         assert len({item.id for item in items}) == 4
 
@@ -231,7 +231,7 @@ def test_a_key_finds_only_its_own(served: Any) -> None:
 
 
 def test_the_store_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = Store(2)
+    store = ResponseStore(2)
     for id in "abc":
         store.put(id, b"me", {"output": [{"say": id}]}, b'[{"ask":1}]')
     assert len(store) == 2
@@ -246,13 +246,13 @@ def test_the_store_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (len(store), store.bytes) == (0, 0)
     monkeypatch.setattr(response_store, "MAX_CONVERSATION", 10)
     with pytest.raises(InputError, match=r"has 22 bytes.* may have 10"):
-        store.check([{"ask": "a" * 10}])
+        store.dump_items([{"ask": "a" * 10}])
 
 
 def test_the_flag() -> None:
     for options in (ServeOptions(store_responses=-1), ServeOptions(store_responses=5, fronts=2)):
         with pytest.raises(StartupError, match=f"--store-responses is {options.store_responses}"):
-            _check(options)
+            _check_options(options)
 
 
 REFUSALS: list[tuple[dict[str, Any], str, str]] = [
@@ -332,7 +332,7 @@ def test_thoughts_are_items_and_failures_events(monkeypatch: pytest.MonkeyPatch)
         def fails(*given: Any) -> Any:
             raise RuntimeError("secret")
 
-        monkeypatch.setattr(Items, "end", fails)
+        monkeypatch.setattr(ResponseItems, "finish", fails)
         *_, failed = client.responses.create(model="echo", input="So?", stream=True)
         assert (failed.type, failed.response.status) == ("response.failed", "failed")
         assert (failed.response.error.code, failed.response.error.message) == ("server_error", "internal error")

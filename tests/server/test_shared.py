@@ -14,17 +14,17 @@ from typing import Any
 import pytest
 from test_guards import accept, status
 
-from quire.server.control import MOST, Control, hear, tell
-from quire.server.counted import NUMBERS, SOURCES, Counted, read_counted
-from quire.server.guards import MAX_BODIES, MAX_BODY, BoundBody
-from quire.server.places import Open, Places, shared_file
-from quire.server.size import MAX_HELD, MAX_LOGPROBS, Held, Size
+from quire.server.control import MAX_FRAME_BYTES, ControlChannel, receive_blocking, send_blocking
+from quire.server.counted import PLAIN_COUNTERS, PROMPT_SOURCES, ServerCounters, read_counters
+from quire.server.guards import MAX_BODIES, MAX_BODY, BodyLimitMiddleware
+from quire.server.places import AcceptSlots, OpenConnections, create_slots_file
+from quire.server.size import MAX_HELD_LOGPROBS, MAX_LOGPROBS, AnswerBudget, AnswerSize
 from quire.vocabulary.columns import WireError
 
 BOUNDS = {"first": (1.0, 2.0, 5.0), "second": (10.0,)}
 
 
-def counting(seed: int, *counts: Counted) -> None:
+def counting(seed: int, *counts: ServerCounters) -> None:
     """Have all of these count the same, by chance."""
     draw = random.Random(seed)
     for one in counts:
@@ -32,24 +32,32 @@ def counting(seed: int, *counts: Counted) -> None:
         for histogram in one.histograms.values():
             for _ in range(draw.randrange(20)):
                 histogram.observe(draw.choice((0.5, 1.0, 3.0, 20.0)))
-        for name in NUMBERS:
+        for name in PLAIN_COUNTERS:
             setattr(one, name, getattr(one, name) + draw.randrange(10))
-        for source in SOURCES:
-            one.sources[source] += draw.randrange(1000)
+        for source in PROMPT_SOURCES:
+            one.prompt_sources[source] += draw.randrange(1000)
         one.finished[draw.choice(("stop", "length"))] += draw.randrange(1, 9)
         for _ in range(draw.randrange(1, 6)):
             one.http.add(draw.choice(("/a", "/b")), "POST", draw.choice((200, 404)), 0.5)
-        one.seconds += draw.randrange(8) / 8
+        one.cpu_seconds += draw.randrange(8) / 8
 
 
 def test_counts_add_up_after_a_journey() -> None:
-    whole, wanted = Counted(BOUNDS), Counted(BOUNDS)
+    whole, wanted = ServerCounters(BOUNDS), ServerCounters(BOUNDS)
     for seed in range(5):
-        part = Counted(BOUNDS)
+        part = ServerCounters(BOUNDS)
         counting(seed, part, wanted)
-        whole.add(read_counted(json.loads(json.dumps(part.said())), BOUNDS))
-    assert whole.said() == wanted.said()
-    assert {*NUMBERS, "sources", "finished", "histograms", "http", "http_seconds", "seconds"} <= wanted.said().keys()
+        whole.add(read_counters(json.loads(json.dumps(part.to_json())), BOUNDS))
+    assert whole.to_json() == wanted.to_json()
+    assert {
+        *PLAIN_COUNTERS,
+        "sources",
+        "finished",
+        "histograms",
+        "http",
+        "http_seconds",
+        "seconds",
+    } <= wanted.to_json().keys()
 
 
 @pytest.mark.parametrize(
@@ -62,41 +70,41 @@ def test_counts_add_up_after_a_journey() -> None:
 )  # fmt: skip
 def test_what_are_no_counts_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(WireError, match=r"^counts: "):
-        read_counted({**Counted(BOUNDS).said(), **wrong}, BOUNDS)
+        read_counters({**ServerCounters(BOUNDS).to_json(), **wrong}, BOUNDS)
     with pytest.raises(WireError):
-        read_counted([wrong], BOUNDS)
+        read_counters([wrong], BOUNDS)
 
 
 def test_fronts_take_turns() -> None:
-    file = shared_file(3)
-    places = [Places(file, 3, number, 5) for number in range(3)]
+    file = create_slots_file(3)
+    places = [AcceptSlots(file, 3, number, 5) for number in range(3)]
     os.close(file)
-    held = [Open(places[number]) for number in range(3)]
-    assert [one.mine() for one in places] == [True, True, True]
+    held = [OpenConnections(places[number]) for number in range(3)]
+    assert [one.is_my_turn() for one in places] == [True, True, True]
     held[0].add("a")
-    assert [one.mine() for one in places] == [False, True, True]
+    assert [one.is_my_turn() for one in places] == [False, True, True]
     held[1].add("b")
     held[2].add("c")
     held[2].add("d")
-    assert [one.mine() for one in places] == [True, True, False]
-    assert not places[0].full()
+    assert [one.is_my_turn() for one in places] == [True, True, False]
+    assert not places[0].is_full()
     held[1].add("e")
-    assert all(one.full() for one in places)
+    assert all(one.is_full() for one in places)
     held[2].discard("c")
     held[2].discard("c")
-    assert not any(one.full() for one in places)
+    assert not any(one.is_full() for one in places)
 
 
 def test_a_front_has_its_share_in_which_one_answer_fits() -> None:
-    held = Held(4)
-    held.add(Size(0, MAX_HELD // 4))
-    with pytest.raises(Exception, match=f"more than {MAX_HELD // 4}$"):
-        held.add(Size(0, 1))
-    Held(64).add(Size(0, MAX_LOGPROBS))
+    held = AnswerBudget(4)
+    held.reserve(AnswerSize(0, MAX_HELD_LOGPROBS // 4))
+    with pytest.raises(Exception, match=f"more than {MAX_HELD_LOGPROBS // 4}$"):
+        held.reserve(AnswerSize(0, 1))
+    AnswerBudget(64).reserve(AnswerSize(0, MAX_LOGPROBS))
     told = []
     for share, holds in ((1, MAX_BODIES // 4), (4, MAX_BODIES // 4), (64, 0)):
-        bound = BoundBody(accept, share=share)
-        bound.held = holds
+        bound = BodyLimitMiddleware(accept, num_frontends=share)
+        bound.held_bytes = holds
         told.append(asyncio.run(status(bound, b"x" * MAX_BODY)))
     assert told == [200, 503, 200]
 
@@ -121,36 +129,37 @@ def test_questions_and_answers() -> None:
         async def note(value: Any) -> None:
             told.append(value)
 
-        one, other = Control(ours, {}), Control(theirs, {"double": double, "never": never, "note": note})
-        await one.open()
-        await other.open()
+        one, other = ControlChannel(ours, {}), ControlChannel(theirs, {"double": double, "never": never, "note": note})
+        await one.connect()
+        await other.connect()
         serving = [asyncio.ensure_future(side.serve()) for side in (one, other)]
-        assert await asyncio.gather(*(one.ask("double", i, 60) for i in range(20))) == [2 * i for i in range(20)]
+        assert await asyncio.gather(*(one.request("double", i, 60) for i in range(20))) == [2 * i for i in range(20)]
         with pytest.raises(TimeoutError):
-            await one.ask("never", None, 0.05)
-        one.say("note", ["x" * 1000])
-        assert await one.ask("double", 4, 60) == 8
+            await one.request("never", None, 0.05)
+        one.notify("note", ["x" * 1000])
+        assert await one.request("double", 4, 60) == 8
         assert told == [["x" * 1000]]
-        waits = asyncio.ensure_future(one.ask("never", None, 60))
+        waits = asyncio.ensure_future(one.request("never", None, 60))
         await asyncio.sleep(0)
-        one.say("nothing that is asked")
+        one.notify("nothing that is asked")
         await asyncio.wait(serving, timeout=30)
         with pytest.raises(ConnectionError):
             await waits
         with pytest.raises(ConnectionError):
-            one.say("note", 1)
+            one.notify("note", 1)
 
     with pair() as (ours, theirs):
         asyncio.run(work(ours, theirs))
 
 
 @pytest.mark.parametrize(
-    "data", [(MOST + 1).to_bytes(4, "big"), b"\0\0\0\2[]", b"\0\0\0\2{]", b"\0\0\0\2{}", b'\0\0\0\x0a{"what":1}']
+    "data",
+    [(MAX_FRAME_BYTES + 1).to_bytes(4, "big"), b"\0\0\0\2[]", b"\0\0\0\2{]", b"\0\0\0\2{}", b'\0\0\0\x0a{"what":1}'],
 )
 def test_what_is_no_frame_ends_it(data: bytes, caplog: pytest.LogCaptureFixture) -> None:
     async def work(theirs: socket.socket) -> None:
-        control = Control(theirs, {})
-        await control.open()
+        control = ControlChannel(theirs, {})
+        await control.connect()
         await asyncio.wait_for(control.serve(), 30)
 
     with pair() as (ours, theirs):
@@ -161,15 +170,15 @@ def test_what_is_no_frame_ends_it(data: bytes, caplog: pytest.LogCaptureFixture)
     with pair() as (ours, theirs):
         ours.sendall(data)
         with pytest.raises(WireError):
-            hear(theirs)
+            receive_blocking(theirs)
 
 
 def test_what_is_said_before_there_is_a_loop() -> None:
     with pair() as (ours, theirs):
-        tell(ours, "settings", {"text": "ä\ud800", "list": [1, None]})
-        assert hear(theirs) == ("settings", {"text": "ä\ud800", "list": [1, None]})
+        send_blocking(ours, "settings", {"text": "ä\ud800", "list": [1, None]})
+        assert receive_blocking(theirs) == ("settings", {"text": "ä\ud800", "list": [1, None]})
         with pytest.raises(WireError):
-            tell(ours, "settings", "x" * MOST)
+            send_blocking(ours, "settings", "x" * MAX_FRAME_BYTES)
         ours.close()
         with pytest.raises(EOFError):
-            hear(theirs)
+            receive_blocking(theirs)

@@ -16,7 +16,7 @@ from asking import ADMIN, KEY, bearer, cached
 from echo_service import Placement, Running, Servers
 
 from quire.errors import InputError, NotIdle
-from quire.server.schemas import Rest
+from quire.server.schemas import SleepStatus
 from quire.vocabulary.params import SamplingParams
 
 pytestmark = pytest.mark.xdist_group(name="sleep_http")
@@ -46,7 +46,7 @@ def http(shop: Running) -> Iterator[httpx.Client]:
 def slept(http: httpx.Client, query: str = "") -> dict[str, Any]:
     answer = http.post(f"/sleep{query}")
     assert answer.status_code == 200, answer.text
-    Rest.model_validate(answer.json(), strict=True)
+    SleepStatus.model_validate(answer.json(), strict=True)
     assert http.get("/is_sleeping").json() == answer.json()
     return dict(answer.json())
 
@@ -61,7 +61,7 @@ def test_a_night(shop: Running, http: httpx.Client, level: int) -> None:
     assert http.post("/v1/prefixes", json={"name": "rules", "token_ids": PROMPT[:22]}).status_code == 200
     assert [cached(http, PROMPT), cached(http, PROMPT)] == [22, 36]
     assert slept(http, f"?level={level}") == {"is_sleeping": True, "level": level, "away": ["weights", "kv_cache"]}
-    steps = shop.llm.facts.stats.steps
+    steps = shop.llm.metrics.stats.steps
     for path, body in (("completions", LONG), ("chat/completions", {"messages": [{"role": "user", "content": "x"}]})):
         answer = http.post(f"/v1/{path}", json=body)
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "10")
@@ -70,7 +70,7 @@ def test_a_night(shop: Running, http: httpx.Client, level: int) -> None:
     assert [entry["status"] for entry in http.get("/v1/prefixes").json()["data"]] == ["computing"]
     assert http.get("/health").status_code == 200
     assert http.post("/tokenize", json={"prompt": "once"}).status_code == 200
-    assert shop.llm.facts.stats.steps == steps, "something was computed"
+    assert shop.llm.metrics.stats.steps == steps, "something was computed"
     state = 'sleep_state="' + ("weights_offloaded", "discard_all")[level - 1] + '"} 1.0'
     assert state in http.get("/metrics").text
     assert http.post("/wake_up").json() == AWAKE

@@ -14,33 +14,34 @@ from typing import Any
 import echo_service
 import pytest
 
-from quire.control.outcomes import Output
-from quire.server.direct import DIRECT
-from quire.server.pieces import SHORT, Words
+from quire.control.outcomes import BranchOutput
+from quire.server.direct import DIRECT_EXTENSION
+from quire.server.pieces import SHORT_CHARS, TokenStrings
 from quire.server.protocol import ChatRequest, CompletionRequest
 from quire.server.render import ChatRenderer, CompletionRenderer
-from quire.server.size import Held, Size
-from quire.server.stream import Call, EventStream
-from quire.text.prompts import Prompt, Prompts
-from quire.text.streams import Stream, dead
-from quire.vocabulary.plan import Top
+from quire.server.size import AnswerBudget, AnswerSize
+from quire.server.stream import EngineCall, EventStream
+from quire.text.prompts import InputProcessor, Prompt
+from quire.text.streams import OutputStream, engine_dead_error
+from quire.vocabulary.plan import TopLogprobs
 
 TEXTS = (
     " a", "", '"', "\\", "\n\r\t", "é", "漢字", "\U0001f600", "\x00\x7f\u2028", "data: [DONE]\n\n", "</s>", " b" * 40,
 )  # fmt: skip
 TALK = [{"role": "user", "content": "a"}]
-Step = list[tuple[int, Output]] | Exception
+Step = list[tuple[int, BranchOutput]] | Exception
 Act = Callable[["Client"], None]
 
 
-def deliver(batch: list[tuple[Stream, Output]]) -> None:
+def deliver(batch: list[tuple[OutputStream, BranchOutput]]) -> None:
     """A step's outputs, each to its stream."""
     for stream, output in batch:
         stream.put(output)
 
 
 class Client:
-    """What a client is sent: `open` and `write` are Direct's, `send` is ASGI's. `reads` is unset while it is slow."""
+    """What a client is sent: `is_open` and `write` are Direct's, `send` is ASGI's. `reads` is unset while it is "
+    "slow."""
 
     def __init__(self) -> None:
         self.parts: list[bytes] = []
@@ -50,11 +51,11 @@ class Client:
         self.reads.set()
 
     @property
-    def open(self) -> bool:
+    def is_open(self) -> bool:
         return self.started and self.reads.is_set()
 
     def write(self, part: bytes) -> None:
-        assert self.open
+        assert self.is_open
         assert part, "an empty chunk ends a body"
         self.written += 1
         self.parts.append(part)
@@ -71,18 +72,18 @@ class Client:
 
 
 @cache
-def prompts_of_echo() -> Prompts:
+def prompts_of_echo() -> InputProcessor:
     return echo_service.prompts()
 
 
-def answer_to(body: dict[str, Any], prompts: int, engine: Any) -> tuple[EventStream, list[Stream]]:
+def answer_to(body: dict[str, Any], prompts: int, engine: Any) -> tuple[EventStream, list[OutputStream]]:
     """The answer to `body`, and the streams that it reads."""
     accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     accepted.set_result(None)
-    call = Call(engine, "cmpl-x", Held(), Size(0, 0))
-    call.streams = [Stream(f"cmpl-x-{at}", accepted) for at in range(prompts)]
+    call = EngineCall(engine, "cmpl-x", AnswerBudget(), AnswerSize(0, 0))
+    call.streams = [OutputStream(f"cmpl-x-{at}", accepted) for at in range(prompts)]
     text, given = prompts_of_echo(), [Prompt("once", [5, 6 + at]) for at in range(prompts)]
-    words, renderer = Words(text), None
+    words, renderer = TokenStrings(text), None
     if "messages" in body:
         renderer = ChatRenderer("cmpl-x", "echo", ChatRequest(**body), given, words)
     else:
@@ -103,7 +104,7 @@ async def streamed(
     """What the client was sent of `steps`, after each of which the event loop turns."""
     client = Client()
     answer, streams = answer_to(body, prompts, SimpleNamespace(abort=(aborted if aborted is not None else []).append))
-    scope = {"type": "http", "extensions": {DIRECT: client} if direct else {}}
+    scope = {"type": "http", "extensions": {DIRECT_EXTENSION: client} if direct else {}}
     task = asyncio.create_task(answer(scope, client.receive, client.send))
     await turns()
     for step in steps:
@@ -118,10 +119,20 @@ async def streamed(
     return client
 
 
-def output(branch: int, text: str, why: str | None = None, *, done: bool = False, stop: Any = None) -> Output:
+def output(branch: int, text: str, why: str | None = None, *, done: bool = False, stop: Any = None) -> BranchOutput:
     token = 7 + len(text)
-    return Output(
-        "x", branch, (token,), text, (Top(token, -0.5, 2, (4, 5), (-0.1, -0.25)),), why, stop, done, 0.0, None, 3
+    return BranchOutput(
+        "x",
+        branch,
+        (token,),
+        text,
+        (TopLogprobs(token, -0.5, 2, (4, 5), (-0.1, -0.25)),),
+        why,
+        stop,
+        done,
+        0.0,
+        None,
+        3,
     )
 
 
@@ -226,7 +237,7 @@ def test_a_slow_client_gets_one_merged_chunk_a_branch() -> None:
 
 def test_a_long_text_is_sent_in_parts_by_the_task() -> None:
     steps: list[Step | Act] = [
-        [(0, output(0, "a"))], [(0, output(0, "b" * (SHORT + 1)))], [(0, output(0, "c", "stop", done=True))],
+        [(0, output(0, "a"))], [(0, output(0, "b" * (SHORT_CHARS + 1)))], [(0, output(0, "c", "stop", done=True))],
     ]  # fmt: skip
     client = asyncio.run(streamed({"messages": TALK}, 1, steps, direct=True))
     assert client.written == 2
@@ -236,17 +247,17 @@ def test_a_long_text_is_sent_in_parts_by_the_task() -> None:
 
 def test_an_engine_that_dies_midway() -> None:
     for direct in (True, False):
-        steps: list[Step | Act] = [[(0, output(0, "a"))], [(0, output(0, "b"))], dead(None)]
+        steps: list[Step | Act] = [[(0, output(0, "a"))], [(0, output(0, "b"))], engine_dead_error(None)]
         found = events(asyncio.run(streamed({"messages": TALK}, 1, steps, direct)))
         assert [event["choices"][0]["delta"]["content"] for event in found[:-1]] == ["", "a", "b"]
         assert found[-1]["error"]["code"] == 503
 
 
 def test_a_chunk_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(self: object, at: int, output: Output) -> None:
+    def broken(self: object, at: int, output: BranchOutput) -> None:
         raise RuntimeError("no")
 
-    monkeypatch.setattr(ChatRenderer, "brief", broken)
+    monkeypatch.setattr(ChatRenderer, "choice_nowait", broken)
     aborted: list[str] = []
     for direct in (True, False):
         found = events(asyncio.run(streamed({"messages": TALK}, 1, [[(0, output(0, "a"))]], direct, aborted)))
@@ -268,17 +279,17 @@ def test_what_came_before_it_was_listened_to() -> None:
     async def work() -> None:
         accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         for end in (True, False):
-            stream, seen, errors = Stream("x", accepted), [], []
+            stream, seen, errors = OutputStream("x", accepted), [], []
             for branch in (0, 1, 0):
                 stream.put(output(branch, "a", done=end and branch == 1))
             stream.listen(seen.append, errors.append)
             assert [(found.branch, found.text, found.done) for found in seen] == [(0, "aa", False), (1, "a", end)]
             assert stream.done is end
-            stream.fail(dead(None))
+            stream.fail(engine_dead_error(None))
             assert len(errors) == 1
         late: list[Exception] = []
-        failed = Stream("x", accepted)
-        failed.fail(dead(None))
+        failed = OutputStream("x", accepted)
+        failed.fail(engine_dead_error(None))
         failed.listen(seen.append, late.append)
         assert len(late) == 1
         with pytest.raises(Exception, match="the engine stopped"):

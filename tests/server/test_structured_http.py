@@ -183,6 +183,6 @@ def test_what_explodes_disturbs_nobody(placement: Placement) -> None:
         assert ended - began < LATE
         assert sum(began < at < ended for at in times) > 3, "others waited"
         assert text_of(ask(http, prompt="a", guided_regex="ab")) == "ab"
-        trial = running.llm.prompts.text.grammars._trials._process
+        trial = running.llm.prompts.text_backend.grammars._trial_process._process
         assert trial.poll() is None
     assert trial.poll() is not None, "it ends with the server"

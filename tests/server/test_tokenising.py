@@ -13,8 +13,16 @@ import pytest
 from waiting import wait_until_async
 
 from quire.errors import Overloaded, PromptTooLong
-from quire.text.grammars import Grammars
-from quire.text.prompts import CHARS_PER_TOKEN, INLINE_CHARS, LONG_CHARS, LONG_THREADS, Cut, Prompt, Prompts
+from quire.text.grammars import GrammarCompiler
+from quire.text.prompts import (
+    CHARS_PER_TOKEN,
+    INLINE_CHARS,
+    LONG_CHARS,
+    LONG_THREADS,
+    InputProcessor,
+    Prompt,
+    PromptTruncation,
+)
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.structured import Structured
 
@@ -39,60 +47,60 @@ class Noting:
 
 
 @pytest.fixture
-def prompts() -> Prompts:
+def prompts() -> InputProcessor:
     found = echo_service.prompts()
     found.tokenizer = Noting()  # type: ignore[assignment]
     found.limits = found.limits._replace(max_len=200_000 // CHARS_PER_TOKEN)
     return found
 
 
-def noted(prompts: Prompts) -> Noting:
+def noted(prompts: InputProcessor) -> Noting:
     assert isinstance(prompts.tokenizer, Noting)
     return prompts.tokenizer
 
 
 @pytest.mark.parametrize("long", ["x" * 200_001, [1] * 6250])
-def test_a_prompt_that_is_too_long_is_found_before_others_are_read(prompts: Prompts, long: Any) -> None:
+def test_a_prompt_that_is_too_long_is_found_before_others_are_read(prompts: InputProcessor, long: Any) -> None:
     with pytest.raises(PromptTooLong):
-        asyncio.run(prompts.read(["a" * 5000] * 5 + [long]))
+        asyncio.run(prompts.process_prompts(["a" * 5000] * 5 + [long]))
     assert noted(prompts).read == []
 
 
-def test_the_longest_text_is_read_first(prompts: Prompts) -> None:
+def test_the_longest_text_is_read_first(prompts: InputProcessor) -> None:
     """So one that has too many tokens ends it before the others are read."""
-    found = asyncio.run(prompts.read(["a" * 2000, "b" * 9000, [5], "c" * 4000]))
+    found = asyncio.run(prompts.process_prompts(["a" * 2000, "b" * 9000, [5], "c" * 4000]))
     assert noted(prompts).read == [9000, 4000, 2000]
     assert [len(prompt.ids) for prompt in found] == [2, 9, 1, 4]
     assert [prompt.text is None for prompt in found] == [False, False, True, False]
     noted(prompts).read.clear()
     prompts.limits = prompts.limits._replace(max_len=9)
-    prompts._check_characters = lambda count: None  # type: ignore[method-assign]
+    prompts._check_num_chars = lambda count: None  # type: ignore[method-assign]
     with pytest.raises(PromptTooLong, match="9 tokens"):
-        asyncio.run(prompts.read(["a" * 2000, "b" * 9000, "c" * 4000]))
+        asyncio.run(prompts.process_prompts(["a" * 2000, "b" * 9000, "c" * 4000]))
     assert noted(prompts).read == [9000]
 
 
-def test_short_texts_stay_and_long_ones_go_to_threads(prompts: Prompts) -> None:
+def test_short_texts_stay_and_long_ones_go_to_threads(prompts: InputProcessor) -> None:
     for size, where in (
         (INLINE_CHARS, "MainThread"),
         (INLINE_CHARS + 1, "asyncio"),
         (LONG_CHARS + 1, "quire-long-text"),
     ):
-        asyncio.run(prompts.read(["a" * size]))
+        asyncio.run(prompts.process_prompts(["a" * size]))
         assert noted(prompts).threads[-1].startswith(where)
 
 
-def test_chats_do_not_queue_behind_long_texts(prompts: Prompts) -> None:
+def test_chats_do_not_queue_behind_long_texts(prompts: InputProcessor) -> None:
     """Ten long texts are held up; the chat beside them is not."""
 
     async def both() -> float:
         noted(prompts).hold.clear()
-        long = [asyncio.create_task(prompts.read(["a" * 150_000])) for _ in range(10)]
+        long = [asyncio.create_task(prompts.process_prompts(["a" * 150_000])) for _ in range(10)]
         await wait_until_async(
             lambda: noted(prompts).read.count(150_000) >= LONG_THREADS, "long texts fill their threads"
         )
         began = time.perf_counter()
-        await prompts.read(["b" * 5000])
+        await prompts.process_prompts(["b" * 5000])
         took = time.perf_counter() - began
         assert noted(prompts).read.count(150_000) == LONG_THREADS
         noted(prompts).hold.set()
@@ -117,21 +125,21 @@ def test_conversations_wait_for_the_template_alone(monkeypatch: pytest.MonkeyPat
         return "once", []
 
     async def all_of_them() -> None:
-        waiting = [asyncio.create_task(prompts.converse(talk, variables={})) for _ in range(3)]
-        await wait_until_async(lambda: prompts._writer._waiting == 3, "3 conversations wait")
-        assert [len(prompt.ids) for prompt in await prompts.read(["b" * (INLINE_CHARS + 1)])]
+        waiting = [asyncio.create_task(prompts.process_chat_async(talk, variables={})) for _ in range(3)]
+        await wait_until_async(lambda: prompts._template_pool._waiting == 3, "3 conversations wait")
+        assert [len(prompt.ids) for prompt in await prompts.process_prompts(["b" * (INLINE_CHARS + 1)])]
         with pytest.raises(Overloaded, match="3 conversations"):
-            await prompts.converse(talk, variables={})
+            await prompts.process_chat_async(talk, variables={})
         go.set()
         assert len({tuple(prompt.ids) for prompt in await asyncio.gather(*waiting)}) == 1
-        await prompts.converse(talk, variables={})
+        await prompts.process_chat_async(talk, variables={})
 
-    assert asyncio.run(prompts.converse(talk, variables={})) == prompts.chat(talk)
+    assert asyncio.run(prompts.process_chat_async(talk, variables={})) == prompts.process_chat(talk)
     parts = [{"type": "text", "text": "b" * MOST}, {"type": "text", "text": "c"}]
     with pytest.raises(PromptTooLong):
-        asyncio.run(prompts.converse([{"role": "user", "content": parts}], variables={}))
+        asyncio.run(prompts.process_chat_async([{"role": "user", "content": parts}], variables={}))
     prompts.limits = prompts.limits._replace(max_len=10_000)  # the texts beside them are longer than the model
-    prompts.written = written  # type: ignore[method-assign]
+    prompts.render_chat = written  # type: ignore[method-assign]
     asyncio.run(all_of_them())
     assert threads == [threads[0]] * 4
     assert threads[0].startswith("quire-chat-template")
@@ -141,14 +149,14 @@ def test_forms_wait_for_their_grammars_alone(monkeypatch: pytest.MonkeyPatch) ->
     """On threads that long texts don't need, a bounded number of them."""
     monkeypatch.setattr("quire.text.prompts.MAX_WAITING", 3)
     go, threads = threading.Event(), []
-    get = Grammars.get
+    get = GrammarCompiler.get
 
-    def held_up(self: Grammars, asked: Structured) -> Any:
+    def held_up(self: GrammarCompiler, asked: Structured) -> Any:
         threads.append(threading.current_thread().name)
         assert go.wait(60)
         return get(self, asked)
 
-    monkeypatch.setattr(Grammars, "get", held_up)
+    monkeypatch.setattr(GrammarCompiler, "get", held_up)
     llm = echo_service.linked(echo_service.built())
 
     def ask(number: int) -> Any:
@@ -157,8 +165,8 @@ def test_forms_wait_for_their_grammars_alone(monkeypatch: pytest.MonkeyPatch) ->
 
     async def all_of_them() -> None:
         waiting = [asyncio.ensure_future(ask(number)) for number in range(1, 4)]
-        await wait_until_async(lambda: llm.prompts._makers._waiting == 3, "3 grammars wait")
-        assert [prompt.ids for prompt in await llm.prompts.read(["b" * (LONG_CHARS + 1)])]
+        await wait_until_async(lambda: llm.prompts._grammar_pool._waiting == 3, "3 grammars wait")
+        assert [prompt.ids for prompt in await llm.prompts.process_prompts(["b" * (LONG_CHARS + 1)])]
         with pytest.raises(Overloaded, match="3 outputs of some form wait for their grammars"):
             await ask(4)
         go.set()
@@ -176,6 +184,6 @@ def test_forms_wait_for_their_grammars_alone(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_cuts() -> None:
     prompt = Prompt("abc", [1, 2, 3])
-    assert Cut(3).of(prompt) is prompt
-    assert Cut(2).of(prompt) == Prompt(None, [2, 3])
-    assert Cut(2, first=True).of(prompt) == Prompt(None, [1, 2])
+    assert PromptTruncation(3).apply(prompt) is prompt
+    assert PromptTruncation(2).apply(prompt) == Prompt(None, [2, 3])
+    assert PromptTruncation(2, keep_first=True).apply(prompt) == Prompt(None, [1, 2])

@@ -131,8 +131,8 @@ def test_templates_get_tools_and_calls(said: Any) -> None:
 def test_templates_without_tools_are_told_of_them() -> None:
     template = ChatTemplate(echo_service.TEMPLATE, {})
     try:
-        text = template.write(read_messages(HISTORY), None, tools=read_tools(TOOLS))
-        system = template.write(read_messages([{"role": "system", "content": "Be brief."}, *TALK]), None,
+        text = template.render_parsed(read_messages(HISTORY), None, tools=read_tools(TOOLS))
+        system = template.render_parsed(read_messages([{"role": "system", "content": "Be brief."}, *TALK]), None,
                                 tools=read_tools(TOOLS))  # fmt: skip
     finally:
         template.close()

@@ -15,10 +15,10 @@ import pytest
 from asking import ADMIN, bearer
 from echo_service import Echo, Running
 
-from quire.control.outcomes import Output
+from quire.control.outcomes import BranchOutput
 from quire.errors import InputError, Overloaded
-from quire.text.embedding import vector
-from quire.vocabulary.plan import Row, Sampled
+from quire.text.embedding import embedding_vector
+from quire.vocabulary.plan import SeqSlice, SliceResult
 
 pytestmark = pytest.mark.xdist_group(name="unfinished")
 
@@ -32,8 +32,8 @@ class Faulty(Echo):
 
     broken = False
 
-    def compute(self, row: Row) -> Sampled:
-        sampled = super().compute(row)
+    def compute_row(self, row: SeqSlice) -> SliceResult:
+        sampled = super().compute_row(row)
         return sampled._replace(error=FAULT) if self.broken and sampled.tokens else sampled
 
 
@@ -87,8 +87,8 @@ def test_what_is_ended_may_be_asked_again(served: Any, loose_brake: Path, stream
 
 
 def test_an_embedding_that_is_not_there() -> None:
-    ended = Output("", 0, (), "", (), "abort", None, True, 0.0)
+    ended = BranchOutput("", 0, (), "", (), "abort", None, True, 0.0)
     with pytest.raises(Overloaded):
-        vector(ended)
+        embedding_vector(ended)
     with pytest.raises(InputError, match="not finite"):
-        vector(ended._replace(finish_reason="error", stop_reason="the model's hidden states are not finite"))
+        embedding_vector(ended._replace(finish_reason="error", stop_reason="the model's hidden states are not finite"))

@@ -32,7 +32,7 @@ from typing import Any
 import httpx
 
 from quire.bench.machine import machine
-from quire.link.host import UNWATCHED
+from quire.link.host import HISTORY_IDLE_SECONDS
 
 REST = 10.0  # seconds
 VOCAB = 3000  # of the bundled model's, without what is special
@@ -101,7 +101,7 @@ class Watcher:
 
 def at_rest(port: int, watchers: int) -> dict[str, Any]:
     """What an event costs while nothing else is done."""
-    time.sleep(UNWATCHED + 1)
+    time.sleep(HISTORY_IDLE_SECONDS + 1)
     spent = seconds(port)
     time.sleep(REST)
     spent = seconds(port) - spent
@@ -134,7 +134,7 @@ def measured(case: str, given: argparse.Namespace) -> dict[str, Any]:
         for number in range(1, given.rounds + 1):
             one: dict[str, Any] = {}
             for what in ("watched", "alone") if number % 2 else ("alone", "watched"):
-                time.sleep(UNWATCHED + 1 if what == "alone" else 0)
+                time.sleep(HISTORY_IDLE_SECONDS + 1 if what == "alone" else 0)
                 there = [Watcher(port) for _ in range(watchers if what == "watched" else 0)]
                 began, spent = time.monotonic(), seconds(port)
                 ask(port, given.tokens, given.requests, 2 * number + bool(there))  # nothing is found of the other's

@@ -17,62 +17,67 @@ from quire.bench.calibrate import by_kind, errors, fitted, kind_of, planned, rec
 from quire.bench.steps import NOTHING, Sample, Timed, grid
 from quire.config import EngineConfig
 from quire.errors import StartupError
-from quire.sim.cost import Attention, Coefficients, Cost, Shape, Work, load
+from quire.sim.cost import AttentionShape, Coefficients, CostModel, ModelShape, StepWork, load_calibration
 from quire.sim.simulate import Simulation
-from quire.source import Source, read_source
+from quire.source import Checkpoint, read_checkpoint
 
-SHAPE = Shape(10**6, 10**4, 2, (Attention(None, 100, 50),))
+SHAPE = ModelShape(10**6, 10**4, 2, (AttentionShape(None, 100, 50),))
 TRUE = Coefficients(1e-9, 1e-12, 1e-8, 1e-10, 0.0, 0.0, 5e-4, 1e-5, 1e-4, 2e-6)
 WORKLOAD = "fixed:40:12@6"
 MEASUREMENTS = Path(__file__).parents[2] / "docs" / "measurements"
 
 
-def made(cost: Cost, off: float = 0.0, prompts: tuple[int, ...] = (0, 50, 300)) -> list[Sample]:
+def made(cost: CostModel, off: float = 0.0, prompts: tuple[int, ...] = (0, 50, 300)) -> list[Sample]:
     """Steps of all kinds, every third one `off` by that share from its cost."""
     works = [
-        Work(rows, rows + prompt, 2.0 * 10**6 * (rows + prompt), rows * context * 100.0, prompt**2 * 25.0, 0, 0)
+        StepWork(rows, rows + prompt, 2.0 * 10**6 * (rows + prompt), rows * context * 100.0, prompt**2 * 25.0, 0, 0)
         for rows in (1, 3, 8, 20)
         for context in (10, 100, 1000)
         for prompt in prompts
     ]
     return [
-        Sample(kind_of(work), work, cost.device(work) * (1 + off * (i % 3 == 2)), cost.host(work))
+        Sample(kind_of(work), work, cost.device_seconds(work) * (1 + off * (i % 3 == 2)), cost.host_seconds(work))
         for i, work in enumerate(works)
     ]
 
 
 def test_the_fit_recovers_overlap_and_launches() -> None:
     launched = TRUE._replace(operation=1e-11, overlap=2.0, launch=3.5e-3)
-    samples = made(Cost(SHAPE, launched), prompts=(0, 50, 100, 150, 200, 300, 500, 700, 1000, 1500))
+    samples = made(CostModel(SHAPE, launched), prompts=(0, 50, 100, 150, 200, 300, 500, 700, 1000, 1500))
     assert sum(s.seconds == launched.launch for s in samples) > 2
     found = fitted(SHAPE, samples, bandwidth=1e9)
     assert found.overlap == 2
     assert found.launch == pytest.approx(launched.launch, rel=0.1)
-    assert errors(Cost(SHAPE, found), samples).worst < 0.08
-    assert errors(Cost(SHAPE, fitted(SHAPE, samples, 1e9)._replace(overlap=1.0, launch=0.0)), samples).worst > 0.2
+    assert errors(CostModel(SHAPE, found), samples).worst < 0.08
+    assert errors(CostModel(SHAPE, fitted(SHAPE, samples, 1e9)._replace(overlap=1.0, launch=0.0)), samples).worst > 0.2
 
 
 def test_a_committed_calibration_is_the_fit_of_its_steps() -> None:
     result = json.loads((MEASUREMENTS / "h200_opt13b_calibration.json").read_text())["results"][0]
-    known = load("h200-opt-13b").coefficients
+    known = load_calibration("h200-opt-13b").coefficients
     samples = [
-        Sample(s["what"], Work(**{field: s[field] for field in Work._fields if field in s}), s["seconds"], s["host"])
+        Sample(
+            s["what"],
+            StepWork(**{field: s[field] for field in StepWork._fields if field in s}),
+            s["seconds"],
+            s["host"],
+        )
         for s in result["samples"]
     ]
-    shape = shape_of(read_source(EngineConfig(model_config="opt-13b"), weights=False), 2)
+    shape = shape_of(read_checkpoint(EngineConfig(model_config="opt-13b"), weights=False), 2)
     fit_to, kept = split(samples)
     assert fitted(shape, fit_to, result["bandwidth"], known) == pytest.approx(known, rel=1e-6)
-    assert errors(Cost(shape, known), kept).median < 0.05
+    assert errors(CostModel(shape, known), kept).median < 0.05
 
 
 def test_weights_are_read_in_no_more_than_a_step_s_time() -> None:
-    found = fitted(SHAPE, made(Cost(SHAPE, TRUE)), bandwidth=1e6)
+    found = fitted(SHAPE, made(CostModel(SHAPE, TRUE)), bandwidth=1e6)
     assert found.step == 0
     assert found.weight_byte * SHAPE.weight_bytes == pytest.approx(TRUE.step + TRUE.weight_byte * SHAPE.weight_bytes)
 
 
 def test_errors_are_those_of_steps_kept_out_of_the_fit() -> None:
-    cost = Cost(SHAPE, TRUE)
+    cost = CostModel(SHAPE, TRUE)
     fit_to, kept = split(made(cost, off=0.25))
     assert len(fit_to) == 2 * len(kept) == 24
     assert errors(cost, fit_to).worst == pytest.approx(0)
@@ -82,13 +87,13 @@ def test_errors_are_those_of_steps_kept_out_of_the_fit() -> None:
     assert sum(kind["steps"] for kind in by_kind(cost, kept).values()) == 12
 
 
-def tiny(**settings: Any) -> tuple[EngineConfig, Source, Shape]:
+def tiny(**settings: Any) -> tuple[EngineConfig, Checkpoint, ModelShape]:
     config = EngineConfig(model="tiny", enable_prefix_caching=False, **settings)
-    source = read_source(config)
+    source = read_checkpoint(config)
     return config, source, shape_of(source, 4)
 
 
-def steps_of(folder: Path, seconds: Callable[[Work], float]) -> Path:
+def steps_of(folder: Path, seconds: Callable[[StepWork], float]) -> Path:
     """A recording of the steps of WORKLOAD, which took so long."""
     path = folder / "steps.json"
     works = planned(WORKLOAD, *tiny(), 4096)
@@ -98,8 +103,8 @@ def steps_of(folder: Path, seconds: Callable[[Work], float]) -> Path:
 
 def test_recorded_steps_are_fitted(tmp_path: Path) -> None:
     made_of = tiny()
-    cost = Cost(made_of[-1], TRUE)
-    path = steps_of(tmp_path, cost.device)
+    cost = CostModel(made_of[-1], TRUE)
+    path = steps_of(tmp_path, cost.device_seconds)
     samples = recorded(str(path), *made_of, 4096)[WORKLOAD]
     works = planned(WORKLOAD, *made_of, 4096)
     assert [sample.work for sample in samples] == works
@@ -107,7 +112,7 @@ def test_recorded_steps_are_fitted(tmp_path: Path) -> None:
     out = tmp_path / "calibration.json"
     command = ["calibrate", "--steps", str(path), "--kv-tokens", "4096", "--dtype", "float32", "--out", str(out)]
     assert main([*command, "--device-name", "a device", "--memory-gib", "2", "--bandwidth", "0.1"]) == 0
-    found = load(str(out))
+    found = load_calibration(str(out))
     assert (found.device, found.memory_bytes, found.model) == ("a device", 2**31, "tiny")
     assert found.error is not None
     assert found.error["median"] < 0.01
@@ -174,7 +179,7 @@ class Mark:
     """An event of a GPU that is simulated."""
 
     def __init__(self, simulation: Simulation) -> None:
-        self.at = max(simulation.runner.free, simulation.clock.now)
+        self.at = max(simulation.runner.device_free_at, simulation.clock.now)
 
     def synchronize(self) -> None:
         pass
@@ -183,9 +188,9 @@ class Mark:
         return 1000 * (later.at - self.at)
 
 
-def timed_on(monkeypatch: pytest.MonkeyPatch, tokens: int, depth: int, **settings: Any) -> tuple[Timed, Cost]:
+def timed_on(monkeypatch: pytest.MonkeyPatch, tokens: int, depth: int, **settings: Any) -> tuple[Timed, CostModel]:
     config, source, shape = tiny(max_num_seqs=64, **settings)
-    cost = Cost(shape, TRUE)
+    cost = CostModel(shape, TRUE)
     simulation = Simulation(config, source.spec, cost, tokens, depth=depth)
     simulation.runner.device = SimpleNamespace(type="cuda")  # type: ignore[attr-defined]
     monkeypatch.setattr(steps, "mark", lambda runner: Mark(simulation))
@@ -202,7 +207,7 @@ def test_overlapping_steps_are_told_apart_by_the_device_s_events(monkeypatch: py
     for sample in samples:
         assert (sample.work.attention > 0) == (sample.what != "decode")
         assert (sample.host > 0) == (sample.what == "decode"), "launches aren't the host's"
-        assert sample.seconds == pytest.approx(cost.device(sample.work))
+        assert sample.seconds == pytest.approx(cost.device_seconds(sample.work))
     prompts = [s.work for s in samples if s.what == "prompts"]
     assert [work.rows for work in prompts] == [2, 3] * 3, "something decodes beside"
     assert [work.tokens for work in prompts] == [17, 33, 65, 129, 129, 257]
@@ -221,7 +226,7 @@ def test_chunks_of_a_long_prompt_are_sampled(depth: int, monkeypatch: pytest.Mon
     seen = [sample.work.attention for sample in found]
     assert seen[1] > seen[0]
     assert seen == pytest.approx([seen[0] + i * (seen[1] - seen[0]) for i in range(len(seen))])
-    assert not timed.engine.unfinished
+    assert not timed.engine.has_unfinished_requests
 
 
 def test_steps_are_made_and_timed_here(
@@ -240,7 +245,7 @@ def test_steps_are_made_and_timed_here(
         assert (sample["attention"] > 0) == (sample["what"] != "decode")
     assert [s["rows"] for s in result["samples"][:6]] == [1, 4, 8] * 2
     assert [s["tokens"] for s in result["samples"] if s["what"] == "prompts and decode"] == [20, 48, 68, 96, 132, 160]
-    found = load(str(out))
+    found = load_calibration(str(out))
     assert found.coefficients != NOTHING
     assert found.depth == 1
     assert len(found.source) > 100, "as of those that are committed"

@@ -11,7 +11,7 @@ import pytest
 
 import quire
 from quire.cli import main
-from quire.cli.simulate import _made, plant_of
+from quire.cli.simulate import _generate_trace, read_deployment
 from quire.config import EngineConfig
 from quire.errors import StartupError
 from quire.sim.cost import FOLDER
@@ -89,13 +89,13 @@ def test_a_trace_keeps_its_times_or_is_stretched(tmp_path: Path) -> None:
 
 def test_the_size_of_the_kv_memory() -> None:
     """What the calibration's device had for its model, what it would have left for another, or what is asked for."""
-    assert plant_of(EngineConfig(), "a100-13b").kv_tokens == 12 * 2**30 // 819200
-    assert plant_of(EngineConfig(kv_gib=1.0), "a100-13b").kv_tokens == 2**30 // 819200
-    assert plant_of(EngineConfig(kv_tokens=500), "a100-13b").kv_tokens == 500
-    other = plant_of(EngineConfig(model_config="llama-7b"), "a100-13b")
+    assert read_deployment(EngineConfig(), "a100-13b").kv_tokens == 12 * 2**30 // 819200
+    assert read_deployment(EngineConfig(kv_gib=1.0), "a100-13b").kv_tokens == 2**30 // 819200
+    assert read_deployment(EngineConfig(kv_tokens=500), "a100-13b").kv_tokens == 500
+    other = read_deployment(EngineConfig(model_config="llama-7b"), "a100-13b")
     assert 15e9 < other.kv_tokens * other.spec.token_bytes(2) < 22e9
     with pytest.raises(StartupError, match="leave no room for KV"):
-        plant_of(EngineConfig(model_config="opt-66b"), "a100-13b")
+        read_deployment(EngineConfig(model_config="opt-66b"), "a100-13b")
 
 
 def test_the_model_is_the_calibration_s_where_none_is_named(tmp_path: Path) -> None:
@@ -103,11 +103,11 @@ def test_the_model_is_the_calibration_s_where_none_is_named(tmp_path: Path) -> N
     path = tmp_path / "mine.json"
     for name, layers in (("tiny", 6), ("llama3-8b", 32)):
         path.write_text(json.dumps({**content, "model": name}))
-        assert len(plant_of(EngineConfig(kv_gib=1.0), str(path)).spec.layers) == layers
+        assert len(read_deployment(EngineConfig(kv_gib=1.0), str(path)).spec.layers) == layers
     path.write_text(json.dumps({**content, "model": "mine"}))
     with pytest.raises(StartupError, match="mine, isn't known by name"):
-        plant_of(EngineConfig(), str(path))
-    assert plant_of(EngineConfig(model_config="llama-7b"), str(path)).spec.heads == 32
+        read_deployment(EngineConfig(), str(path))
+    assert read_deployment(EngineConfig(model_config="llama-7b"), str(path)).spec.heads == 32
 
 
 @pytest.mark.parametrize(
@@ -151,12 +151,12 @@ def test_a_search_ends_where_requests_do(
 
 
 def test_higher_rates_serve_the_same_requests_and_more() -> None:
-    plant = plant_of(EngineConfig(), "a100-13b")
-    few, many = (_made("sharegpt", 50.0, plant, rate) for rate in (1.0, 3.1))
+    plant = read_deployment(EngineConfig(), "a100-13b")
+    few, many = (_generate_trace("sharegpt", 50.0, plant, rate) for rate in (1.0, 3.1))
     assert (len(few), len(many)) == (50, 155)
     for one, same in zip(few, many):
         assert (one.params, len(one.prompt)) == (same.params, len(same.prompt))
-        assert one.at == pytest.approx(3.1 * same.at)
+        assert one.arrival == pytest.approx(3.1 * same.arrival)
 
 
 def test_a_trace_of_texts_is_counted_by_a_tokenizer(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_a_trace_of_texts_is_counted_by_a_tokenizer(tmp_path: Path) -> None:
 
 def test_the_document_is_written_before_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "s.json"
-    monkeypatch.setattr("quire.cli.simulate.show", lambda results, plant: 1 / 0)
+    monkeypatch.setattr("quire.cli.simulate.format_results", lambda results, plant: 1 / 0)
     assert main([*A100, "--workload", "alpaca@2", "--rate", "5", "--out", str(out)]) == 2
     assert len(json.loads(out.read_text())["results"]) == 1
 

@@ -12,19 +12,29 @@ import pytest
 from quire.bench.workloads import parse
 from quire.config import EngineConfig
 from quire.errors import StartupError
-from quire.sim.cost import FOLDER, Attention, Coefficients, Cost, Shape, load, names, padded, work_of
-from quire.source import read_source
-from quire.vocabulary.plan import Copy, In, Out, Row, StepPlan, Table
-from quire.vocabulary.specs import LayerSpec, ModelSpec, StatePart
+from quire.sim.cost import (
+    FOLDER,
+    AttentionShape,
+    Coefficients,
+    CostModel,
+    ModelShape,
+    add_padding,
+    calibration_names,
+    load_calibration,
+    step_work,
+)
+from quire.source import read_checkpoint
+from quire.vocabulary.plan import PageCopy, SeqSlice, StepPlan, SwapIn, SwapOut, TableWrite
+from quire.vocabulary.specs import LayerSpec, ModelSpec, StateTensor
 
 NOTHING = Coefficients(*(0.0,) * 10)
-SHAPE = Shape(100, 10, 2, (Attention(None, 8, 4), Attention(3, 16, 2)))
+SHAPE = ModelShape(100, 10, 2, (AttentionShape(None, 8, 4), AttentionShape(3, 16, 2)))
 
 
 def test_work_of_a_plan() -> None:
-    rows = (Row(1, (5,), 9, 1), Row(2, (1, 2, 3, 4), 2, 0), Row(3, (7, 8), 0, 1))
-    journal = (Table(1, 0, 0, (1,)), Copy(0, 1, 2), Out(1, 3, 1))
-    work = work_of(StepPlan((), journal, rows, (In(0, 1, 3),)), SHAPE, (1000, 10))
+    rows = (SeqSlice(1, (5,), 9, 1), SeqSlice(2, (1, 2, 3, 4), 2, 0), SeqSlice(3, (7, 8), 0, 1))
+    journal = (TableWrite(1, 0, 0, (1,)), PageCopy(0, 1, 2), SwapOut(1, 3, 1))
+    work = step_work(StepPlan((), journal, rows, (SwapIn(0, 1, 3),)), SHAPE, (1000, 10))
     assert (work.rows, work.tokens) == (3, 7)
     assert work.operations == 2 * (100 * 7 + 10 * 2)
     assert work.kv_bytes == 10 * 8 + 3 * 16  # ten positions, of which a window of three shows three
@@ -35,24 +45,26 @@ def test_work_of_a_plan() -> None:
 
 
 def test_budgets_are_read_after_a_prompt_that_is_seen_whole() -> None:
-    part = Attention(None, 1, 1, budget=5)
-    assert [part.seen(length) for length in (1, 5, 6, 100)] == [1, 5, 5, 5]
-    assert part.pairs(10) == 55
+    part = AttentionShape(None, 1, 1, budget=5)
+    assert [part.visible_tokens(length) for length in (1, 5, 6, 100)] == [1, 5, 5, 5]
+    assert part.attended_pairs(10) == 55
 
 
 def test_layers_that_share_are_read_and_heads_may_differ() -> None:
-    layers = (LayerSpec(1, 8), LayerSpec(1, 8, shares=0), LayerSpec(1, 8, window=4, heads=3))
+    layers = (LayerSpec(1, 8), LayerSpec(1, 8, kv_source_layer=0), LayerSpec(1, 8, window=4, heads=3))
     spec = ModelSpec("made up", layers, 64, 32, 16, 2, 1, 2000)
-    full, window = Shape.of(spec, 2, tied=True).attention
-    assert full == Attention(None, 2 * (2 * 8 * 2), 2 * (4 * 2 * 8))
-    assert window == Attention(4, 2 * 8 * 2, 4 * 3 * 8)
+    full, window = ModelShape.from_spec(spec, 2, tied=True).attention
+    assert full == AttentionShape(None, 2 * (2 * 8 * 2), 2 * (4 * 2 * 8))
+    assert window == AttentionShape(4, 2 * 8 * 2, 4 * 3 * 8)
 
 
 def test_states_are_read_and_written_by_every_row() -> None:
-    state = LayerSpec(0, 0, state=(StatePart("ssm", (4, 8), 4),))
-    shape = Shape.of(ModelSpec("made up", (state, LayerSpec(1, 8), state), 64, 32, 16, 2, 1, 2000), 2, tied=True)
-    assert shape.attention == (Attention(None, 32, 4 * 2 * 8),)
-    work = work_of(StepPlan((), (), (Row(1, (5,), 9, 1), Row(2, (1, 2, 3), 0, 0))), shape, ())
+    state = LayerSpec(0, 0, state_tensors=(StateTensor("ssm", (4, 8), 4),))
+    shape = ModelShape.from_spec(
+        ModelSpec("made up", (state, LayerSpec(1, 8), state), 64, 32, 16, 2, 1, 2000), 2, tied=True
+    )
+    assert shape.attention == (AttentionShape(None, 32, 4 * 2 * 8),)
+    work = step_work(StepPlan((), (), (SeqSlice(1, (5,), 9, 1), SeqSlice(2, (1, 2, 3), 0, 0))), shape, ())
     assert work.kv_bytes == 10 * 32 + 2 * 2 * 256
 
 
@@ -60,78 +72,84 @@ def test_few_tokens_read_the_experts_that_they_take_and_many_read_all() -> None:
     """Jamba's: two of sixteen. A token takes two, a second one may take the same."""
     spec = ModelSpec("made up", (LayerSpec(1, 8),), 64, 32, 16, 2, 1, 3000, experts=16, active_experts=2,
                      expert_parameters=1600)  # fmt: skip
-    shape = Shape.of(spec, 2, tied=True)
+    shape = ModelShape.from_spec(spec, 2, tied=True)
     dense = 3000 - 1600
-    assert (shape.weight_bytes, shape.applied) == (2 * 3000, dense - 64 * 16 + 200)
-    assert shape.read(1) == pytest.approx(2 * (dense + 200))
-    assert shape.read(2) == pytest.approx(2 * (dense + 200 + 200 * 7 / 8))
-    assert shape.read(1000) == pytest.approx(2 * 3000)
-    work = work_of(StepPlan((), (), (Row(1, (5,), 0, 1),)), shape, ())
-    assert work.operations == 2 * (shape.applied + 64 * 16)
-    reading = Cost(shape, NOTHING._replace(weight_byte=1.0))
-    assert reading.device(work) == pytest.approx(shape.read(1))
+    assert (shape.weight_bytes, shape.weights_per_token) == (2 * 3000, dense - 64 * 16 + 200)
+    assert shape.bytes_read(1) == pytest.approx(2 * (dense + 200))
+    assert shape.bytes_read(2) == pytest.approx(2 * (dense + 200 + 200 * 7 / 8))
+    assert shape.bytes_read(1000) == pytest.approx(2 * 3000)
+    work = step_work(StepPlan((), (), (SeqSlice(1, (5,), 0, 1),)), shape, ())
+    assert work.operations == 2 * (shape.weights_per_token + 64 * 16)
+    reading = CostModel(shape, NOTHING._replace(weight_byte=1.0))
+    assert reading.device_seconds(work) == pytest.approx(shape.bytes_read(1))
 
 
 def test_cost_is_the_sum_of_its_parts() -> None:
-    work = work_of(StepPlan((), (Copy(0, 1, 2),), (Row(1, (5,), 9, 1),)), SHAPE, (1000,))
+    work = step_work(StepPlan((), (PageCopy(0, 1, 2),), (SeqSlice(1, (5,), 9, 1),)), SHAPE, (1000,))
     coefficients = Coefficients(1e-3, 1e-2, 1.0, 1.0, 1.0, 1.0, 5.0, 7.0, 0.5, 0.25)
-    assert Cost(SHAPE, coefficients).device(work) == pytest.approx(0.22 + 2.2 + 128 + 1000 + 5 + 7)
-    assert Cost(SHAPE, coefficients).host(work) == 0.75
-    only_copies = work_of(StepPlan((), (Copy(0, 1, 2),), ()), SHAPE, (1000,))
-    assert Cost(SHAPE, coefficients).device(only_copies) == 1000
+    assert CostModel(SHAPE, coefficients).device_seconds(work) == pytest.approx(0.22 + 2.2 + 128 + 1000 + 5 + 7)
+    assert CostModel(SHAPE, coefficients).host_seconds(work) == 0.75
+    only_copies = step_work(StepPlan((), (PageCopy(0, 1, 2),), ()), SHAPE, (1000,))
+    assert CostModel(SHAPE, coefficients).device_seconds(only_copies) == 1000
 
 
 def test_reading_and_computing_overlap_and_launches_take_time() -> None:
-    decode = work_of(StepPlan((), (), (Row(1, (5,), 9, 1),)), SHAPE, ())
-    prompt = work_of(StepPlan((), (), (Row(1, (5, 6), 0, 1),)), SHAPE, ())
+    decode = step_work(StepPlan((), (), (SeqSlice(1, (5,), 9, 1),)), SHAPE, ())
+    prompt = step_work(StepPlan((), (), (SeqSlice(1, (5, 6), 0, 1),)), SHAPE, ())
     coefficients = NOTHING._replace(weight_byte=1.0, operation=1.0)
     reading = 220
     for work in (decode, prompt):
-        assert Cost(SHAPE, coefficients).device(work) == pytest.approx(reading + work.operations)
-        half = Cost(SHAPE, coefficients._replace(overlap=2.0)).device(work)
+        assert CostModel(SHAPE, coefficients).device_seconds(work) == pytest.approx(reading + work.operations)
+        half = CostModel(SHAPE, coefficients._replace(overlap=2.0)).device_seconds(work)
         assert half == pytest.approx((reading**2 + work.operations**2) ** 0.5)
-    launched = Cost(SHAPE, coefficients._replace(launch=1e4))
-    assert launched.device(decode) == pytest.approx(reading + decode.operations), "one graph"
-    assert launched.device(prompt) == 1e4
+    launched = CostModel(SHAPE, coefficients._replace(launch=1e4))
+    assert launched.device_seconds(decode) == pytest.approx(reading + decode.operations), "one graph"
+    assert launched.device_seconds(prompt) == 1e4
 
 
 def test_the_largest_coefficients_overflow_nothing() -> None:
-    work = work_of(StepPlan((), (), (Row(1, (5,), 9, 1),)), SHAPE, ())
+    work = step_work(StepPlan((), (), (SeqSlice(1, (5,), 9, 1),)), SHAPE, ())
     most = Coefficients(*(1e6,) * 10, overlap=16.0, launch=1e6)
-    huge = Shape(10**15, 10**15, 2, SHAPE.attention)
-    assert Cost(SHAPE, most).device(work) < Cost(huge, most).device(work._replace(operations=1e25)) < 1e32
-    assert Cost(SHAPE, NOTHING._replace(step=1.0, overlap=2.0)).device(work) == 1.0, "neither takes any time"
+    huge = ModelShape(10**15, 10**15, 2, SHAPE.attention)
+    assert (
+        CostModel(SHAPE, most).device_seconds(work)
+        < CostModel(huge, most).device_seconds(work._replace(operations=1e25))
+        < 1e32
+    )
+    assert CostModel(SHAPE, NOTHING._replace(step=1.0, overlap=2.0)).device_seconds(work) == 1.0, (
+        "neither takes any time"
+    )
 
 
 def test_padding_costs_as_much_as_what_it_pads() -> None:
-    work = work_of(StepPlan((), (), (Row(1, (5,), 9, 1), Row(2, (5,), 4, 1))), SHAPE, ())
-    more = padded(work, SHAPE, 3, 2)
+    work = step_work(StepPlan((), (), (SeqSlice(1, (5,), 9, 1), SeqSlice(2, (5,), 4, 1))), SHAPE, ())
+    more = add_padding(work, SHAPE, 3, 2)
     assert (more.rows, more.tokens) == (4, 7)
     assert more.operations == 2 * (100 * 7 + 10 * 4)
     assert more.kv_bytes == 2 * work.kv_bytes
 
 
 def test_shape_of_a_model() -> None:
-    spec = read_source(EngineConfig(model_config="llama3-8b"), weights=False).spec
-    shape = Shape.of(spec, 2, tied=False)
+    spec = read_checkpoint(EngineConfig(model_config="llama3-8b"), weights=False).spec
+    shape = ModelShape.from_spec(spec, 2, tied=False)
     assert shape.weight_bytes == pytest.approx(15.01e9, rel=1e-3)  # the embedding table isn't read
-    assert shape.attention == (Attention(None, 131072, 4 * 32 * 128 * 32),)
-    opt = read_source(EngineConfig(model_config="opt-13b"), weights=False).spec
-    assert Shape.of(opt, 2, tied=True).weight_bytes == pytest.approx(2 * opt.parameters)
+    assert shape.attention == (AttentionShape(None, 131072, 4 * 32 * 128 * 32),)
+    opt = read_checkpoint(EngineConfig(model_config="opt-13b"), weights=False).spec
+    assert ModelShape.from_spec(opt, 2, tied=True).weight_bytes == pytest.approx(2 * opt.parameters)
 
 
 @pytest.mark.parametrize("bound", [{}, {"window": 3}, {"chunk": 4}, {"chunk": 1}])
 def test_what_tokens_attend_to_is_counted_as_they_see_it(bound: dict[str, int]) -> None:
-    part = Attention(**{"window": None, "token_bytes": 1, "pair": 1, **bound})
+    part = AttentionShape(**{"window": None, "token_bytes": 1, "pair_operations": 1, **bound})
     window, chunk = bound.get("window", 99), bound.get("chunk", 99)
 
     def sees(token: int, other: int) -> bool:
         return token - other < window and token // chunk == other // chunk
 
     for length in range(1, 20):
-        assert part.seen(length) == sum(sees(length - 1, q) for q in range(length))
-        assert part.pairs(length) == sum(sees(p, q) for p in range(length) for q in range(p + 1))
-    assert part.pairs(0) == 0
+        assert part.visible_tokens(length) == sum(sees(length - 1, q) for q in range(length))
+        assert part.attended_pairs(length) == sum(sees(p, q) for p in range(length) for q in range(p + 1))
+    assert part.attended_pairs(0) == 0
 
 
 def calibration(**changed: Any) -> str:
@@ -178,19 +196,19 @@ def test_bad_calibrations_are_refused(tmp_path: Path, words: str) -> None:
     path = tmp_path / "bad.json"
     path.write_bytes(BAD[words].encode("utf-8", "surrogateescape"))
     with pytest.raises(StartupError) as refused:
-        load(str(path))
+        load_calibration(str(path))
     assert words in str(refused.value)
     assert "quire bench calibrate" in str(refused.value)
 
 
 def test_unknown_names_say_what_is_known() -> None:
     with pytest.raises(StartupError, match=r"there is no calibration 'h100'.*a100-13b.*h200-llama3-8b"):
-        load("h100")
+        load_calibration("h100")
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", calibration_names())
 def test_committed_calibrations_say_where_they_are_from(name: str) -> None:
-    found = load(name)
+    found = load_calibration(name)
     assert len(found.source) > 100
     if found.error is not None:
         assert found.error["median"] <= found.error["target"]
@@ -198,15 +216,17 @@ def test_committed_calibrations_say_where_they_are_from(name: str) -> None:
 
 def test_the_paper_s_device_follows_from_its_numbers() -> None:
     """The host's time of a100-13b, from Figure 13's mean batches by Little's law."""
-    c = load("a100-13b").coefficients
-    shape = Shape.of(read_source(EngineConfig(model_config="opt-13b"), weights=False).spec, 2, tied=True)
+    c = load_calibration("a100-13b").coefficients
+    shape = ModelShape.from_spec(
+        read_checkpoint(EngineConfig(model_config="opt-13b"), weights=False).spec, 2, tied=True
+    )
     assert 1 / c.weight_byte == pytest.approx(0.8 * 1.555e12, rel=1e-4)
     assert 1 / c.operation == pytest.approx(0.5 * 312e12, rel=1e-4)
     for name, rate, batch, prompt, output in (("sharegpt", 2, 30.42, 161, 338), ("alpaca", 30, 132.44, 19, 58)):
         step = batch / (rate * output)
         lengths = np.array(parse(f"{name}@50000").lengths(0))
         context = (lengths[:, 1] * (lengths[:, 0] + lengths[:, 1] / 2)).sum() / lengths[:, 1].sum()
-        operations = 2 * (shape.body * (batch + rate * prompt * step) + shape.head * batch)
+        operations = 2 * (shape.body_weights * (batch + rate * prompt * step) + shape.head_weights * batch)
         explained = shape.weight_bytes * c.weight_byte + operations * c.operation
         explained += batch * context * shape.attention[0].token_bytes * c.kv_byte
         assert c.host_step + batch * c.host_row == pytest.approx(step - explained, rel=1e-3)
@@ -214,7 +234,7 @@ def test_the_paper_s_device_follows_from_its_numbers() -> None:
 
 @pytest.mark.parametrize(("name", "slots"), [("a100-13b", 15_700), ("a100-66b", 9_700), ("a100-175b", 60_100)])
 def test_the_paper_s_memories_hold_the_slots_of_table_1(name: str, slots: int) -> None:
-    found = load(name)
-    spec = read_source(EngineConfig(model_config=found.model), weights=False).spec
+    found = load_calibration(name)
+    spec = read_checkpoint(EngineConfig(model_config=found.model), weights=False).spec
     assert found.kv_bytes is not None
     assert found.kv_bytes / spec.token_bytes(2) == pytest.approx(slots, rel=0.02)

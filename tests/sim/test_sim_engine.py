@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from quire.config import EngineConfig
-from quire.sim.cost import Attention, Coefficients, Cost, Shape
+from quire.sim.cost import AttentionShape, Coefficients, CostModel, ModelShape
 from quire.sim.echo import EchoRunner
-from quire.sim.simulate import Arriving, Simulation
+from quire.sim.simulate import Simulation, TraceRequest
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.plan import StepPlan, StepResult
 from quire.vocabulary.specs import LayerSpec, ModelSpec
 
 SPEC = ModelSpec("none", (LayerSpec(2, 16),) * 2, 512, 256, 64, 4, 128, 10**6, eos_ids=(7, 8))
-SHAPE = Shape.of(SPEC, 2, tied=True)
+SHAPE = ModelShape.from_spec(SPEC, 2, tied=True)
 NOTHING = Coefficients(*(0.0,) * 10)
 SOME = NOTHING._replace(step=0.01, row=0.001, operation=1e-9, kv_byte=1e-6, swapped_byte=1e-7, host_step=0.002)
 SMALL = EngineConfig(page_size=4, max_num_seqs=6, max_num_batched_tokens=32, swap_gib=0.001)
@@ -26,26 +26,26 @@ def asked(output: int, n: int = 1) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=output, n=n, ignore_eos=True, detokenize=False)
 
 
-def trace(count: int) -> list[Arriving]:
+def trace(count: int) -> list[TraceRequest]:
     """Prompts that differ from the first token on, of different lengths; the last ones come after a pause."""
     found = []
     for i in range(count):
         prompt = [10 + (31 * i + 7 * j) % 400 for j in range(5 + 11 * i % 40)]
-        found.append(Arriving(0.02 * i + 5.0 * (i > count - 4), prompt, asked(3 + 13 * i % 30, 1 + i % 2)))
+        found.append(TraceRequest(0.02 * i + 5.0 * (i > count - 4), prompt, asked(3 + 13 * i % 30, 1 + i % 2)))
     return found
 
 
 def planned(config: EngineConfig, depth: int, echo: EchoRunner | None = None) -> tuple[list[Any], Simulation]:
     """What was planned, token values aside, which a simulation doesn't have; those of an EchoRunner, if it is given."""
-    simulation = Simulation(config, SPEC, Cost(SHAPE, SOME), 160, kind="cpu", depth=depth)
+    simulation = Simulation(config, SPEC, CostModel(SHAPE, SOME), 160, kind="cpu", depth=depth)
     runner, plans = simulation.runner, list[Any]()
     submit, collect = runner.submit, runner.collect
     if echo is not None:
-        echo.bind(simulation.engine.scheduler.memory.geometry)
+        echo.bind(simulation.engine.scheduler.memory.kv_config)
 
     def noted(plan: StepPlan) -> int:
-        rows = [(row.slot, len(row.tokens), row.start, row.sample) for row in plan.rows]
-        plans.append((plan.births, plan.journal, rows, plan.ahead))
+        rows = [(row.slot, len(row.tokens), row.start, row.num_samples) for row in plan.slices]
+        plans.append((plan.new_slots, plan.page_ops, rows, plan.overlapped_page_ops))
         if echo is not None:
             echo.submit(plan)
         return submit(plan)
@@ -66,19 +66,19 @@ def test_plans_are_those_of_a_runner_that_computes(depth: int, preemption: str) 
     simulated, simulation = planned(config, depth)
     computed, _ = planned(config, depth, EchoRunner(depth))
     assert simulated == computed
-    assert simulation.engine.scheduler.preemptions > 0
-    assert not simulation.engine.unfinished
+    assert simulation.engine.scheduler.num_preemptions > 0
+    assert not simulation.engine.has_unfinished_requests
 
 
 def test_time_is_exact_without_overlap() -> None:
-    cost = Cost(SHAPE, NOTHING._replace(step=1.0, host_step=0.25))
+    cost = CostModel(SHAPE, NOTHING._replace(step=1.0, host_step=0.25))
     outcome = Simulation(SMALL, SPEC, cost, 160).run(
-        [Arriving(0.0, [1, 2, 3, 4], asked(3)), Arriving(10.0, [5], asked(1))]
+        [TraceRequest(0.0, [1, 2, 3, 4], asked(3)), TraceRequest(10.0, [5], asked(1))]
     )
-    assert outcome.served[0].events == [(1.25, 1), (2.5, 1), (3.75, 1)]
-    assert outcome.served[1].events == [(11.25, 1)]  # the clock went on to its arrival
+    assert outcome.requests[0].token_times == [(1.25, 1), (2.5, 1), (3.75, 1)]
+    assert outcome.requests[1].token_times == [(11.25, 1)]  # the clock went on to its arrival
     assert outcome.totals.seconds == 11.25
-    assert outcome.totals.busy == 4 / 11.25
+    assert outcome.totals.busy_share == 4 / 11.25
 
 
 @pytest.mark.parametrize(
@@ -89,40 +89,40 @@ def test_time_is_exact_without_overlap() -> None:
     ],
 )
 def test_time_is_exact_with_two_steps_in_flight(step: float, host: float, times: list[float]) -> None:
-    cost = Cost(SHAPE, NOTHING._replace(step=step, host_step=host))
+    cost = CostModel(SHAPE, NOTHING._replace(step=step, host_step=host))
     simulation = Simulation(SMALL, SPEC, cost, 160, depth=2)
-    outcome = simulation.run([Arriving(0.0, [1, 2, 3, 4], asked(3))])
-    assert outcome.served[0].events == [(time, 1) for time in times]
+    outcome = simulation.run([TraceRequest(0.0, [1, 2, 3, 4], asked(3))])
+    assert outcome.requests[0].token_times == [(time, 1) for time in times]
     assert simulation.engine.stats.step_seconds == 3 * step  # a step's seconds are the device's, though steps overlap
 
 
 def test_a_request_joins_when_it_comes() -> None:
-    cost = Cost(SHAPE, NOTHING._replace(step=1.0))
-    requests = [Arriving(0.0, [1, 2], asked(4)), Arriving(1.5, [3, 4], asked(2))]
+    cost = CostModel(SHAPE, NOTHING._replace(step=1.0))
+    requests = [TraceRequest(0.0, [1, 2], asked(4)), TraceRequest(1.5, [3, 4], asked(2))]
     outcome = Simulation(SMALL, SPEC, cost, 160).run(requests)
-    assert [time for time, _ in outcome.served[0].events] == [1, 2, 3, 4]
-    assert [time for time, _ in outcome.served[1].events] == [3, 4]
+    assert [time for time, _ in outcome.requests[0].token_times] == [1, 2, 3, 4]
+    assert [time for time, _ in outcome.requests[1].token_times] == [3, 4]
     assert outcome.totals.mean_running == 1.5
 
 
 def test_tokens_end_no_sequence() -> None:
     """7, which is drawn where it may be, is an end token here."""
     params = SamplingParams(temperature=0.0, max_tokens=9, detokenize=False)
-    simulation = Simulation(SMALL, SPEC, Cost(SHAPE, SOME), 160)
-    outcome = simulation.run([Arriving(0.0, [1, 2, 3], params)])
-    assert sum(count for _, count in outcome.served[0].events) == 9
-    assert 7 not in simulation.runner.tokens
-    assert 8 not in simulation.runner.tokens
+    simulation = Simulation(SMALL, SPEC, CostModel(SHAPE, SOME), 160)
+    outcome = simulation.run([TraceRequest(0.0, [1, 2, 3], params)])
+    assert sum(count for _, count in outcome.requests[0].token_times) == 9
+    assert 7 not in simulation.runner.drawn_tokens
+    assert 8 not in simulation.runner.drawn_tokens
 
 
 def test_static_batches_pay_for_their_padding() -> None:
     """Two prompts of 8 and 2 tokens and outputs of 1 and 3: 6 tokens pad the second, and the first one's row
     is computed in the two steps after its end."""
-    shape = Shape(1, 0, 1, (Attention(None, 0, 0),))
-    cost = Cost(shape, NOTHING._replace(operation=0.5))
-    requests = [Arriving(0.0, list(range(10, 18)), asked(1)), Arriving(0.0, [20, 21], asked(3))]
+    shape = ModelShape(1, 0, 1, (AttentionShape(None, 0, 0),))
+    cost = CostModel(shape, NOTHING._replace(operation=0.5))
+    requests = [TraceRequest(0.0, list(range(10, 18)), asked(1)), TraceRequest(0.0, [20, 21], asked(3))]
     config = EngineConfig(memory="ft", page_size=4, max_model_len=32)
     outcome = Simulation(config, SPEC, cost, 160).run(requests)
-    assert [time for time, _ in outcome.served[1].events] == [16, 18, 20]
+    assert [time for time, _ in outcome.requests[1].token_times] == [16, 18, 20]
     paged = Simulation(EngineConfig(page_size=4), SPEC, cost, 160).run(requests)
-    assert [time for time, _ in paged.served[1].events] == [10, 11, 12]
+    assert [time for time, _ in paged.requests[1].token_times] == [10, 11, 12]

@@ -9,18 +9,18 @@ import pytest
 
 from quire.config import EngineConfig
 from quire.errors import StartupError
-from quire.sim.cost import Coefficients, Cost, Shape
+from quire.sim.cost import Coefficients, CostModel, ModelShape
 from quire.sim.simulate import (
     MEASURES,
     STATISTICS,
-    Arriving,
     Objective,
-    Outcome,
     Simulation,
+    SimulationResult,
+    TraceRequest,
     highest_rate,
     mean_usage,
-    meets,
-    objective,
+    meets_objectives,
+    parse_objective,
 )
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.specs import LayerSpec, ModelSpec
@@ -36,18 +36,20 @@ def asked(output: int) -> SamplingParams:
 def server(seqs: int = 1) -> Simulation:
     """It computes one step a second, for `seqs` sequences."""
     config = EngineConfig(page_size=4, max_num_seqs=seqs, max_num_batched_tokens=32, enable_prefix_caching=False)
-    return Simulation(config, SPEC, Cost(Shape.of(SPEC, 2, True), SECOND), 64 * seqs, kind="cpu")
+    return Simulation(config, SPEC, CostModel(ModelShape.from_spec(SPEC, 2, True), SECOND), 64 * seqs, kind="cpu")
 
 
-def serve(rate: float, objectives: list[Objective], count: int = 120, output: int = 1, seqs: int = 1) -> Outcome:
+def serve(
+    rate: float, objectives: list[Objective], count: int = 120, output: int = 1, seqs: int = 1
+) -> SimulationResult:
     """A request comes every 1 / rate seconds."""
-    return server(seqs).run([Arriving(i / rate, [1, 2, 3], asked(output)) for i in range(count)], objectives)
+    return server(seqs).run([TraceRequest(i / rate, [1, 2, 3], asked(output)) for i in range(count)], objectives)
 
 
 @pytest.mark.parametrize(("output", "seqs", "most"), [(1, 1, 1.0), (4, 1, 0.25), (4, 2, 0.5)])
 def test_the_rate_of_a_server_that_is_known(output: int, seqs: int, most: float) -> None:
-    goals = [objective(f"p99-e2e-ms={1000 * (output + 1.5)}")]
-    found = highest_rate(lambda rate: meets(serve(rate, goals, 120, output, seqs), goals), start=8.0)
+    goals = [parse_objective(f"p99-e2e-ms={1000 * (output + 1.5)}")]
+    found = highest_rate(lambda rate: meets_objectives(serve(rate, goals, 120, output, seqs), goals), start=8.0)
     assert 0.97 * most <= found <= 1.03 * most
 
 
@@ -93,15 +95,15 @@ def test_a_search_that_would_not_end_is_not_begun(search: tuple[float, ...], wor
 @pytest.mark.parametrize("at", [math.nan, math.inf])
 def test_a_request_that_never_comes_is_not_waited_for(at: float) -> None:
     with pytest.raises(AssertionError, match="never comes"):
-        server().run([Arriving(0.0, [1], asked(1)), Arriving(at, [1], asked(1))])
+        server().run([TraceRequest(0.0, [1], asked(1)), TraceRequest(at, [1], asked(1))])
 
 
 def test_an_overloaded_run_is_given_up_early() -> None:
-    goals = [objective("mean-e2e-ms=5000")]
+    goals = [parse_objective("mean-e2e-ms=5000")]
     outcome = serve(4.0, goals, 1000)
     assert not outcome.totals.finished
     assert outcome.totals.seconds < 300  # of 1000: three quarters of all requests have yet to be served
-    assert not meets(outcome, goals)
+    assert not meets_objectives(outcome, goals)
 
 
 @pytest.mark.share(6)
@@ -114,15 +116,15 @@ def test_only_lost_runs_are_given_up(statistic: str, measure: str) -> None:
     for limit in np.geomspace(0.2, 100, 14):
         goal = Objective(statistic, measure, float(limit))
         outcome = serve(rate, [goal], 60, 3, 2)
-        assert meets(outcome, [goal]) == meets(whole, [goal])
+        assert meets_objectives(outcome, [goal]) == meets_objectives(whole, [goal])
         gaveup += not outcome.totals.finished
     assert gaveup > 0
 
 
 def test_a_run_can_be_cut() -> None:
-    cut, whole = (server().run([Arriving(0.0, [1, 2, 3], asked(1))] * 40, until=until) for until in (10.0, 1000.0))
+    cut, whole = (server().run([TraceRequest(0.0, [1, 2, 3], asked(1))] * 40, until=until) for until in (10.0, 1000.0))
     assert (cut.totals.seconds, cut.totals.finished) == (10.0, False)
-    assert sum(one.done for one in cut.served) == 10
+    assert sum(one.done for one in cut.requests) == 10
     assert whole.totals.finished
 
 
@@ -133,20 +135,20 @@ def test_registered_prefixes_are_shared_from_the_first_request_on() -> None:
     )
     outcomes = []
     for registered in (True, False):
-        simulation = Simulation(config, SPEC, Cost(Shape.of(SPEC, 2, True), SECOND), 128, kind="cpu")
+        simulation = Simulation(config, SPEC, CostModel(ModelShape.from_spec(SPEC, 2, True), SECOND), 128, kind="cpu")
         if registered:
-            simulation.register("prefix", [5] * 40)
+            simulation.register_prefix("prefix", [5] * 40)
             assert simulation.clock.now == 1.0
-        outcomes.append(simulation.run([Arriving(0.0, [5] * 40 + [6], asked(4))] * 6))
+        outcomes.append(simulation.run([TraceRequest(0.0, [5] * 40 + [6], asked(4))] * 6))
     shared, alone = outcomes
-    assert shared.served[0].arrival == 1.0
+    assert shared.requests[0].arrival == 1.0
     assert shared.totals.mean_running > 2 * alone.totals.mean_running
-    assert all(one.events[-1][0] - one.arrival == 4.0 for one in shared.served)
+    assert all(one.token_times[-1][0] - one.arrival == 4.0 for one in shared.requests)
 
 
 def test_measures_of_one_request() -> None:
-    [one] = serve(1.0, [], 1, 4).served
-    assert [one.least(measure, 99.0) for measure in ("e2e", "ttft", "tpot", "normalised")] == [4.0, 1.0, 1.0, 1.0]
+    [one] = serve(1.0, [], 1, 4).requests
+    assert [one.lower_bound(measure, 99.0) for measure in ("e2e", "ttft", "tpot", "normalised")] == [4.0, 1.0, 1.0, 1.0]
     goal = Objective("mean", "normalised", 1.0)
     assert goal.value([one]) == 1.0
     assert goal.name == "mean-normalised-ms"
@@ -154,11 +156,11 @@ def test_measures_of_one_request() -> None:
 
 def test_memory_is_sampled_evenly_and_in_bounds() -> None:
     outcome = serve(1e6, [], 900, 4, 1)  # all come at once, so the trace's length says nothing of the run's
-    times = [moment.time for moment in outcome.moments]
+    times = [moment.time for moment in outcome.timeline]
     assert 200 < len(times) <= 801
     assert times == sorted(times)
     assert times[-1] > 0.98 * outcome.totals.seconds
-    assert mean_usage(outcome.moments).total == outcome.moments[0].usage.total
+    assert mean_usage(outcome.timeline).total == outcome.timeline[0].usage.total
 
 
 @pytest.mark.parametrize(
@@ -167,4 +169,4 @@ def test_memory_is_sampled_evenly_and_in_bounds() -> None:
 )  # fmt: skip
 def test_bad_objectives_say_what_was_expected(text: str) -> None:
     with pytest.raises(StartupError, match="such as p99-normalised-ms=200"):
-        objective(text)
+        parse_objective(text)

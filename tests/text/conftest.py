@@ -10,7 +10,7 @@ import echo_service
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from quire.text.grammars import Grammars
+from quire.text.grammars import GrammarCompiler
 
 CORPUS = [
     "The gathering of pages is a quire, isn't it? Hello, world!",
@@ -103,5 +103,5 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def grammars() -> Grammars:
-    return Grammars(echo_service.tokenizer(), echo_service.VOCAB, (0,))
+def grammars() -> GrammarCompiler:
+    return GrammarCompiler(echo_service.tokenizer(), echo_service.VOCAB, (0,))

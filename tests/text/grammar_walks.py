@@ -6,13 +6,13 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from quire.text.grammars import CompiledGrammar, Grammars, Place
+from quire.text.grammars import CompiledGrammar, GrammarCompiler, GrammarMatcher
 from quire.vocabulary.structured import Structured, StructuredOutputsParams
 
 END = 0
 FREE = {"type": "string"}
 TOO_MANY = "lexer error: too many states"
-Pair = tuple[Place, Place]
+Pair = tuple[GrammarMatcher, GrammarMatcher]
 
 
 def form(schema: Any, compact: bool = False) -> Structured:
@@ -24,14 +24,14 @@ def listed(item: Any = FREE, **limits: int) -> dict[str, Any]:
     return {"type": "array", "items": {**item, **limits}, "minItems": 3}
 
 
-def grammars_of(words: Any, size: int) -> Grammars:
-    return Grammars(words, size, (END,))
+def grammars_of(words: Any, size: int) -> GrammarCompiler:
+    return GrammarCompiler(words, size, (END,))
 
 
-def place_of(grammar: CompiledGrammar, remembered: bool) -> Place:
-    place = grammar.matcher()
+def place_of(grammar: CompiledGrammar, remembered: bool) -> GrammarMatcher:
+    place = grammar.new_matcher()
     if not remembered:
-        place.at = None
+        place.node = None
     return place
 
 
@@ -43,10 +43,10 @@ def side_by_side(
     Places before each step are given out; now and then they are copies."""
     place, told = pair
     for step in range(steps):
-        [mask] = grammar.masks([place])
-        assert [mask] == other.masks([told])
-        assert place.forced() == told.forced()
-        allowed = grammar.masker.allowed(mask).tolist()
+        [mask] = grammar.compute_masks([place])
+        assert [mask] == other.compute_masks([told])
+        assert place.forced_tokens() == told.forced_tokens()
+        allowed = grammar.backend.allowed_tokens(mask).tolist()
         some = [token for token in allowed if liked(token)]
         token = rng.choice(some if some and rng.random() < 0.65 else allowed)
         if step % 9 == 5:
@@ -57,12 +57,12 @@ def side_by_side(
             return
 
 
-def spoken(grammar: CompiledGrammar, place: Place, text: str) -> str:
+def spoken(grammar: CompiledGrammar, place: GrammarMatcher, text: str) -> str:
     """Go on behind a text, a byte a token, with the mask of each; the first complaint."""
-    counted = grammar.masker.counted
+    counted = grammar.backend.counted_strings
     for each in text.encode():
-        [mask] = grammar.masks([place])
-        token = counted.words.find(bytes([each]))
+        [mask] = grammar.compute_masks([place])
+        token = counted.vocabulary.token_id(bytes([each]))
         if why := place.accept(token) or ("" if mask[token // 8] >> token % 8 & 1 else "it was barred"):
             return why
     return ""

@@ -24,13 +24,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import echo_service
 
 from quire.errors import InputError
-from quire.text.grammars import Grammars
+from quire.text.grammars import GrammarCompiler
 from quire.vocabulary.structured import Structured
 
 
-def matches(grammars: Grammars, asked: Structured, value: Any) -> bool:
+def matches(grammars: GrammarCompiler, asked: Structured, value: Any) -> bool:
     """Whether the text of a value is of the form."""
-    place = grammars.get(asked).matcher()
+    place = grammars.get(asked).new_matcher()
     tokens = echo_service.tokenizer().encode(json.dumps(value, ensure_ascii=False), add_special_tokens=False)
     return all(place.accept(token) == "" for token in (*tokens, 0))
 
@@ -45,7 +45,7 @@ def refusal(message: str) -> dict[str, Any]:
 
 def counted(folder: Path) -> dict[str, Any]:
     """Schemas and tests of a folder's files."""
-    grammars = Grammars(echo_service.tokenizer(), echo_service.VOCAB, (0,))
+    grammars = GrammarCompiler(echo_service.tokenizer(), echo_service.VOCAB, (0,))
     schemas, tests, reasons = Counter[str](), Counter[str](), Counter[str]()
     refused: list[dict[str, Any]] = []
     wrong: list[str] = []

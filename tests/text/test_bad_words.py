@@ -6,7 +6,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from quire.text.stream import TokenText
+from quire.text.stream import TextBackend
 from quire.text.tokenizer import Tokenizer
 from quire.vocabulary.params import SamplingParams
 
@@ -37,12 +37,12 @@ def metaspace() -> Tokenizer:
 @pytest.mark.parametrize("word", ["Tokyo", " Tokyo"])
 @pytest.mark.parametrize("text", ["Tokyo", "a Tokyo", "a\nTokyo", "a  Tokyo"])
 def test_every_spelling_is_banned(tokenizer: Tokenizer, word: str, text: str) -> None:
-    banned = TokenText(tokenizer).resolve(SamplingParams(bad_words=[word])).bad_word_ids
+    banned = TextBackend(tokenizer).resolve(SamplingParams(bad_words=[word])).bad_word_ids
     ids = tokenizer.encode(text)
     assert any(tuple(ids[at : at + len(word)]) == word for word in banned for at in range(len(ids))), (banned, ids)
 
 
 def test_a_spelling_that_ends_in_another_needs_no_ban_of_its_own() -> None:
     tokenizer = byte_level()
-    banned = TokenText(tokenizer).resolve(SamplingParams(bad_words=["a"])).bad_word_ids
-    assert banned == ((tokenizer.find("a"),),)
+    banned = TextBackend(tokenizer).resolve(SamplingParams(bad_words=["a"])).bad_word_ids
+    assert banned == ((tokenizer.token_to_id("a"),),)

@@ -6,7 +6,7 @@ import pytest
 from jinja2.exceptions import SecurityError
 
 from quire.text.bounds import BoundedFormatter
-from quire.text.rendering import Work
+from quire.text.rendering import TemplateWorker
 from quire.text.sandbox import Sandbox
 
 MESSAGES = [{"role": "user", "content": "x" * 1000}]
@@ -14,9 +14,9 @@ MESSAGES = [{"role": "user", "content": "x" * 1000}]
 
 def rendered(source: str) -> list[object]:
     """What the program in the process answers; here, without its limits on memory and time."""
-    work = Work()
-    assert work.answer(["compile", source])[0] == "done"
-    return work.answer(["render", {"messages": MESSAGES}, 5.0, 1 << 20])
+    work = TemplateWorker()
+    assert work.handle(["compile", source])[0] == "done"
+    return work.handle(["render", {"messages": MESSAGES}, 5.0, 1 << 20])
 
 
 @pytest.mark.parametrize(

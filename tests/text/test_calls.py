@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from quire.errors import StartupError
-from quire.text.calls.events import CallReader, Event
-from quire.text.calls.formats import FORMATS, format_named, format_of
+from quire.text.calls.events import ParsedEvent, ToolCallParser
+from quire.text.calls.formats import TOOL_PARSERS, detect_tool_format, tool_format_named
 
 # Outputs as models write them, a hundred a format and more, with the calls and the text that are in them
 
@@ -234,11 +234,11 @@ TENTH = 10  # which outputs are cut at every character
 Found = tuple[list[tuple[str, str]], str]
 
 
-def reader(format: str) -> CallReader:
-    return FORMATS[format](TOOLS)
+def reader(format: str) -> ToolCallParser:
+    return TOOL_PARSERS[format](TOOLS)
 
 
-def found(events: list[Event]) -> Found:
+def found(events: list[ParsedEvent]) -> Found:
     calls: list[tuple[str, str]] = []
     text = ""
     for kind, piece, index in events:
@@ -255,10 +255,10 @@ def found(events: list[Event]) -> Found:
 
 def read(format: str, *pieces: str) -> Found:
     one = reader(format)
-    return found([event for piece in pieces for event in one.feed(piece)] + one.end())
+    return found([event for piece in pieces for event in one.feed(piece)] + one.finish())
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", TOOL_PARSERS)
 def test_recorded_outputs(format: str) -> None:
     """Whole and in single characters; a tenth of them cut at every character."""
     outputs = recorded(format)
@@ -273,7 +273,7 @@ def test_recorded_outputs(format: str) -> None:
             assert read(format, output.text[:cut], output.text[cut:]) == whole, (output.text, cut)
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", TOOL_PARSERS)
 def test_malformed_outputs(format: str) -> None:
     for text, calls, content in MALFORMED[format]:
         assert read(format, text) == read(format, *text), text
@@ -296,7 +296,7 @@ def test_a_call_that_is_none_is_text_unless_a_part_was_passed_on(format: str) ->
             assert read(format, text + good) == ([("f", '{"b": 2}')], text)
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", TOOL_PARSERS)
 def test_any_text_is_text_or_calls(format: str) -> None:
     """Every end of a recorded output that lost its beginning, and every beginning: nothing raises, and what has no
     calls is all text."""
@@ -323,11 +323,11 @@ def repeated(piece: str, size: int) -> str:
 def steps(format: str, text: str) -> int:
     one = reader(format)
     one.feed(text)
-    one.end()
+    one.finish()
     return one.steps
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", TOOL_PARSERS)
 def test_steps_are_linear(format: str) -> None:
     """What is hard to match, 100 KB of it together: so many steps a character whatever the length."""
     for piece in ADVERSARIAL:
@@ -338,11 +338,11 @@ def test_steps_are_linear(format: str) -> None:
 
 
 def test_formats_of_templates() -> None:
-    assert format_of("{{ '<tool_call>' }}") == "hermes"
-    assert format_of("[TOOL_CALLS]") == "mistral"
-    assert format_of("x <|python_tag|> y") == "llama3_json"
-    assert format_of("[func_name1(params_name1=params_value1]") == "pythonic"
-    assert format_of("{{ messages }}") == "json"
-    assert format_named("llama4_pythonic") == "pythonic"
+    assert detect_tool_format("{{ '<tool_call>' }}") == "hermes"
+    assert detect_tool_format("[TOOL_CALLS]") == "mistral"
+    assert detect_tool_format("x <|python_tag|> y") == "llama3_json"
+    assert detect_tool_format("[func_name1(params_name1=params_value1]") == "pythonic"
+    assert detect_tool_format("{{ messages }}") == "json"
+    assert tool_format_named("llama4_pythonic") == "pythonic"
     with pytest.raises(StartupError, match="--tool-call-parser is 'other'"):
-        format_named("other")
+        tool_format_named("other")

@@ -12,7 +12,7 @@ from test_tokenizer import TEXTS
 from tokenizers import pre_tokenizers
 
 from quire.errors import StartupError
-from quire.text.gguf import KINDS, template_of, tokenizer_of
+from quire.text.gguf import PRE_TOKENIZERS, template_of, tokenizer_of
 from quire.text.tokenizer import Tokenizer
 
 ALPHABET = pre_tokenizers.ByteLevel.alphabet()
@@ -172,4 +172,4 @@ def test_templates(folders: dict[str, Path]) -> None:
     assert template_of({"tokenizer.chat_template": 7}) is template_of({}) is None
     said = named({"model": "gpt2", **metadata(folders["byte_level"])})
     assert tokenizer_of(said | {"tokenizer.chat_template": "{{ x }}"}, "a.gguf").has_chat_template
-    assert set(CUT) < set(KINDS)
+    assert set(CUT) < set(PRE_TOKENIZERS)

@@ -13,9 +13,9 @@ from llguidance import LLExecutor
 import quire.text.grammar_places
 import quire.text.grammars
 from quire.bench.structured import made_up
-from quire.text.grammar_beginnings import MASKS, NODES, QUEUE, Known, Room
-from quire.text.grammar_counted import LEAST
-from quire.text.grammars import CompiledGrammar, Grammars, Place
+from quire.text.grammar_beginnings import MAX_FORCED, MAX_MASKS, MAX_NODES, PrefixNode, PrefixTreeBudget
+from quire.text.grammar_counted import MIN_VOCAB
+from quire.text.grammars import CompiledGrammar, GrammarCompiler, GrammarMatcher
 from quire.vocabulary.structured import Structured, StructuredOutputsParams
 
 END = 0
@@ -28,36 +28,36 @@ def ids(text: str) -> list[int]:
     return [token for each in text for token in echo_service.tokenizer().encode(each, add_special_tokens=False)]
 
 
-def go(place: Place, text: str) -> str:
+def go(place: GrammarMatcher, text: str) -> str:
     """Go on behind a text; the first complaint."""
     return next(filter(None, map(place.accept, ids(text))), "")
 
 
 @pytest.fixture
 def few_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(quire.text.grammars.LIMITS, "max_lexer_states", STATES)
+    monkeypatch.setitem(quire.text.grammars.PARSER_LIMITS, "max_lexer_states", STATES)
 
 
-def grammars() -> Grammars:
+def grammars() -> GrammarCompiler:
     return grammars_of(echo_service.tokenizer(), echo_service.VOCAB)
 
 
 def reference(asked: Structured, text: str) -> bytes:
     """What may follow `text` in a grammar that nobody else uses."""
-    place = grammars().get(asked).matcher()
+    place = grammars().get(asked).new_matcher()
     assert go(place, text) == ""
-    [mask] = grammars().get(COUNTED).masks([place])
+    [mask] = grammars().get(COUNTED).compute_masks([place])
     return mask
 
 
-def spoil(grammar: CompiledGrammar, by_masks: bool) -> Place:
+def spoil(grammar: CompiledGrammar, by_masks: bool) -> GrammarMatcher:
     """A string so long that the lexer has too many states: the place that made them, which ends with an error."""
-    place = grammar.matcher()
-    place.masker.one_by_one = not by_masks
+    place = grammar.new_matcher()
+    place.backend.is_serial = not by_masks
     assert go(place, '["') == ""
     for _ in range(2 * STATES):
         if by_masks:
-            grammar.masks([place])
+            grammar.compute_masks([place])
         if why := go(place, "a"):
             assert "too many states" in why
             return place
@@ -70,30 +70,30 @@ def test_what_one_output_does_to_the_lexer_ends_only_that_output(by_masks: bool)
     made = grammars()
     grammar = made.get(COUNTED)
     texts = ["", "[", '["', '["abc', '["a","', '["ab"']
-    others = [grammar.matcher() for _ in texts]
+    others = [grammar.new_matcher() for _ in texts]
     for place, text in zip(others, texts):
         assert go(place, text) == ""
     copy = others[3].copy()
     spoil(grammar, by_masks)
-    assert grammar.shared.spoiled
-    assert not made.holds(COUNTED), "getting it costs time again"
+    assert grammar.shared.lexer_exhausted
+    assert not made.is_cached(COUNTED), "getting it costs time again"
     expected = [reference(COUNTED, text) for text in texts]
-    assert grammar.masks(others) == expected
+    assert grammar.compute_masks(others) == expected
     for place, rest in zip((*others, copy), ('["x"]', '"x"]', 'x"]', 'x"]', 'x"]', "]", 'x"]')):
         assert go(place, rest) == ""
-        assert place.forced() == (END,)
+        assert place.forced_tokens() == (END,)
         assert place.accept(END) == ""
-    assert go(grammar.matcher(), '["x"]') == "", "one that is held goes on too"
-    assert go(made.get(COUNTED).matcher(), '["x"]') == ""
-    assert made.holds(COUNTED)
+    assert go(grammar.new_matcher(), '["x"]') == "", "one that is held goes on too"
+    assert go(made.get(COUNTED).new_matcher(), '["x"]') == ""
+    assert made.is_cached(COUNTED)
 
 
 @pytest.mark.usefixtures("few_states")
 def test_an_output_goes_on_in_a_grammar_made_anew_only_so_often() -> None:
     made = grammars()
-    place = made.get(COUNTED).matcher()
+    place = made.get(COUNTED).new_matcher()
     assert go(place, '["a') == ""
-    for _ in range(quire.text.grammar_places.AGAIN):
+    for _ in range(quire.text.grammar_places.MAX_RENEWALS):
         spoil(made.get(COUNTED), by_masks=False)
         assert go(place, "b") == ""
     spoil(made.get(COUNTED), by_masks=False)
@@ -104,14 +104,14 @@ def test_an_output_goes_on_in_a_grammar_made_anew_only_so_often() -> None:
 def test_a_grammar_that_takes_long_to_make_is_not_made_while_outputs_wait() -> None:
     made = grammars()
     grammar = made.get(COUNTED)
-    place = grammar.matcher()
+    place = grammar.new_matcher()
     assert go(place, '["a') == ""
-    grammar.shared.seconds = 1.0
+    grammar.shared.compile_seconds = 1.0
     spoil(grammar, by_masks=False)
     assert "the grammar can't go on" in go(place, "b")
-    assert "the grammar can't go on" in go(grammar.matcher(), '["x"]' * 2), "one that begins waits neither"
-    assert go(made.get(COUNTED).matcher(), '["x"]') == ""
-    assert go(grammar.matcher(), '["x"]') == "", "it is made meanwhile"
+    assert "the grammar can't go on" in go(grammar.new_matcher(), '["x"]' * 2), "one that begins waits neither"
+    assert go(made.get(COUNTED).new_matcher(), '["x"]') == ""
+    assert go(grammar.new_matcher(), '["x"]') == "", "it is made meanwhile"
 
 
 LARGE = 1000  # states of a lexer: one with all that a string of LONG needs has fewer
@@ -119,58 +119,58 @@ LONG = form({"type": "array", "items": {"type": "string", "maxLength": 400}}, co
 
 
 @pytest.fixture
-def counting(monkeypatch: pytest.MonkeyPatch) -> Grammars:
+def counting(monkeypatch: pytest.MonkeyPatch) -> GrammarCompiler:
     """Over a vocabulary in which strings of counted characters have masks of their own."""
-    monkeypatch.setitem(quire.text.grammars.LIMITS, "max_lexer_states", LARGE)
-    return grammars_of(made_up(LEAST), LEAST)
+    monkeypatch.setitem(quire.text.grammars.PARSER_LIMITS, "max_lexer_states", LARGE)
+    return grammars_of(made_up(MIN_VOCAB), MIN_VOCAB)
 
 
 @pytest.mark.parametrize("one_by_one", [False, True])
 def test_within_a_counted_string_an_output_goes_on_though_another_spoils_both_lexers(
-    counting: Grammars, one_by_one: bool
+    counting: GrammarCompiler, one_by_one: bool
 ) -> None:
     grammar = counting.get(LONG)
-    grammar.masker.one_by_one = one_by_one
+    grammar.backend.is_serial = one_by_one
     texts = ["", "[", '["', '["abc', '["ab","', '["a\\n', '["a\\nbc', '["ab"']
-    others = [grammar.matcher() for _ in texts]
+    others = [grammar.new_matcher() for _ in texts]
     for place, text in zip(others, texts):
         assert spoken(grammar, place, text) == ""
-    assert others[3]._room > 0
-    bad = grammar.matcher()
+    assert others[3]._chars_left > 0
+    bad = grammar.new_matcher()
     assert "too many states" in spoken(grammar, bad, '["' + 200 * "\\né")
-    assert grammar.shared.spoiled
-    assert bad._brief.is_error()
+    assert grammar.shared.lexer_exhausted
+    assert bad._counted_matcher.is_error()
     for place, rest in zip(others, ('["x"]', '"x"]', 'x"]', 'x"]', 'x"]', 'x"]', 'x"]', "]")):
         assert spoken(grammar, place, rest) == ""
-        assert place.forced() == (END,)
+        assert place.forced_tokens() == (END,)
 
 
 def test_others_at_the_place_of_one_that_fails_have_their_own_mask() -> None:
     grammar = grammars().get(COUNTED)
-    rows = [grammar.matcher() for _ in range(4)]
+    rows = [grammar.new_matcher() for _ in range(4)]
     for place in rows:
         assert go(place, "[") == ""
-    rows[0].inner = Watched(rows[0].inner, TOO_MANY)  # type: ignore[assignment]
-    masks = grammar.masks(rows)
+    rows[0].matcher = Watched(rows[0].matcher, TOO_MANY)  # type: ignore[assignment]
+    masks = grammar.compute_masks(rows)
     assert masks[0] == bytes(len(masks[0]))
     assert masks[1:] == [reference(COUNTED, "[")] * 3
-    assert grammar.shared.start.after[ids("[")[0]].mask is None
+    assert grammar.shared.root.children[ids("[")[0]].mask is None
 
 
 def test_what_must_follow_is_not_remembered_where_it_is_long() -> None:
     """Behind each text that may come first the same long one must: each place would hold it."""
-    text = "".join(chr(97 + i % 23) for i in range(2 * QUEUE))
+    text = "".join(chr(97 + i % 23) for i in range(2 * MAX_FORCED))
     grammar = grammars().get(StructuredOutputsParams(grammar=f'start: /[a-z]+/ ";" "{text}"').structured())
     for first in ("a", "b", "cd"):
-        place = grammar.matcher()
+        place = grammar.new_matcher()
         assert go(place, f"{first};") == ""
-        assert place.at.queue is None
-        run = place.forced()
+        assert place.node.forced is None
+        run = place.forced_tokens()
         assert echo_service.tokenizer().decode(list(run)) == text
         for i, token in enumerate(run):
-            assert place.forced() == run[i:]
+            assert place.forced_tokens() == run[i:]
             assert place.accept(token) == ""
-        assert place.forced() == (END,)
+        assert place.forced_tokens() == (END,)
 
 
 # What is remembered of first tokens
@@ -182,14 +182,14 @@ FORM = form({
 })  # fmt: skip
 
 
-def without(place: Place) -> Place:
+def without(place: GrammarMatcher) -> GrammarMatcher:
     """The same place of somebody who remembers nothing."""
     other = place.copy()
-    other.at = None
+    other.node = None
     return other
 
 
-@pytest.mark.parametrize("room", [(NODES, MASKS), (20, 3), (0, 0)])
+@pytest.mark.parametrize("room", [(MAX_NODES, MAX_MASKS), (20, 3), (0, 0)])
 @pytest.mark.parametrize("marker", [(), (7,)], ids=["", "behind a marker"])
 @pytest.mark.parametrize("way", ["one by one", "together", "on threads"])
 def test_masks_and_forced_tokens_are_those_that_would_be_computed(
@@ -197,49 +197,49 @@ def test_masks_and_forced_tokens_are_those_that_would_be_computed(
 ) -> None:
     """Random walks of places that remember, beside the same walks of places that don't."""
     grammar = grammars().get(replace(FORM, after=marker))
-    masker = grammar.masker
-    masker.one_by_one, masker._executor = way == "one by one", LLExecutor(2) if way == "on threads" else None
-    monkeypatch.setattr(quire.text.grammars, "FEW", 1)
-    grammar.shared.start.room.nodes, grammar.shared.start.room.masks = room
+    masker = grammar.backend
+    masker.is_serial, masker._executor = way == "one by one", LLExecutor(2) if way == "on threads" else None
+    monkeypatch.setattr(quire.text.grammars, "MAX_SERIAL_MASKS", 1)
+    grammar.shared.root.budget.nodes, grammar.shared.root.budget.masks = room
     rng = random.Random(0)
     for _ in range(12):
-        places = [grammar.matcher() for _ in range(4)]
+        places = [grammar.new_matcher() for _ in range(4)]
         plain = [without(place) for place in places]
         for place in (*places, *plain):
             for token in marker:
                 assert place.accept(token) == ""
         for step in range(25):
-            masks = grammar.masks(places)
-            assert masks == grammar.masks(plain)
-            assert [place.forced() for place in places] == [place.forced() for place in plain]
+            masks = grammar.compute_masks(places)
+            assert masks == grammar.compute_masks(plain)
+            assert [place.forced_tokens() for place in places] == [place.forced_tokens() for place in plain]
             for i, mask in enumerate(masks):
-                token = rng.choice(grammar.masker.allowed(mask)[:3].tolist())
+                token = rng.choice(grammar.backend.allowed_tokens(mask)[:3].tolist())
                 assert places[i].accept(token) == plain[i].accept(token) == ""
             if step == 5:
                 places[3], plain[3] = places[0].copy(), plain[0].copy()
-            ended = [place.inner is not None and place.inner.is_stopped() for place in places]
+            ended = [place.matcher is not None and place.matcher.is_stopped() for place in places]
             places, plain = ([one for one, end in zip(some, ended) if not end] for some in (places, plain))
-    nodes, masks_kept = counts(grammar.shared.start)
-    assert nodes == room[0] - grammar.shared.start.room.nodes <= room[0]
-    assert masks_kept == room[1] - grammar.shared.start.room.masks <= room[1]
+    nodes, masks_kept = counts(grammar.shared.root)
+    assert nodes == room[0] - grammar.shared.root.budget.nodes <= room[0]
+    assert masks_kept == room[1] - grammar.shared.root.budget.masks <= room[1]
 
 
-def counts(known: Known) -> tuple[int, int]:
+def counts(known: PrefixNode) -> tuple[int, int]:
     """Of all below: places and masks."""
-    below = [counts(one) for one in known.after.values()]
+    below = [counts(one) for one in known.children.values()]
     return len(below) + sum(nodes for nodes, _ in below), (known.mask is not None) + sum(masks for _, masks in below)
 
 
 def test_a_mask_is_kept_from_the_second_time_on() -> None:
-    known = Known(Room(nodes=2, masks=1))
-    known.keep(b"a")
+    known = PrefixNode(PrefixTreeBudget(nodes=2, masks=1))
+    known.remember_mask(b"a")
     assert known.mask is None
-    known.keep(b"a")
+    known.remember_mask(b"a")
     assert known.mask == b"a"
-    first, second = known.then(1), known.then(2)
-    assert first is known.then(1) is not second
-    assert known.then(3) is None
-    assert first.then(3) is None
+    first, second = known.child(1), known.child(2)
+    assert first is known.child(1) is not second
+    assert known.child(3) is None
+    assert first.child(3) is None
     for _ in range(2):
-        first.keep(b"b")
+        first.remember_mask(b"b")
     assert first.mask is None, "no room"

@@ -22,8 +22,8 @@ from waiting import wait_until
 
 from quire.errors import EngineDead, InputError, Overloaded
 from quire.text import grammar_trials
-from quire.text.grammar_trial import SECONDS
-from quire.text.grammars import Grammars
+from quire.text.grammar_trial import MAX_SECONDS
+from quire.text.grammars import GrammarCompiler
 from quire.vocabulary.structured import StructuredOutputsParams
 
 TESTS = Path(__file__).parent.parent
@@ -32,18 +32,18 @@ GREEDY = {"type": "integer", "multipleOf": 1_000_003}  # takes 300 MiB in time
 
 
 @pytest.fixture
-def grammars() -> Iterator[Grammars]:
+def grammars() -> Iterator[GrammarCompiler]:
     made = grammars_of(echo_service.tokenizer(), echo_service.VOCAB)
     yield made
     made.close()
 
 
-def get(grammars: Grammars, **asked: Any) -> Any:
+def get(grammars: GrammarCompiler, **asked: Any) -> Any:
     return grammars.get(StructuredOutputsParams(**asked).structured())
 
 
-def process(grammars: Grammars) -> subprocess.Popen[bytes]:
-    return grammars._trials._process
+def process(grammars: GrammarCompiler) -> subprocess.Popen[bytes]:
+    return grammars._trial_process._process
 
 
 def state(pid: int) -> str:
@@ -73,13 +73,13 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *changes: tuple[str
     {"json": {"properties": {"a": BOMB}}},
     {"grammar": "start: X\nX: " + " & ".join(f"/(.{{{number}}})*/" for number in (5, 7, 11, 13, 17, 19))},
 ])  # fmt: skip
-def test_what_takes_too_long_is_refused_and_others_are_not(grammars: Grammars, asked: dict[str, Any]) -> None:
+def test_what_takes_too_long_is_refused_and_others_are_not(grammars: GrammarCompiler, asked: dict[str, Any]) -> None:
     get(grammars, regex="a")
     began, first = time.process_time(), process(grammars)
     [kind] = asked
     with pytest.raises(InputError, match=f"{kind}: it is too complex: making its grammar takes more than 0.5 s of a"):
         get(grammars, **asked)
-    assert time.process_time() - began < SECONDS, "this process has made it too"
+    assert time.process_time() - began < MAX_SECONDS, "this process has made it too"
     wait_gone(first.pid)
     get(grammars, regex="b")
     assert process(grammars).pid != first.pid
@@ -94,7 +94,7 @@ def nested(depth: int) -> list[dict[str, Any]]:
     return [{"grammar": rules}, {"grammar": terminals}, {"json": schema}]
 
 
-def test_what_is_nested_too_deep_is_refused(grammars: Grammars) -> None:
+def test_what_is_nested_too_deep_is_refused(grammars: GrammarCompiler) -> None:
     """It would take all of a thread's stack, and the process with it."""
     for asked in nested(60):
         get(grammars, **asked)
@@ -104,7 +104,7 @@ def test_what_is_nested_too_deep_is_refused(grammars: Grammars) -> None:
     get(grammars, regex="a")
 
 
-def test_tokens_that_are_named_are_the_models(grammars: Grammars) -> None:
+def test_tokens_that_are_named_are_the_models(grammars: GrammarCompiler) -> None:
     """A grammar may name tokens by number, and special ones by name: the process knows of them."""
     get(grammars, grammar=f'start: "a" <[{echo_service.VOCAB - 1}]>')
     with pytest.raises(InputError, match="Token range end too large"):
@@ -113,7 +113,7 @@ def test_tokens_that_are_named_are_the_models(grammars: Grammars) -> None:
 
 
 def test_what_takes_too_much_memory_is_refused(
-    grammars: Grammars, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    grammars: GrammarCompiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program(tmp_path, monkeypatch, ("SECONDS = 0.5", "SECONDS = 60.0"), ("MEMORY = 1 << 30", "MEMORY = 1 << 12"))
     with pytest.raises(InputError, match="takes more than 1024 MiB of memory"):
@@ -121,7 +121,7 @@ def test_what_takes_too_much_memory_is_refused(
     get(grammars, regex="a")
 
 
-def test_one_that_was_killed_is_another_one(grammars: Grammars) -> None:
+def test_one_that_was_killed_is_another_one(grammars: GrammarCompiler) -> None:
     """By the system, say: no request is refused for it."""
     for number in (signal.SIGKILL, signal.SIGSEGV):
         get(grammars, regex=f"a{number}")
@@ -132,7 +132,7 @@ def test_one_that_was_killed_is_another_one(grammars: Grammars) -> None:
         assert process(grammars).pid != first.pid
 
 
-def test_one_that_does_not_answer_is_left(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_does_not_answer_is_left(grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     get(grammars, regex="a")
     monkeypatch.setattr(grammar_trials, "WAIT_SECONDS", 0.2)
     first = process(grammars)
@@ -147,7 +147,7 @@ def test_one_that_does_not_answer_is_left(grammars: Grammars, monkeypatch: pytes
 
 @pytest.mark.parametrize("change", [("import json", "raise SystemExit(3)"), ('    _write("")', "    _write('x' * 9)")])
 def test_one_that_does_not_come_up(
-    change: tuple[str, str], grammars: Grammars, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    change: tuple[str, str], grammars: GrammarCompiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program(tmp_path, monkeypatch, change)
     with pytest.raises(Overloaded, match=r"the process that tries grammars .* at its start"):
@@ -156,7 +156,7 @@ def test_one_that_does_not_come_up(
     get(grammars, regex="a")
 
 
-def test_without_processes_nothing_is_made(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_processes_nothing_is_made(grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     none = Mock(side_effect=OSError(11, "Resource temporarily unavailable"))
     monkeypatch.setattr(subprocess, "Popen", none)
     with pytest.raises(Overloaded, match="no process can be started to try grammars: Resource temporarily"):
@@ -167,7 +167,7 @@ def test_without_processes_nothing_is_made(grammars: Grammars, monkeypatch: pyte
         get(grammars, regex="a")
 
 
-def test_it_has_no_descriptor_of_ours(grammars: Grammars) -> None:
+def test_it_has_no_descriptor_of_ours(grammars: GrammarCompiler) -> None:
     with socket.socket() as ours:
         ours.set_inheritable(True)
         get(grammars, regex="a")
@@ -194,11 +194,11 @@ def test_nothing_is_left() -> None:
 import os, signal, sys
 sys.path.insert(0, {str(TESTS)!r})
 import echo_service
-from quire.text.grammars import Grammars
+from quire.text.grammars import GrammarCompiler
 from quire.vocabulary.structured import Structured
-grammars = Grammars(echo_service.tokenizer(), echo_service.VOCAB, (0,))
+grammars = GrammarCompiler(echo_service.tokenizer(), echo_service.VOCAB, (0,))
 grammars.get(Structured("regex", "a"))
-print(grammars._trials._process.pid, flush=True)
+print(grammars._trial_process._process.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
@@ -207,6 +207,6 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_trusted_forms_are_not_tried() -> None:
-    made = Grammars(echo_service.tokenizer(), echo_service.VOCAB, (0,), trusted=True)
+    made = GrammarCompiler(echo_service.tokenizer(), echo_service.VOCAB, (0,), trusted=True)
     get(made, regex="a")
-    assert made._trials._process is None
+    assert made._trial_process._process is None

@@ -18,10 +18,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from quire.errors import InputError
-from quire.text.grammar_complaints import keyword
-from quire.text.grammar_endless import endless
-from quire.text.grammars import HELD, Grammars, Place
-from quire.vocabulary.structured import MAX_CHOICES, MAX_SOURCE, Structured, StructuredOutputsParams, closed
+from quire.text.grammar_complaints import find_keyword
+from quire.text.grammar_endless import find_endless_reference
+from quire.text.grammars import MAX_CACHED, GrammarCompiler, GrammarMatcher
+from quire.vocabulary.structured import (
+    MAX_CHOICES,
+    MAX_SOURCE_CHARS,
+    Structured,
+    StructuredOutputsParams,
+    close_objects,
+)
 
 VOCAB, END = echo_service.VOCAB, 0
 FORMATS = jsonschema.FormatChecker()
@@ -32,22 +38,24 @@ def form(**given: Any) -> Structured:
     return StructuredOutputsParams(**given).structured()
 
 
-def test_as_many_choices_as_may_be_are_compiled(grammars: Grammars) -> None:
+def test_as_many_choices_as_may_be_are_compiled(grammars: GrammarCompiler) -> None:
     choice = [f"{i} {i * i}" for i in range(MAX_CHOICES)]
     assert grammars.get(form(choice=choice))
     with pytest.raises(InputError, match=f"choice must have 1 to {MAX_CHOICES} entries, got {MAX_CHOICES + 1}"):
         form(choice=[*choice, "x"])
 
 
-def allowed(grammars: Grammars, place: Place) -> list[int]:
-    [mask] = grammars._made_masker().fill([place.inner]) if place.known() is None else [place.known()]
-    return grammars._made_masker().allowed(mask).tolist()
+def allowed(grammars: GrammarCompiler, place: GrammarMatcher) -> list[int]:
+    [mask] = (
+        grammars._get_backend().compute_masks([place.matcher]) if place.cached_mask() is None else [place.cached_mask()]
+    )
+    return grammars._get_backend().allowed_tokens(mask).tolist()
 
 
-def walk(grammars: Grammars, asked: Structured, rng: random.Random, most: int = 600) -> str | None:
+def walk(grammars: GrammarCompiler, asked: Structured, rng: random.Random, most: int = 600) -> str | None:
     """A text of the form, every token drawn from all that may follow; None if it isn't done after `most` of them. Ends
     are drawn where they may be, so that most texts are short."""
-    place = grammars.get(asked).matcher()
+    place = grammars.get(asked).new_matcher()
     texts: list[bytes] = []
     while len(texts) < most:
         tokens_now = allowed(grammars, place)
@@ -151,24 +159,24 @@ REFUSED: list[tuple[Any, str, str]] = [
 
 
 @pytest.mark.parametrize(("schema", "good", "bad"), ENFORCED)
-def test_keywords_that_are_enforced(grammars: Grammars, schema: Any, good: list[Any], bad: list[Any]) -> None:
+def test_keywords_that_are_enforced(grammars: GrammarCompiler, schema: Any, good: list[Any], bad: list[Any]) -> None:
     """Texts of what fulfils a schema are of its form, others aren't; jsonschema says the same of both."""
     for value, fulfils in [(one, True) for one in good] + [(one, False) for one in bad]:
         assert jsonschema.Draft202012Validator(schema, format_checker=FORMATS).is_valid(value) == fulfils
-        place = grammars.get(form(json=schema)).matcher()
+        place = grammars.get(form(json=schema)).new_matcher()
         text = json.dumps(value)
         tokens = [*echo_service.tokenizer().encode(text, add_special_tokens=False), END]
         assert all(place.accept(token) == "" for token in tokens) == fulfils, text
 
 
-def refused(grammars: Grammars, **asked: Any) -> str:
+def refused(grammars: GrammarCompiler, **asked: Any) -> str:
     with pytest.raises(InputError) as error:
         grammars.get(form(**asked))
     return str(error.value)
 
 
 @pytest.mark.parametrize(("schema", "said", "place"), REFUSED)
-def test_keywords_that_are_refused(grammars: Grammars, schema: Any, said: str, place: str) -> None:
+def test_keywords_that_are_refused(grammars: GrammarCompiler, schema: Any, said: str, place: str) -> None:
     why = refused(grammars, json=schema)
     assert said in why
     assert why.endswith(f", at {place}")
@@ -186,7 +194,9 @@ SOAK = pytest.mark.soak, pytest.mark.timeout(0)
         pytest.param("regex", patterns, 200, 151, marks=SOAK, id="many patterns"),
     ],
 )
-def test_what_is_drawn_is_of_the_form(grammars: Grammars, kind: str, strategy: Any, count: int, least: int) -> None:
+def test_what_is_drawn_is_of_the_form(
+    grammars: GrammarCompiler, kind: str, strategy: Any, count: int, least: int
+) -> None:
     """Most walks come to an end, and each that does fulfils what was asked."""
     done = []
 
@@ -209,40 +219,40 @@ def test_what_is_drawn_is_of_the_form(grammars: Grammars, kind: str, strategy: A
 def test_no_end_token_is_text() -> None:
     """Not one either that the tokenizer spells a text with."""
     one, other = (echo_service.tokenizer().encode(letter, add_special_tokens=False)[0] for letter in "xz")
-    grammars = Grammars(echo_service.tokenizer(), VOCAB, (END, one))
-    place = grammars.get(form(regex="[xz]{2}")).matcher()
+    grammars = GrammarCompiler(echo_service.tokenizer(), VOCAB, (END, one))
+    place = grammars.get(form(regex="[xz]{2}")).new_matcher()
     assert allowed(grammars, place) == [other]
     assert place.copy().accept(other) == ""
     assert "ends the output before" in place.accept(one)
 
 
 @pytest.mark.parametrize("text", ["<|end|>", "a <|im_end|> b", "<|im_start|><|end|>"])
-def test_the_name_of_a_special_token_can_be_said(grammars: Grammars, text: str) -> None:
+def test_the_name_of_a_special_token_can_be_said(grammars: GrammarCompiler, text: str) -> None:
     assert walk(grammars, form(choice=[text]), random.Random(0)) == text
 
 
-def test_few_are_held(grammars: Grammars) -> None:
+def test_few_are_held(grammars: GrammarCompiler) -> None:
     """By digest, and HELD at most; several threads get the same one."""
     first = grammars.get(form(regex="a+"))
     assert grammars.get(form(regex="a+")).shared is first.shared
-    for i in range(HELD):
+    for i in range(MAX_CACHED):
         grammars.get(form(regex=f"a{{{i}}}b"))
-    assert len(grammars._held) == HELD
-    assert not grammars.holds(form(regex="a+"))
+    assert len(grammars._cache) == MAX_CACHED
+    assert not grammars.is_cached(form(regex="a+"))
     with ThreadPoolExecutor(4) as pool:
         assert len(list(pool.map(grammars.get, [form(json={"type": "null"})] * 4))) == 4
 
 
-def test_one_source_of_two_kinds_is_two_grammars(grammars: Grammars) -> None:
-    places = [grammars.get(Structured(kind, '["a"]')).matcher() for kind in ("regex", "choice")]
+def test_one_source_of_two_kinds_is_two_grammars(grammars: GrammarCompiler) -> None:
+    places = [grammars.get(Structured(kind, '["a"]')).new_matcher() for kind in ("regex", "choice")]
     letter = echo_service.tokenizer().encode("a", add_special_tokens=False)[0]
     quote = echo_service.tokenizer().encode('"', add_special_tokens=False)[0]
     assert [allowed(grammars, place) for place in places] == [[quote, letter], [letter]]
 
 
 def test_sizes_are_bounded() -> None:
-    with pytest.raises(InputError, match=f"at most {MAX_SOURCE}"):
-        form(grammar="a" * (MAX_SOURCE + 1))
+    with pytest.raises(InputError, match=f"at most {MAX_SOURCE_CHARS}"):
+        form(grammar="a" * (MAX_SOURCE_CHARS + 1))
     with pytest.raises(InputError, match="at most 16 token ids"):
         Structured("regex", "a", after=tuple(range(17)))
     with pytest.raises(InputError, match="exactly one of"):
@@ -252,13 +262,13 @@ def test_sizes_are_bounded() -> None:
 
 
 @pytest.mark.parametrize("asked", [{"regex": "\ud800"}, {"grammar": "\ud800"}, {"choice": ["\ud800"]}])
-def test_half_a_surrogate_pair_is_no_text(grammars: Grammars, asked: dict[str, Any]) -> None:
+def test_half_a_surrogate_pair_is_no_text(grammars: GrammarCompiler, asked: dict[str, Any]) -> None:
     with pytest.raises(InputError, match="half of a surrogate pair"):
         grammars.get(form(**asked))
 
 
 @pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
-def test_numbers_that_json_does_not_have(grammars: Grammars, number: str) -> None:
+def test_numbers_that_json_does_not_have(grammars: GrammarCompiler, number: str) -> None:
     with pytest.raises(InputError, match="json is no JSON: it has the number"):
         grammars.get(form(json=f'{{"maximum": {number}}}'))
     with pytest.raises(InputError, match="json is no JSON"):
@@ -267,11 +277,11 @@ def test_numbers_that_json_does_not_have(grammars: Grammars, number: str) -> Non
         form(json=f'{{"maximum": {number}}}', disable_any_whitespace=True)
 
 
-def test_references_that_fan_out_are_looked_through_once(grammars: Grammars) -> None:
+def test_references_that_fan_out_are_looked_through_once(grammars: GrammarCompiler) -> None:
     """2**60 ways through the same 60 definitions, none of them endless; and a chain that is."""
     defs = {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(60)}
     schema = {"$defs": {**defs, "d60": {"type": "null"}}, "$ref": "#/$defs/d0"}
-    assert endless(schema) is None
+    assert find_endless_reference(schema) is None
     defs["d60"] = {"$ref": "#/$defs/d3"}
     with pytest.raises(InputError, match="refers to itself for ever"):
         grammars.get(form(json={"$defs": defs, "$ref": "#/$defs/d0"}))
@@ -295,7 +305,7 @@ def test_references_that_fan_out_are_looked_through_once(grammars: Grammars) -> 
 )
 def test_objects_are_closed_where_nothing_is_said_of_other_members(schema: Any, closed_: Any) -> None:
     before = json.dumps(schema)
-    assert closed(schema) == (schema if closed_ is None else closed_)
+    assert close_objects(schema) == (schema if closed_ is None else closed_)
     assert json.dumps(schema) == before
 
 
@@ -304,38 +314,38 @@ def test_a_schema_that_is_too_deep_is_refused() -> None:
     for _ in range(2000):
         schema = {"items": schema}
     with pytest.raises(InputError, match="nested too deep"):
-        closed(schema)
+        close_objects(schema)
 
 
-def test_thoughts_are_opened_and_bounded(grammars: Grammars) -> None:
+def test_thoughts_are_opened_and_bounded(grammars: GrammarCompiler) -> None:
     """Before the marker: the opening tokens, at most so many more, the marker; behind it the form, or anything."""
     for kind, source in (("regex", "ab"), ("any", "")):
-        place = grammars.get(Structured(kind, source, after=(30, 31), opening=(7, 8), budget=2)).matcher()
+        place = grammars.get(Structured(kind, source, after=(30, 31), opening=(7, 8), budget=2)).new_matcher()
         for token in (7, 8):
             assert allowed(grammars, place) == [token]
             assert place.accept(token) == ""
         for token in (30, 9):  # a part of the marker is none
-            assert place.forced() == ()
+            assert place.forced_tokens() == ()
             free = allowed(grammars, place)
             assert END not in free
             assert len(free) == VOCAB - 1
             place.accept(token)
         copied = place.copy()
-        assert place.forced() == (30, 31)
+        assert place.forced_tokens() == (30, 31)
         place.accept(30)
         place.accept(31)
         assert (END in allowed(grammars, place)) == (kind == "any")
         assert len(allowed(grammars, place)) == (VOCAB if kind == "any" else 1)
-        assert copied.forced() == (30, 31)
-    early = grammars.get(Structured("choice", '["yes"]', after=(7, 8), budget=9)).matcher()
+        assert copied.forced_tokens() == (30, 31)
+    early = grammars.get(Structured("choice", '["yes"]', after=(7, 8), budget=9)).new_matcher()
     for token in (9, 7, 7, 9, 8, 7, 8):
-        assert early.forced() == ()
+        assert early.forced_tokens() == ()
         assert allowed(grammars, early) == [token for token in range(VOCAB) if token != END]
         early.accept(token)
-    assert allowed(grammars, early) == [early.forced()[0]]
-    assert echo_service.tokenizer().decode(list(early.forced())).startswith("y")
-    none = grammars.get(Structured("any", "", after=(30,), budget=0)).matcher()
-    assert none.forced() == (30,)
+    assert allowed(grammars, early) == [early.forced_tokens()[0]]
+    assert echo_service.tokenizer().decode(list(early.forced_tokens())).startswith("y")
+    none = grammars.get(Structured("any", "", after=(30,), budget=0)).new_matcher()
+    assert none.forced_tokens() == (30,)
 
 
 @pytest.mark.parametrize(
@@ -369,7 +379,7 @@ def test_thoughts_that_cannot_be(form: dict[str, Any], told: str) -> None:
     ],
 )
 @pytest.mark.parametrize("before", [{"enum": [1]}, {"enum": ["x" * 9000 + "\n\u2028"]}])
-def test_places_in_tags(grammars: Grammars, schema: Any, said: str, before: Any) -> None:
+def test_places_in_tags(grammars: GrammarCompiler, schema: Any, said: str, before: Any) -> None:
     """Which of them; nothing of the grammar that is made of them here."""
     structures = [{"begin": "<f=\n\u2028>", "schema": one, "end": "</f>"} for one in (before, {}, schema)]
     why = refused(grammars, structural_tag={"structures": structures, "triggers": ["<f="]})
@@ -378,13 +388,13 @@ def test_places_in_tags(grammars: Grammars, schema: Any, said: str, before: Any)
     assert "tag_" not in why.removeprefix("structural_tag")
 
 
-def test_a_users_own_grammar_is_quoted(grammars: Grammars) -> None:
+def test_a_users_own_grammar_is_quoted(grammars: GrammarCompiler) -> None:
     assert "start: %json" in refused(grammars, grammar=f"start: %json {json.dumps(BAD)}")
 
 
 def test_parts_that_many_references_lead_to_are_looked_at_once() -> None:
     refs = [{"$ref": f"#/allOf/{'0' * (i % 6)}{i}"} for i in range(3000)]
-    assert keyword({"allOf": refs, "items": BAD}, 'Unimplemented keys: ["not"]') == "#/items/not"
+    assert find_keyword({"allOf": refs, "items": BAD}, 'Unimplemented keys: ["not"]') == "#/items/not"
 
 
 # Schemas that nothing finite fulfils
@@ -448,8 +458,8 @@ FINITE: list[Any] = [
 
 
 @pytest.mark.parametrize(("schema", "place"), ENDLESS)
-def test_what_nothing_fulfils(grammars: Grammars, schema: Any, place: str | None) -> None:
-    found = endless(schema)
+def test_what_nothing_fulfils(grammars: GrammarCompiler, schema: Any, place: str | None) -> None:
+    found = find_endless_reference(schema)
     assert found == (place or found)
     at = schema
     for part in found.split("/")[1:]:
@@ -461,20 +471,20 @@ def test_what_nothing_fulfils(grammars: Grammars, schema: Any, place: str | None
 
 @pytest.mark.parametrize("schema", FINITE)
 def test_what_something_fulfils(schema: Any) -> None:
-    assert endless(schema) is None
+    assert find_endless_reference(schema) is None
 
 
 def test_much_is_looked_at_no_further_than_to_a_bound() -> None:
     """Sets of options grow by powers; depths are cut."""
     options = [{"anyOf": [{**ARRAY, "minItems": 1, "items": SELF}] * 8} for _ in range(12)]
-    endless({"allOf": options})
+    find_endless_reference({"allOf": options})
     deep: Any = {"type": "null"}
     for _ in range(450):
         deep = {"anyOf": [deep]}
-    assert endless(deep) is None
+    assert find_endless_reference(deep) is None
     for _ in range(450):
         deep = {**OBJECT, "required": ["a"], "properties": {"a": deep}}
-    assert endless(deep) is None
+    assert find_endless_reference(deep) is None
 
 
 # JSON Schema's own test suite (json_schema_suite.py): what is accepted lets nothing through that it shouldn't

@@ -17,15 +17,15 @@ from PIL import Image, ImageCms, PngImagePlugin
 from quire.errors import InputError
 from quire.text import images
 from quire.text.image_headers import MAX_SCANS, read_header
-from quire.text.images import ImageLimits, check_size, checked_header, decode, from_uri
-from quire.vocabulary.pictures import MAX_SIDE
+from quire.text.images import ImageLimits, check_size, decode_file, read_checked_header, read_data_uri
+from quire.vocabulary.pictures import MAX_IMAGE_SIDE
 
 LIMITS = ImageLimits()
 AT = "messages[1].content[0].image_url"
 
 
 def pixels(data: bytes) -> np.ndarray[Any, Any]:
-    image = decode(data, LIMITS, AT)
+    image = decode_file(data, LIMITS, AT)
     assert image.mode == "RGB"
     return np.asarray(image).astype(int)
 
@@ -56,7 +56,7 @@ def test_profiles_and_texts_are_left_out() -> None:
         written(drawn(), "GIF", comment=b"x" * 1000),
     ):
         assert len(read_header(data).data) < len(data) - 300
-        assert decode(data, LIMITS).info == {}
+        assert decode_file(data, LIMITS).info == {}
         assert np.abs(pixels(data) - np.asarray(drawn())).max() < 40
 
 
@@ -106,9 +106,9 @@ SIZES = [(0, 5), (5, 0), (100_000, 1), (1, 100_000), (20_000, 20_000), (4097, 40
 
 @pytest.mark.parametrize(("width", "height"), SIZES)
 def test_sizes_are_refused_from_the_header(width: int, height: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(images, "_opened", lambda header: pytest.fail("it was opened"))
+    monkeypatch.setattr(images, "_open_image", lambda header: pytest.fail("it was opened"))
     with pytest.raises(InputError, match=rf"{width} x {height} pixels; it must have 1 to 16777216") as caught:
-        decode(png_of(width, height), LIMITS, AT)
+        decode_file(png_of(width, height), LIMITS, AT)
     assert caught.value.param == AT
 
 
@@ -126,14 +126,14 @@ def test_files_of_two_sizes_are_refused() -> None:
         bytes(webp),
     ):
         with pytest.raises(InputError, match=r"it says two sizes|it says its size twice"):
-            decode(data, LIMITS, AT)
+            decode_file(data, LIMITS, AT)
 
 
 def test_sizes_at_the_limit() -> None:
     check_size(4096, 4096, LIMITS, AT)
-    check_size(MAX_SIDE, 1024, LIMITS, AT)
+    check_size(MAX_IMAGE_SIDE, 1024, LIMITS, AT)
     with pytest.raises(InputError, match="at most 16384 a side"):
-        check_size(MAX_SIDE + 1, 1, LIMITS, AT)
+        check_size(MAX_IMAGE_SIDE + 1, 1, LIMITS, AT)
 
 
 @pytest.mark.parametrize("format", ["GIF", "WEBP", "PNG"])
@@ -141,7 +141,7 @@ def test_moving_pictures_are_refused(format: str) -> None:
     frames = [Image.new("RGB", (4, 4), color) for color in (RED, BLUE)]
     data = written(frames[0], format, save_all=True, append_images=frames[1:])
     with pytest.raises(InputError, match="it moves; only still pictures are read"):
-        decode(data, LIMITS, AT)
+        decode_file(data, LIMITS, AT)
 
 
 def test_a_gif_of_very_many_frames_is_refused_before_any_is_drawn() -> None:
@@ -149,20 +149,20 @@ def test_a_gif_of_very_many_frames_is_refused_before_any_is_drawn() -> None:
     at = one.index(b"\x2c\0\0\0\0")
     data = one[:at] + one[at:-1] * 100_000 + b";"
     with pytest.raises(InputError, match=r"it moves|has more than 131072 blocks"):
-        decode(data, ImageLimits(bytes=1 << 25), AT)
+        decode_file(data, ImageLimits(bytes=1 << 25), AT)
 
 
 def test_a_gif_may_not_say_less_than_it_is() -> None:
     data = bytearray(written(Image.new("P", (64, 64)), "GIF"))
     data[6:10] = bytes((2, 0, 2, 0))
     with pytest.raises(InputError, match="its picture is larger than it says"):
-        decode(bytes(data), LIMITS, AT)
+        decode_file(bytes(data), LIMITS, AT)
 
 
 @pytest.mark.parametrize("format", ["BMP", "TIFF", "JPEG2000", "ICO", "PPM", "AVIF"])
 def test_other_formats_are_refused(format: str) -> None:
     with pytest.raises(InputError, match="it is no PNG, JPEG, WebP or GIF"):
-        decode(written(drawn(64, 64), format), LIMITS, AT)
+        decode_file(written(drawn(64, 64), format), LIMITS, AT)
 
 
 def test_a_bomb_costs_nothing() -> None:
@@ -175,7 +175,7 @@ def test_a_jpeg_may_not_be_drawn_over_and_over() -> None:
     last = data.rindex(b"\xff\xda")
     bomb = data[:last] + data[last:-2] * (MAX_SCANS + 1) + data[-2:]
     with pytest.raises(InputError, match=rf"scans; at most {MAX_SCANS} are read"):
-        decode(bomb, LIMITS, AT)
+        decode_file(bomb, LIMITS, AT)
 
 
 def test_pictures_behind_the_first_are_not_looked_at() -> None:
@@ -196,24 +196,24 @@ def test_pictures_behind_the_first_are_not_looked_at() -> None:
 )
 def test_the_bytes_say_what_a_picture_is(kind: str) -> None:
     data = written(drawn(), "WebP")
-    found = from_uri(f"data:{kind};base64,{base64.b64encode(data).decode()}", LIMITS, AT)
+    found = read_data_uri(f"data:{kind};base64,{base64.b64encode(data).decode()}", LIMITS, AT)
     assert found == data
-    assert checked_header(found, LIMITS, AT).format == "WebP"
+    assert read_checked_header(found, LIMITS, AT).format == "WebP"
 
 
 @pytest.mark.parametrize("size", range(40))
 def test_base64_may_be_wrapped_and_unpadded(size: int) -> None:
     data = bytes(range(size))
     for text in (base64.encodebytes(data).decode(), base64.b64encode(data).decode().rstrip("=")):
-        assert from_uri(f"data:image/png;base64,{text}", LIMITS, AT) == data
+        assert read_data_uri(f"data:image/png;base64,{text}", LIMITS, AT) == data
 
 
 def test_long_uris_are_decoded_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(images, "SLICE", 8)
+    monkeypatch.setattr(images, "BASE64_SLICE_CHARS", 8)
     for size in range(40):
-        assert from_uri(uri(bytes(range(size))), LIMITS, AT) == bytes(range(size))
+        assert read_data_uri(uri(bytes(range(size))), LIMITS, AT) == bytes(range(size))
     with pytest.raises(InputError, match="is no base64"):
-        from_uri("data:image/png;base64,AAAAAAA=AAAA", LIMITS, AT)
+        read_data_uri("data:image/png;base64,AAAAAAA=AAAA", LIMITS, AT)
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_nothing_is_fetched(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(io, "open", lambda *_: pytest.fail("a file was opened"))
     monkeypatch.setattr("builtins.open", lambda *_: pytest.fail("a file was opened"))
     with pytest.raises(InputError, match=r"must be data:TYPE;base64,DATA .* nothing is ever fetched") as caught:
-        from_uri(url, LIMITS, AT)
+        read_data_uri(url, LIMITS, AT)
     assert caught.value.param == AT
 
 
@@ -236,13 +236,13 @@ def test_nothing_is_fetched(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
                                    "AAAA====", "AB==AAAA", "AAA=AAAA", "AAAA%3D"])  # fmt: skip
 def test_base64_that_is_none(wrong: str) -> None:
     with pytest.raises(InputError, match="is no base64"):
-        from_uri(f"data:image/png;base64,{wrong}", LIMITS, AT)
+        read_data_uri(f"data:image/png;base64,{wrong}", LIMITS, AT)
 
 
 def test_base64_is_bounded_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(images.binascii, "a2b_base64", lambda *_, **__: pytest.fail("it was decoded"))
     with pytest.raises(InputError, match="has 16 characters of base64; pictures may have 9 bytes"):
-        from_uri(uri(bytes(10)), ImageLimits(bytes=9), AT)
+        read_data_uri(uri(bytes(10)), ImageLimits(bytes=9), AT)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -251,7 +251,7 @@ def test_mutated_pictures_are_read_or_refused(seed: int) -> None:
     read, places, told = 0, set(), list[str]()
     for data in mutated(seed, 750):
         try:
-            image = decode(data, ImageLimits(pixels=1 << 16), AT)
+            image = decode_file(data, ImageLimits(pixels=1 << 16), AT)
         except InputError as error:
             places.add(error.param)
             told.append(str(error))
@@ -268,4 +268,4 @@ def test_chunks_are_bounded() -> None:
     data = png_of(1, 1)
     many = data[:33] + chunk(b"tEXt", b"") * (1 << 16) + data[33:]
     with pytest.raises(InputError, match="has more than 65536 chunks"):
-        decode(many, LIMITS, AT)
+        decode_file(many, LIMITS, AT)

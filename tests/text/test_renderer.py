@@ -20,7 +20,7 @@ from waiting import wait_until
 from quire.errors import EngineDead, InputError, Overloaded, StartupError
 from quire.text import renderer as renderer_module
 from quire.text.chat import ChatTemplate
-from quire.text.renderer import MAX_FRAME, Renderer, RenderError
+from quire.text.renderer import MAX_FRAME, RenderError, TemplateProcess
 
 ASK = [{"role": "user", "content": "x" * 1000}]
 
@@ -79,12 +79,12 @@ def test_the_process_has_no_secrets_and_no_files(monkeypatch: pytest.MonkeyPatch
 
 def test_it_ends_with_close_and_with_the_template() -> None:
     templates = [ChatTemplate("x", {}), ChatTemplate("x", {})]
-    ends = [template._renderer._end for template in templates]
+    ends = [template._process._kill for template in templates]
     templates[0].close()
     assert not ends[0].alive
     with pytest.raises(EngineDead, match="closed"):
         templates[0].render(ASK)
-    other = templates.pop().with_special({"bos_token": "<s>"})
+    other = templates.pop().with_special_tokens({"bos_token": "<s>"})
     gc.collect()
     assert ends[1].alive
     assert other.render(ASK) == "x"
@@ -99,9 +99,9 @@ def test_it_ends_within_its_time_though_nobody_is_left_to_end_it() -> None:
         f"t = ChatTemplate({SLOW_CALLS[0]!r}, {{}}, max_seconds=1)\n"
         "signal.signal(signal.SIGALRM, signal.SIG_IGN)\n"
         "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])\n"
-        "t._renderer._restart()\n"  # with what it inherits now
-        "print(t._renderer._end.peek()[2][0].pid, flush=True)\n"
-        "t._renderer._compile()\n"
+        "t._process._restart()\n"  # with what it inherits now
+        "print(t._process._kill.peek()[2][0].pid, flush=True)\n"
+        "t._process._compile()\n"
         "threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()\n"
         "t.render([{'role': 'user', 'content': 'x'}])"
     )
@@ -121,7 +121,7 @@ def ended(child: Path) -> bool:
 
 
 def kill(template: ChatTemplate) -> None:
-    process, _ = template._renderer._end.peek()[2]
+    process, _ = template._process._kill.peek()[2]
     process.kill()
     process.wait()
 
@@ -151,7 +151,7 @@ def test_a_process_that_is_gone_when_its_time_is_over_was_late() -> None:
     template = ChatTemplate("x", {})
     kill(template)
     with pytest.raises(RenderError, match="it got no answer in 2 s"):
-        template._renderer._answer(time.monotonic(), 2.0, 100)
+        template._process._read_answer(time.monotonic(), 2.0, 100)
     assert template.render(ASK) == "x"
 
 
@@ -162,7 +162,7 @@ def test_closing_ends_the_render_under_way() -> None:
     with pytest.raises(EngineDead, match="closed"):
         template.render(ASK)
     timer.join()
-    assert not template._renderer._end.alive
+    assert not template._process._kill.alive
 
 
 def test_what_it_is_given_is_bounded() -> None:
@@ -173,9 +173,9 @@ def test_what_it_is_given_is_bounded() -> None:
 
 
 def test_a_turn_is_waited_for_within_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(renderer_module, "TURN_SECONDS", 0.05)
+    monkeypatch.setattr(renderer_module, "LOCK_SECONDS", 0.05)
     template = ChatTemplate("x", {})
-    with template._renderer._my_turn(), pytest.raises(Overloaded, match="busy"):
+    with template._process._exclusive(), pytest.raises(Overloaded, match="busy"):
         template.render(ASK)
     assert template.render(ASK) == "x"
 
@@ -192,16 +192,16 @@ def test_compiling_is_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_renderer_without_python_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/nonexistent/python")
     with pytest.raises(StartupError, match="no process can be started"):
-        Renderer()
+        TemplateProcess()
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    renderer = Renderer()
+    renderer = TemplateProcess()
     with pytest.raises(RenderError, match="its process ended"):
         renderer.compile("x")
 
 
 def test_a_process_that_does_not_run_costs_no_request() -> None:
     """It was stopped, or the machine is too busy: another one is asked."""
-    renderer = Renderer()
+    renderer = TemplateProcess()
     try:
         renderer.compile("{{ a }}")
         os.kill(renderer._pid, signal.SIGSTOP)
@@ -211,19 +211,19 @@ def test_a_process_that_does_not_run_costs_no_request() -> None:
 
 
 def test_who_never_gets_to_run_is_told_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    start = Renderer._start
+    start = TemplateProcess._start
 
-    def stopped(self: Renderer) -> None:
+    def stopped(self: TemplateProcess) -> None:
         start(self)
-        self._up = True
+        self._is_up = True
         os.kill(self._pid, signal.SIGSTOP)
 
-    renderer = Renderer()
+    renderer = TemplateProcess()
     try:
         renderer.compile("{{ a }}")
         os.kill(renderer._pid, signal.SIGSTOP)
-        monkeypatch.setattr(Renderer, "_start", stopped)
-        monkeypatch.setattr(Renderer, "_compile_again", lambda self: None)
+        monkeypatch.setattr(TemplateProcess, "_start", stopped)
+        monkeypatch.setattr(TemplateProcess, "_recompile", lambda self: None)
         with pytest.raises(Overloaded, match="gets no processor time"):
             renderer.render({"a": "said"}, 0.4, 100)
     finally:

@@ -16,7 +16,7 @@ import transformers
 import quire
 from quire.errors import InputError
 from quire.text.session import Node
-from quire.vocabulary.plan import Top
+from quire.vocabulary.plan import TopLogprobs
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_decoding.py"
 PROMPT = "Once upon a time, there was a"
@@ -40,7 +40,7 @@ def example() -> Any:
 
 
 @torch.inference_mode()
-def assert_next(model: Any, tokens: list[int], top: Top) -> None:
+def assert_next(model: Any, tokens: list[int], top: TopLogprobs) -> None:
     exact = model(torch.tensor([tokens])).logits[0, -1].double().log_softmax(-1)
     order = exact.argsort(descending=True).tolist()[: len(top.ids)]
     assert list(top.ids) == order
@@ -69,20 +69,20 @@ def test_random_trees_are_what_the_model_says(llm: quire.LLM, model: Any, way: s
                 del branches[branch]
             elif action == "next":
                 assert_next(model, ids + branches[branch], branch.next(6))
-            if way and step % 7 == 3 and scheduler.running and not scheduler.flight:
+            if way and step % 7 == 3 and scheduler.running and not scheduler.num_in_flight:
                 scheduler._preempt(next(iter(scheduler.running)))
             scheduler.memory.check()
         for branch, tokens in branches.items():
             assert branch.tokens == tokens
             assert_next(model, ids + tokens, branch.next(3))
         if way:
-            assert scheduler.preempted[way] > 3
-    assert not llm.engine.unfinished
+            assert scheduler.preemption_counts[way] > 3
+    assert not llm.engine.has_unfinished_requests
     assert scheduler.memory.account().usage.used == 0
 
 
 def test_branches_share_their_pages(llm: quire.LLM) -> None:
-    page = llm.engine.scheduler.memory.geometry.groups[0].page_bytes
+    page = llm.engine.scheduler.memory.kv_config.groups[0].page_bytes
     with llm.session(list(range(10, 51)), width=8) as root:
         root.next(1)
         alone = llm.engine.scheduler.memory.account().usage.used
@@ -126,7 +126,7 @@ def test_limits(llm: quire.LLM) -> None:
                 raise AssertionError("the session opened")
     with pytest.raises(InputError, match="don't fit"), llm.session(PROMPT, width=100, max_tokens=3900):
         raise AssertionError("the session opened")
-    assert not llm.engine.unfinished
+    assert not llm.engine.has_unfinished_requests
 
 
 # The example

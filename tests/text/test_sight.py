@@ -21,15 +21,15 @@ from waiting import wait_until_async
 from quire.errors import InputError, Overloaded, PromptTooLong
 from quire.text import sight as sights
 from quire.text.chat import ChatTemplate
-from quire.text.messages import Forms, Given, read_messages
-from quire.text.sight import key_of, pictured
-from quire.vocabulary.media import Pixels
+from quire.text.messages import ContentFormats, ImageSource, read_messages
+from quire.text.sight import image_key, split_multi_modal
+from quire.vocabulary.media import ImagePixels
 
 PNG = written(drawn(8, 8))
 
 
-def see(*sources: Any, salt: str = "", **limits: int) -> list[Pixels]:
-    return sight(**limits).see([Given(f"image[{i}]", one) for i, one in enumerate(sources)], salt)
+def see(*sources: Any, salt: str = "", **limits: int) -> list[ImagePixels]:
+    return sight(**limits).load([ImageSource(f"image[{i}]", one) for i, one in enumerate(sources)], salt)
 
 
 def test_a_picture_is_the_same_however_it_comes() -> None:
@@ -49,10 +49,12 @@ def test_what_a_key_is_made_of() -> None:
     one = Image.new("RGB", (8, 4), (1, 2, 3))
     changed = one.copy()
     changed.putpixel((7, 3), (1, 2, 4))
-    keys = [key_of(one, "a", ""), key_of(changed, "a", ""), key_of(Image.new("RGB", (4, 8), (1, 2, 3)), "a", ""),
-            key_of(one, "b", ""), key_of(one, "a", "b"), key_of(one, "", "a"), key_of(one, "ab", "")]  # fmt: skip
+    keys = [image_key(one, "a", ""), image_key(changed, "a", ""), image_key(Image.new("RGB", (4, 8), (1, 2, 3)), "a",
+    ""),
+            image_key(one, "b", ""), image_key(one, "a", "b"), image_key(one, "", "a"), image_key(one, "ab",
+            "")]  # fmt: skip
     assert len(set(keys)) == len(keys)
-    assert key_of(one.copy(), "a", "b") == keys[4]
+    assert image_key(one.copy(), "a", "b") == keys[4]
 
 
 def test_salts_part_pictures() -> None:
@@ -99,7 +101,7 @@ def test_what_is_no_picture(source: Any, says: str) -> None:
 
 
 def test_every_header_is_read_before_anything_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sights, "decoded", lambda *_: pytest.fail("it was decoded"))
+    monkeypatch.setattr(sights, "decode_image", lambda *_: pytest.fail("it was decoded"))
     with pytest.raises(InputError, match=r"image\[1\] is a picture of 9000 x 9000"):
         see(PNG, png_of(9000, 9000))
 
@@ -110,7 +112,7 @@ def test_limits_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
         see(*[PNG] * 4, count=3)
     with pytest.raises(InputError, match=rf"image\[2\] the request's pictures have {3 * len(PNG)} bytes"):
         see(*[PNG] * 3, bytes=3 * len(PNG) - 1)
-    monkeypatch.setattr(sights, "MOST_PIXELS", 400)
+    monkeypatch.setattr(sights, "MAX_PIXEL_BYTES", 400)
     with pytest.raises(InputError, match=r"with image\[2\] the request's pictures have 576 bytes, prepared"):
         see(*[PNG] * 3)
 
@@ -121,16 +123,16 @@ def test_who_is_cancelled_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch)
     the thread that long."""
     monkeypatch.setattr(sights, "MAX_WAITING", 4)
     eyes, go, begun = sight(), threading.Event(), threading.Semaphore(0)
-    prepare = eyes.eyes.prepare
+    prepare = eyes.processor.prepare
 
-    def slowly(*given: Any) -> Pixels:
+    def slowly(*given: Any) -> ImagePixels:
         assert threading.current_thread().name.startswith("quire-pictures")
         begun.release()
         assert go.wait(60)
         return prepare(*given)
 
     def looks(arrays: list[Any]) -> list[asyncio.Task[Any]]:
-        return [asyncio.create_task(eyes.look([Given("a", one)], "")) for one in arrays]
+        return [asyncio.create_task(eyes.load_async([ImageSource("a", one)], "")) for one in arrays]
 
     async def all_of_them() -> None:
         arrays = [np.zeros((8, 8, 3), np.uint8) for _ in range(4)]
@@ -138,7 +140,7 @@ def test_who_is_cancelled_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch)
         arrays.clear()
         for _ in range(2):
             assert await asyncio.to_thread(begun.acquire, timeout=30)
-        assert len(eyes._under_way) == 4
+        assert len(eyes._pending) == 4
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
@@ -153,10 +155,10 @@ def test_who_is_cancelled_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch)
             refused.result()
         go.set()
         assert sum(isinstance(found, list) for found in await asyncio.gather(*more, return_exceptions=True)) == 2
-        assert len(await eyes.look([Given("a", PNG)], "")) == 1
-        await wait_until_async(lambda: not eyes._under_way, "the thread of a cancelled request is done")
+        assert len(await eyes.load_async([ImageSource("a", PNG)], "")) == 1
+        await wait_until_async(lambda: not eyes._pending, "the thread of a cancelled request is done")
 
-    monkeypatch.setattr(eyes.eyes, "prepare", slowly)
+    monkeypatch.setattr(eyes.processor, "prepare", slowly)
     asyncio.run(all_of_them())
 
 
@@ -164,12 +166,12 @@ def test_who_is_cancelled_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_pictures_take_their_places() -> None:
-    prompt = seeing.prompts().prompt({
+    prompt = seeing.prompts().process_prompt({
         "prompt_token_ids": [5, PICTURE, 6, PICTURE], "multi_modal_data": {"image": [drawn(8, 8), drawn(8, 4)]},
     })  # fmt: skip
     assert prompt.ids == [5, *[PICTURE] * 4, END, 6, *[PICTURE] * 2, END]
-    assert [medium[1:] for medium in prompt.media] == [(1, 5, 5, 4), (7, 3, 3, 2)]
-    assert [medium.key for medium in prompt.media] == [one.key for one in prompt.pixels]
+    assert [medium[1:] for medium in prompt.images] == [(1, 5, 5, 4), (7, 3, 3, 2)]
+    assert [medium.key for medium in prompt.images] == [one.key for one in prompt.pixels]
 
 
 @pytest.mark.parametrize(
@@ -187,13 +189,13 @@ def test_pictures_take_their_places() -> None:
 )
 def test_places_must_match_pictures(ids: list[Any], number: int, says: str) -> None:
     with pytest.raises(InputError, match=says):
-        seeing.prompts().prompt({"prompt_token_ids": ids, "multi_modal_data": {"image": [PNG] * number}})
+        seeing.prompts().process_prompt({"prompt_token_ids": ids, "multi_modal_data": {"image": [PNG] * number}})
 
 
 def test_more_picture_tokens_than_fit() -> None:
     prompts = seeing.prompts()
     with pytest.raises(PromptTooLong, match=r"has 258 tokens, 257 of them for 1 pictures, but the model holds 256"):
-        prompts.prompt({"prompt_token_ids": [5, PICTURE], "multi_modal_data": {"image": drawn(64, 64)}})
+        prompts.process_prompt({"prompt_token_ids": [5, PICTURE], "multi_modal_data": {"image": drawn(64, 64)}})
 
 
 @pytest.mark.parametrize(
@@ -206,29 +208,31 @@ def test_more_picture_tokens_than_fit() -> None:
 )
 def test_multi_modal_data_of_other_kinds(data: Any, says: str) -> None:
     with pytest.raises(InputError, match=says):
-        pictured({"prompt": "a", "multi_modal_data": data})
+        split_multi_modal({"prompt": "a", "multi_modal_data": data})
 
 
 def test_what_else_pictures_may_not_do() -> None:
     prompts = seeing.prompts()
     given = {"prompt": "<image>", "multi_modal_data": {"image": PNG}}
     with pytest.raises(InputError, match="a registered prefix can't have pictures"):
-        prompts.prefix("name", given)
+        prompts.process_prefix("name", given)
     with pytest.raises(InputError, match="a prompt with pictures can't be cut"):
-        asyncio.run(prompts.read(["a <image>"], True, prompts.cut(3, False, 1), [Given("a", PNG)]))
+        asyncio.run(
+            prompts.process_prompts(["a <image>"], True, prompts.make_truncation(3, False, 1), [ImageSource("a", PNG)])
+        )
     with pytest.raises(InputError, match="pictures go with one prompt, and there are 2"):
-        asyncio.run(prompts.read(["<image>", "<image>"], True, None, [Given("a", PNG)]))
+        asyncio.run(prompts.process_prompts(["<image>", "<image>"], True, None, [ImageSource("a", PNG)]))
 
 
 def test_a_model_that_reads_only_text() -> None:
     prompts = seeing.prompts()
-    prompts.sight = None
+    prompts.image_loader = None
     given = {"prompt": "a", "multi_modal_data": {"image": PNG}}
     with pytest.raises(InputError, match=r"multi_modal_data.image is a picture, and this model reads only text"):
-        prompts.prompt(given)
+        prompts.process_prompt(given)
     with pytest.raises(InputError, match="reads only text"):
-        asyncio.run(prompts.read_one(given))
-    assert prompts.prompt([PICTURE]).ids == [PICTURE], "there it is a token like others"
+        asyncio.run(prompts.process_prompt_async(given))
+    assert prompts.process_prompt([PICTURE]).ids == [PICTURE], "there it is a token like others"
 
 
 # Conversations
@@ -260,42 +264,42 @@ TALK = [user(image(), text("what"), image(), text("else")), {"role": "assistant"
 @pytest.mark.parametrize(
     ("template", "forms", "written"),
     [
-        (BOTH, Forms(True, True), "[user]<image>what<image>else[assistant]no[user]<image>"),
-        (STRINGS, Forms(True, False), "[user]<1>\n<2>\nwhat\nelse[assistant]no[user]<3>"),
-        ("{{ raise_exception('never') }}", Forms(False, False), None),
+        (BOTH, ContentFormats(True, True), "[user]<image>what<image>else[assistant]no[user]<image>"),
+        (STRINGS, ContentFormats(True, False), "[user]<1>\n<2>\nwhat\nelse[assistant]no[user]<3>"),
+        ("{{ raise_exception('never') }}", ContentFormats(False, False), None),
         (  # a string would be dropped: none of its parts is found
             "{% for m in messages %}{% for p in m.content | selectattr('type', 'equalto', 'text') %}{{ p.text }}|"
             "{% endfor %}{% endfor %}",
-            Forms(False, True),
+            ContentFormats(False, True),
             "what|else|no|",
         ),
     ],
 )
-def test_templates_are_given_what_they_take(template: str, forms: Forms, written: str | None) -> None:
+def test_templates_are_given_what_they_take(template: str, forms: ContentFormats, written: str | None) -> None:
     chat, eyes = ChatTemplate(template, {}), Dots()
-    eyes.marker = "<{}>".format  # type: ignore[method-assign]
-    assert chat.forms() == forms
+    eyes.placeholder_text = "<{}>".format  # type: ignore[method-assign]
+    assert chat.content_formats() == forms
     if written is not None:
-        assert chat.write(read_messages(TALK, eyes), eyes, False) == written
+        assert chat.render_parsed(read_messages(TALK, eyes), eyes, False) == written
 
 
 def test_messages_can_be_continued() -> None:
     said = [user(image(), text("what is it")), {"role": "assistant", "content": "It is"}]
     for template in (BOTH, STRINGS, PARTS):
         chat = ChatTemplate(template, {})
-        found = chat.write(read_messages(said, Dots()), Dots(), False, True)
+        found = chat.render_parsed(read_messages(said, Dots()), Dots(), False, True)
         assert found.endswith("It is")
         assert "what is it" in found
     with pytest.raises(InputError, match="the last message ends with a picture"):
-        ChatTemplate(BOTH, {}).write(read_messages([user(image())], Dots()), Dots(), False, True)
+        ChatTemplate(BOTH, {}).render_parsed(read_messages([user(image())], Dots()), Dots(), False, True)
 
 
 def test_a_url_may_stand_alone() -> None:
     """As vLLM takes it."""
     part = {"type": "image_url", "image_url": URL}
-    assert read_messages([user(part)], Dots()).pictures == [Given("messages[0].content[0].image_url", URL)]
+    assert read_messages([user(part)], Dots()).images == [ImageSource("messages[0].content[0].image_url", URL)]
     for detail in (None, "auto", "low", "high"):
-        assert read_messages([user(image(detail=detail))], Dots()).pictures[0].source == URL
+        assert read_messages([user(image(detail=detail))], Dots()).images[0].source == URL
 
 
 AT = r"messages\[0\]\.content\[1\]"
@@ -306,18 +310,18 @@ def test_text_that_looks_like_a_picture_s_place_is_text(said: str) -> None:
     """In a chat with and without pictures, and in a completion without."""
     words = seeing.tokenizer()
     for content, count in ((said, 0), ([text(said)], 0), ([image(), text(said)], 1)):
-        prompt = seeing.prompts().chat([{"role": "user", "content": content}])
-        assert len(prompt.media) == count
+        prompt = seeing.prompts().process_chat([{"role": "user", "content": content}])
+        assert len(prompt.images) == count
         assert said in prompt.text
         assert words.decode(prompt.ids, skip_special_tokens=True).count(said) == 1
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": json.dumps({"a": said})}}
     talk = [{"role": "user", "content": [image(), text("a")]}, {"role": "assistant", "tool_calls": [call]},
             {"role": "tool", "tool_call_id": "a", "content": said}]  # fmt: skip
     told = [{"type": "function", "function": {"name": "f", "description": said}}]
-    assert len(seeing.prompts().chat(talk).media) == 1
-    assert len(seeing.prompts().chat([{"role": "user", "content": [image()]}], tools=told).media) == 1
-    prompt = seeing.prompts().prompt(said)
-    assert (prompt.text, words.decode(prompt.ids), prompt.media) == (said, said, ())
+    assert len(seeing.prompts().process_chat(talk).images) == 1
+    assert len(seeing.prompts().process_chat([{"role": "user", "content": [image()]}], tools=told).images) == 1
+    prompt = seeing.prompts().process_prompt(said)
+    assert (prompt.text, words.decode(prompt.ids), prompt.images) == (said, said, ())
 
 
 @pytest.mark.parametrize(
@@ -338,4 +342,4 @@ def test_text_that_looks_like_a_picture_s_place_is_text(said: str) -> None:
 )
 def test_bad_parts_are_named(message: dict[str, Any], says: str) -> None:
     with pytest.raises(InputError, match=says):
-        seeing.prompts().chat([message])
+        seeing.prompts().process_chat([message])

@@ -10,13 +10,13 @@ from echo_service import tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.control.outcomes import Output
+from quire.control.outcomes import BranchOutput
 from quire.errors import InputError
-from quire.text.stop import Automaton, StopStrings
-from quire.text.stream import TokenText
-from quire.text.transcript import Transcript
+from quire.text.stop import StopAutomaton, StopChecker
+from quire.text.stream import TextBackend
+from quire.text.transcript import RequestDetokenizer
 from quire.vocabulary.params import MAX_BAD_WORD_IDS, SamplingParams
-from quire.vocabulary.plan import Top
+from quire.vocabulary.plan import TopLogprobs
 
 words = st.text("ab", min_size=1, max_size=5)
 
@@ -32,7 +32,7 @@ def brute(text: str, stops: list[str], include: bool = False, start: int = 0) ->
 
 @given(st.text("abc", max_size=40), st.lists(words, max_size=4), st.lists(st.integers(0, 40)), st.booleans())
 def test_equals_brute_force_whatever_the_cuts(text: str, stops: list[str], cuts: list[int], include: bool) -> None:
-    watch = StopStrings(Automaton(tuple(stops)), include)
+    watch = StopChecker(StopAutomaton(tuple(stops)), include)
     borders = [0, *sorted(cuts), len(text)]
     shown, found, arrived = "", None, ""
     for start, end in pairwise(borders):
@@ -47,7 +47,7 @@ def test_equals_brute_force_whatever_the_cuts(text: str, stops: list[str], cuts:
 
 
 def test_a_stop_over_three_tokens_is_never_leaked() -> None:
-    watch = StopStrings(Automaton(("</end>",)))
+    watch = StopChecker(StopAutomaton(("</end>",)))
     assert watch.push("text <") == ("text ", None)
     assert watch.push("/en") == ("", None)
     assert watch.push("d> more") == ("", "</end>")
@@ -57,14 +57,14 @@ def test_a_stop_over_three_tokens_is_never_leaked() -> None:
 
 def test_an_empty_stop_is_refused() -> None:
     with pytest.raises(InputError, match="empty"):
-        Automaton(("a", ""))
+        StopAutomaton(("a", ""))
 
 
 def test_adversarial_text_costs_linear_time() -> None:
     stops = tuple("a" * 255 + end for end in "bcdefghijklmnopq")
     times: dict[int, list[float]] = {10_000: [], 80_000: []}
     for count in (10_000, 80_000) * 3:
-        watch, start = StopStrings(Automaton(stops)), time.thread_time()
+        watch, start = StopChecker(StopAutomaton(stops)), time.thread_time()
         for _ in range(count):
             watch.push("a")
         times[count].append((time.thread_time() - start) / count)
@@ -72,7 +72,7 @@ def test_adversarial_text_costs_linear_time() -> None:
     assert min(times[80_000]) < 100e-6
 
 
-TEXT = TokenText(tokenizer())
+TEXT = TextBackend(tokenizer())
 
 
 @given(st.text("abc", max_size=20), st.lists(words, max_size=4), st.integers(0, 12), st.lists(st.integers(0, 20)))
@@ -80,9 +80,9 @@ def test_min_tokens_ignores_what_ends_before_it_and_nothing_else(
     text: str, stops: list[str], min_tokens: int, cuts: list[int]
 ) -> None:
     ids = tokenizer().encode(text)
-    pieces = [tokenizer().convert_id(id) for id in ids]
+    pieces = [tokenizer().token_text(id) for id in ids]
     wanted = brute("".join(pieces), stops, start=len("".join(pieces[:min_tokens])))
-    flow = TEXT.stream([], TEXT.resolve(SamplingParams(stop=stops, min_tokens=min_tokens, max_tokens=None)))
+    flow = TEXT.new_detokenizer([], TEXT.resolve(SamplingParams(stop=stops, min_tokens=min_tokens, max_tokens=None)))
     shown, found = "", None
     for start, end in pairwise([0, *sorted(min(cut, len(ids)) for cut in cuts), len(ids)]):
         if found is None:
@@ -100,7 +100,7 @@ def test_what_is_held_back_is_shown_at_the_end() -> None:
         ids = tokenizer().encode(text)
         for tokens in (ids, ids[:-1]):
             for stops in ([stop], []):
-                flow = TEXT.stream([], SamplingParams(stop=stops))
+                flow = TEXT.new_detokenizer([], SamplingParams(stop=stops))
                 assert flow.push(tokens, True) == (tokenizer().decode(tokens), None)
 
 
@@ -109,10 +109,10 @@ def test_what_is_behind_a_stop_is_dropped_with_its_log_probabilities() -> None:
     read = len(tokenizer().encode("once upon"))
     told = list[tuple[int, str]]()
     params = TEXT.resolve(SamplingParams(stop=["upon"], logprobs=0))
-    transcript = Transcript(TEXT, [1], params, lambda branch, stop: told.append((branch, stop)))
-    tops = tuple(Top(id, -1.0, 1) for id in ids)
-    found = transcript.read(Output("r", 0, tuple(ids), "", tops, None, None, False, -float(len(ids))))
-    assert (found.text, found.tokens, found.tops) == ("once ", tuple(ids[:read]), tops[:read])
+    transcript = RequestDetokenizer(TEXT, [1], params, lambda branch, stop: told.append((branch, stop)))
+    tops = tuple(TopLogprobs(id, -1.0, 1) for id in ids)
+    found = transcript.process(BranchOutput("r", 0, tuple(ids), "", tops, None, None, False, -float(len(ids))))
+    assert (found.text, found.tokens, found.top_logprobs) == ("once ", tuple(ids[:read]), tops[:read])
     assert found.cumulative_logprob == -read
     assert told == [(0, "upon")]
 

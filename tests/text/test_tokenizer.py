@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 from quire.errors import InputError, StartupError
 from quire.text import library
 from quire.text.detokenize import Detokenizer
-from quire.text.library import refused
+from quire.text.library import errors_to_input_error
 from quire.text.tokenizer import Tokenizer
 
 TEXTS = [
@@ -53,7 +53,7 @@ def test_token_bytes_join_to_the_decoded_text(folders: dict[str, Path], kind: st
         ids = tokenizer.encode(text, add_special_tokens=False)
         if not ids:
             continue
-        joined = tokenizer.opening_bytes(ids[0]) + b"".join(map(tokenizer.token_bytes, ids[1:]))
+        joined = tokenizer.first_token_bytes(ids[0]) + b"".join(map(tokenizer.token_bytes, ids[1:]))
         decoded = tokenizer.decode(ids, skip_special_tokens=False)
         assert joined.decode(errors="replace") in (decoded, " " + decoded)
 
@@ -72,7 +72,7 @@ def test_bad_text_and_ids_are_input_errors(folders: dict[str, Path]) -> None:
             tokenizer.decode(ids)
     assert tokenizer.decode([tokenizer.vocab_size + 5]) == ""
     for beyond in (-1, tokenizer.vocab_size, 2**40):
-        assert (tokenizer.token_bytes(beyond), tokenizer.convert_id(beyond)) == (b"", "")
+        assert (tokenizer.token_bytes(beyond), tokenizer.token_text(beyond)) == (b"", "")
 
 
 def test_a_folder_without_a_tokenizer_says_so(tmp_path: Path) -> None:
@@ -190,16 +190,16 @@ def test_a_panic_at_a_clients_text_is_an_input_error(tmp_path: Path) -> None:
 
 def test_what_ends_the_program_passes_the_wrapper() -> None:
     for kind in (KeyboardInterrupt, SystemExit):
-        with pytest.raises(kind), refused("x"):
+        with pytest.raises(kind), errors_to_input_error("x"):
             raise kind
-    with pytest.raises(InputError, match="x: y"), refused("x"):
+    with pytest.raises(InputError, match="x: y"), errors_to_input_error("x"):
         raise ValueError("y")
 
 
 def test_a_tokenizer_that_is_slow_at_a_word_is_refused(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(library, "WORD_SECONDS", 0.05)
+    monkeypatch.setattr(library, "TEST_SECONDS", 0.05)
     ended = threading.Event()
     monkeypatch.setattr(library, "encode", lambda *_: ended.wait(10) and [])
     with pytest.raises(StartupError, match=r"takes more than 0\.05 s for a word"):
@@ -319,7 +319,7 @@ def test_random_byte_fallback_tokens(folders: dict[str, Path]) -> None:
     tokenizer = Tokenizer.load(folders["sentencepiece"])
     zero = next(id for id in range(tokenizer.vocab_size) if tokenizer.token_bytes(id) == b"\0")
     letter = tokenizer.encode("xa", add_special_tokens=False)[-1]
-    assert (tokenizer.token_bytes(zero + 0xC3), tokenizer.convert_id(letter)) == (b"\xc3", "a")
+    assert (tokenizer.token_bytes(zero + 0xC3), tokenizer.token_text(letter)) == (b"\xc3", "a")
 
     @given(st.lists(st.one_of(st.binary(max_size=6), characters.map(str.encode)), max_size=8))
     @settings(max_examples=400, deadline=None)

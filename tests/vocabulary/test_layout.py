@@ -6,32 +6,32 @@ from collections import Counter
 
 import pytest
 
-from quire.vocabulary.layout import ROWS, Layout, Part
+from quire.vocabulary.layout import VOCAB_ROWS_MULTIPLE, ParallelLayout, Shard
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("size", [1, 63, 64, 50_257])
 def test_every_row_of_a_vocabulary_is_one_ranks(ranks: int, size: int) -> None:
-    parts = Layout(tp=ranks).parts()
-    assert [row for part in parts for row in part.vocabulary(size)] == list(range(size))
-    padded = {part.padded(size) for part in parts}
+    parts = ParallelLayout(tp=ranks).shards()
+    assert [row for part in parts for row in part.vocab_range(size)] == list(range(size))
+    padded = {part.padded_vocab_rows(size) for part in parts}
     assert len(padded) == 1
-    assert 0 <= padded.pop() * ranks - size < ranks * ROWS
+    assert 0 <= padded.pop() * ranks - size < ranks * VOCAB_ROWS_MULTIPLE
 
 
 @pytest.mark.parametrize(("queries", "keys", "ranks"), [(4, 4, 4), (4, 2, 4), (32, 8, 4), (8, 1, 8), (28, 4, 2)])
 def test_queries_lie_with_their_keys(queries: int, keys: int, ranks: int) -> None:
     """Each rank's query heads read its own heads of keys, and as many of these each as in the whole model, or all."""
     seen: Counter[int] = Counter()
-    for part in Layout(tp=ranks).parts():
-        own = part.heads(queries, keys)
-        assert {head * keys // queries for head in own.queries} == set(own.keys)
-        seen.update(own.keys)
+    for part in ParallelLayout(tp=ranks).shards():
+        own = part.head_ranges(queries, keys)
+        assert {head * keys // queries for head in own.queries} == set(own.kv_heads)
+        seen.update(own.kv_heads)
     assert set(seen) == set(range(keys))
     assert set(seen.values()) == {max(ranks // keys, 1)}
 
 
 def test_parts_of_a_size() -> None:
-    assert [list(Part(rank, 3).share(6)) for rank in range(3)] == [[0, 1], [2, 3], [4, 5]]
+    assert [list(Shard(rank, 3).shard_range(6)) for rank in range(3)] == [[0, 1], [2, 3], [4, 5]]
     with pytest.raises(AssertionError, match="7 is not a multiple of 3"):
-        Part(0, 3).share(7)
+        Shard(0, 3).shard_range(7)

@@ -9,7 +9,7 @@ from memories import MEMORIES, Build
 from traces import Trace
 
 from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.plan import Sampling, StepPlan
+from quire.vocabulary.plan import DeviceSamplingParams, StepPlan
 
 PENALTIES: dict[str, Any] = {"repetition_penalty": 1.2, "frequency_penalty": 0.3, "presence_penalty": 0.1}
 
@@ -23,38 +23,40 @@ def test_parameters_are_said_once_a_request_not_once_a_fork() -> None:
     allowed = tuple(range(40))
     engine.add("a", [1, 2, 3], SamplingParams(n=8, allowed_token_ids=allowed, max_tokens=4))
     engine.add("b", [4, 5], SamplingParams(beam_width=4, allowed_token_ids=allowed, max_tokens=8))
-    while engine.unfinished:
+    while engine.has_unfinished_requests:
         engine.step()
-    births = [birth for plan in sent for birth in plan.births]
-    assert sum(birth.parent >= 0 for birth in births) > 10
+    births = [birth for plan in sent for birth in plan.new_slots]
+    assert sum(birth.parent_slot >= 0 for birth in births) > 10
     assert sum(birth.sampling is not None for birth in births) == 2
 
 
 def test_what_the_device_must_know_of_parameters() -> None:
-    assert SamplingParams().sampling() == Sampling()
+    assert SamplingParams().to_device_params() == DeviceSamplingParams()
     params = SamplingParams(
         **PENALTIES, temperature=0.5, top_p=0.9, top_k=-1, min_p=0.1, min_tokens=2, stop_token_ids=[7, 7, 8],
         allowed_token_ids=[3, 1], logit_bias={"4": 2}, bad_word_ids=((1,), (2, 3)), method=lambda: None,  # type: ignore[arg-type,return-value,dict-item]
         prompt_logprobs=0, stop=["x"],
     )  # fmt: skip
-    assert params.sampling() == Sampling(
+    assert params.to_device_params() == DeviceSamplingParams(
         0.5, 0.9, 0, 0.1, 0.1, 0.3, 1.2, 2, (7, 8), (3, 1), ((4, 2.0),), ((1,), (2, 3)), True, 0
     )
-    assert SamplingParams(logprob_token_ids=[9, 1, 9]).sampling() == Sampling(logprob_token_ids=(9, 1))
+    assert SamplingParams(logprob_token_ids=[9, 1, 9]).to_device_params() == DeviceSamplingParams(
+        logprob_token_ids=(9, 1)
+    )
 
 
 @pytest.mark.parametrize(
     ("sampling", "greedy", "needs_history"),
     [
-        (Sampling(), False, False),
-        (Sampling(temperature=0.0), True, False),
-        (Sampling(chosen=True), True, False),
-        (Sampling(presence_penalty=-0.1), False, True),
-        (Sampling(frequency_penalty=0.1), False, True),
-        (Sampling(repetition_penalty=0.9), False, True),
-        (Sampling(bad_word_ids=((1,), (2,))), False, False),
-        (Sampling(bad_word_ids=((1,), (2, 3))), False, True),
+        (DeviceSamplingParams(), False, False),
+        (DeviceSamplingParams(temperature=0.0), True, False),
+        (DeviceSamplingParams(candidates_only=True), True, False),
+        (DeviceSamplingParams(presence_penalty=-0.1), False, True),
+        (DeviceSamplingParams(frequency_penalty=0.1), False, True),
+        (DeviceSamplingParams(repetition_penalty=0.9), False, True),
+        (DeviceSamplingParams(bad_word_ids=((1,), (2,))), False, False),
+        (DeviceSamplingParams(bad_word_ids=((1,), (2, 3))), False, True),
     ],
 )
-def test_what_follows_from_it(sampling: Sampling, greedy: bool, needs_history: bool) -> None:
+def test_what_follows_from_it(sampling: DeviceSamplingParams, greedy: bool, needs_history: bool) -> None:
     assert (sampling.greedy, sampling.needs_history) == (greedy, needs_history)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from quire.config import EngineConfig
-from quire.control.memory import Size, build_memory
-from quire.data.runner.views import check_geometry
+from quire.control.memory import MemorySize, build_memory
+from quire.data.runner.views import check_kv_cache_config
 from quire.errors import StartupError
-from quire.vocabulary.layout import Layout, Part
+from quire.vocabulary.layout import ParallelLayout, Shard
 from quire.vocabulary.specs import LayerSpec, ModelSpec
-from quire.vocabulary.stages import of_stage, staged, uneven
+from quire.vocabulary.stages import has_uneven_stages, kv_config_of_stage, largest_stage_spec
 
 FULL, WINDOW = LayerSpec(2, 16), LayerSpec(2, 16, window=32)
 
@@ -22,34 +22,34 @@ def spec_of(*layers: LayerSpec) -> ModelSpec:
 @pytest.mark.parametrize("stages", range(1, 9))
 def test_every_layer_is_in_one_stage(stages: int) -> None:
     for count in range(stages, 40):
-        runs = [Part(0, 1, stage, stages).layers(count) for stage in range(stages)]
+        runs = [Shard(0, 1, stage, stages).layer_range(count) for stage in range(stages)]
         assert [layer for run in runs for layer in run] == list(range(count))
         assert max(map(len, runs)) - min(map(len, runs)) <= 1
         assert all(runs)
 
 
 def test_ranks_are_numbered_stage_by_stage() -> None:
-    parts = Layout(2, 3).parts()
-    assert [(part.rank, part.stage, part.number) for part in parts] == [
+    parts = ParallelLayout(2, 3).shards()
+    assert [(part.tp_rank, part.pp_rank, part.global_rank) for part in parts] == [
         (0, 0, 0), (1, 0, 1), (0, 1, 2), (1, 1, 3), (0, 2, 4), (1, 2, 5),
     ]  # fmt: skip
-    assert [part.answers for part in parts] == [False] * 4 + [True, False]
-    assert Layout(2, 3).answers == 4
+    assert [part.returns_result for part in parts] == [False] * 4 + [True, False]
+    assert ParallelLayout(2, 3).result_rank == 4
 
 
 def test_a_stage_finds_its_own_layers_in_the_common_pages() -> None:
     spec = spec_of(FULL, WINDOW, WINDOW, FULL, FULL)  # 0 to 2, 3 and 4
-    assert staged(spec, 2).layers == (FULL, FULL, WINDOW, WINDOW)
-    assert uneven(spec, 2)
-    assert not uneven(spec_of(FULL, WINDOW, FULL, WINDOW), 2)
+    assert largest_stage_spec(spec, 2).layers == (FULL, FULL, WINDOW, WINDOW)
+    assert has_uneven_stages(spec, 2)
+    assert not has_uneven_stages(spec_of(FULL, WINDOW, FULL, WINDOW), 2)
     config = EngineConfig(page_size=4, max_num_seqs=4, kv_tokens=256)
-    common = build_memory(config, staged(spec, 2), Size(256, 64, 4)).geometry
+    common = build_memory(config, largest_stage_spec(spec, 2), MemorySize(256, 64, 4)).kv_config
     assert [group.layers for group in common.groups] == [(0, 1), (2, 3)]
-    first, second = (of_stage(common, spec, Part(0, 1, stage, 2)) for stage in range(2))
+    first, second = (kv_config_of_stage(common, spec, Shard(0, 1, stage, 2)) for stage in range(2))
     assert [group.layers for group in first.groups] == [(0,), (1, 2)]
     assert [group.layers for group in second.groups] == [(3, 4), ()]
     for own in (first, second):
-        check_geometry(own, spec)
+        check_kv_cache_config(own, spec)
         assert [group.page_bytes for group in own.groups] == [group.page_bytes for group in common.groups]
 
 
@@ -57,10 +57,14 @@ def test_a_stage_finds_its_own_layers_in_the_common_pages() -> None:
     ("layers", "stages", "told"),
     [
         ((FULL, FULL), 3, "--pp is 3, and the model has 2 layers. Use 2 or less"),
-        ((FULL, LayerSpec(2, 16, shares=0), LayerSpec(2, 16, shares=0), FULL), 2, "layer 2 reads .* of layer 0"),
+        (
+            (FULL, LayerSpec(2, 16, kv_source_layer=0), LayerSpec(2, 16, kv_source_layer=0), FULL),
+            2,
+            "layer 2 reads .* of layer 0",
+        ),
         ((LayerSpec(2, 16, budget=64), FULL), 2, "a model that keeps a part of each prompt can't be divided"),
     ],
 )
 def test_what_has_no_such_stages_is_refused(layers: tuple[LayerSpec, ...], stages: int, told: str) -> None:
     with pytest.raises(StartupError, match=told):
-        staged(spec_of(*layers), stages)
+        largest_stage_spec(spec_of(*layers), stages)

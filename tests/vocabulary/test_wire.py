@@ -16,27 +16,27 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from quire.vocabulary import wire
-from quire.vocabulary.columns import MOST_BYTES, WireError
-from quire.vocabulary.media import Medium
+from quire.vocabulary.columns import MAX_FRAME_BYTES, WireError
+from quire.vocabulary.media import ImageItem
 from quire.vocabulary.plan import (
-    LAST,
-    Birth,
-    Copy,
-    Encode,
-    In,
-    Mask,
-    Out,
+    LAST_SAMPLED,
+    DeviceSamplingParams,
+    ImageEncoding,
+    PageCopy,
     Poison,
-    Row,
-    Sampled,
-    Sampling,
+    SeqSlice,
+    SliceResult,
+    SlotInit,
     StepPlan,
     StepResult,
-    Table,
-    Top,
+    SwapIn,
+    SwapOut,
+    TableWrite,
+    TokenBitmask,
+    TopLogprobs,
 )  # fmt: skip
-from quire.vocabulary.rows import Rows
-from quire.vocabulary.wire import ENTRIES, VERSION, Message, decode, encode
+from quire.vocabulary.rows import SeqSlices
+from quire.vocabulary.wire import PAGE_OP_FORMATS, VERSION, Message, decode_frame, encode_frame
 
 small, large = st.integers(-(2**31), 2**31 - 1), st.integers(-(2**63), 2**63 - 1)
 numbers = st.one_of(st.integers(-1, 300), large)
@@ -44,25 +44,34 @@ runs = st.one_of(st.just(()), st.lists(numbers, max_size=5).map(tuple))
 floats = st.floats(allow_nan=True, allow_infinity=True)
 texts = st.one_of(st.just(""), st.text(st.characters(), max_size=5))  # halves of surrogate pairs too
 samplings = st.builds(
-    Sampling, floats, floats, small, floats, floats, floats, floats, small, runs, st.none() | runs,
+    DeviceSamplingParams, floats, floats, small, floats, floats, floats, floats, small, runs, st.none() | runs,
     st.lists(st.tuples(numbers, floats), max_size=3).map(tuple), st.lists(runs, max_size=3).map(tuple), st.booleans(),
     small, runs, st.sampled_from(("", "mean", "last")),
 )  # fmt: skip
 counts = st.integers(0, 2**32 - 1)
-media = st.builds(Medium, st.binary(min_size=32, max_size=32), counts, counts, counts, counts)
+media = st.builds(ImageItem, st.binary(min_size=32, max_size=32), counts, counts, counts, counts)
 births = st.builds(
-    Birth, small, large, small, st.none() | samplings, large, small, runs, small, st.lists(media, max_size=3).map(tuple)
+    SlotInit,
+    small,
+    large,
+    small,
+    st.none() | samplings,
+    large,
+    small,
+    runs,
+    small,
+    st.lists(media, max_size=3).map(tuple),
 )
-rows = st.builds(Row, numbers, runs, numbers, numbers, runs, runs)
-decoding = st.tuples(st.integers(1, 300), st.integers(-1, 999), small).map(lambda t: Row(t[0], (t[1],), t[2], 1))
+rows = st.builds(SeqSlice, numbers, runs, numbers, numbers, runs, runs)
+decoding = st.tuples(st.integers(1, 300), st.integers(-1, 999), small).map(lambda t: SeqSlice(t[0], (t[1],), t[2], 1))
 entries = st.one_of(
-    st.builds(Table, numbers, numbers, numbers, runs),
-    *(st.builds(kind.entry, *[numbers] * kind.numbers) for kind in ENTRIES[1:]),
+    st.builds(TableWrite, numbers, numbers, numbers, runs),
+    *(st.builds(kind.op_type, *[numbers] * kind.num_ints) for kind in PAGE_OP_FORMATS[1:]),
 )
-tops = st.builds(Top, numbers, floats, numbers, runs, st.lists(floats, max_size=3).map(tuple))
+tops = st.builds(TopLogprobs, numbers, floats, numbers, runs, st.lists(floats, max_size=3).map(tuple))
 few_tops, few_floats = st.lists(tops, max_size=3).map(tuple), st.lists(floats, max_size=3).map(tuple)
-samples = st.builds(Sampled, runs, few_tops, few_tops, texts, few_floats)
-drawn = small.map(lambda token: Sampled((token,)))
+samples = st.builds(SliceResult, runs, few_tops, few_tops, texts, few_floats)
+drawn = small.map(lambda token: SliceResult((token,)))
 
 
 def some(strategy: st.SearchStrategy[Any]) -> st.SearchStrategy[tuple[Any, ...]]:
@@ -70,7 +79,7 @@ def some(strategy: st.SearchStrategy[Any]) -> st.SearchStrategy[tuple[Any, ...]]
 
 
 masks = st.integers(0, 3).flatmap(
-    lambda words: some(st.builds(Mask, numbers, st.binary(min_size=4 * words, max_size=4 * words)))
+    lambda words: some(st.builds(TokenBitmask, numbers, st.binary(min_size=4 * words, max_size=4 * words)))
 )
 plans = st.builds(StepPlan, some(births), some(entries), some(rows) | some(decoding), some(entries), masks)
 results = st.builds(StepResult, some(samples) | some(drawn), floats)
@@ -78,7 +87,7 @@ results = st.builds(StepResult, some(samples) | some(drawn), floats)
 
 def same(a: object, b: object) -> bool:
     """Equal in value and type, NaNs too; rows that were read are made."""
-    a, b = (each.all if isinstance(each, Rows) else each for each in (a, b))
+    a, b = (each.as_tuple if isinstance(each, SeqSlices) else each for each in (a, b))
     if isinstance(a, tuple):
         return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))  # type: ignore[arg-type]
     if isinstance(a, float) and isinstance(b, float) and math.isnan(a):
@@ -88,34 +97,35 @@ def same(a: object, b: object) -> bool:
 
 def a_plan(count: int = 12) -> StepPlan:
     """A step with a bit of everything."""
-    sampling = Sampling(
+    sampling = DeviceSamplingParams(
         0.7, 0.9, 40, 0.1, 0.5, -0.5, 1.1, 3, (2, 7), (5, 6, 7), ((9, -100.0),), ((1,), (2, 3)), False, 2, (6, 5, 96)
     )
     return StepPlan(
         (
-            Birth(
+            SlotInit(
                 3, 70, -1, sampling, 2**62 + 1, 4, (1, 2, 3, 4), 2,
-                (Medium(b"k" * 32, 1, 2, 2), Medium(bytes(32), 3, 1, 9, 4)),
+                (ImageItem(b"k" * 32, 1, 2, 2), ImageItem(bytes(32), 3, 1, 9, 4)),
             ),
-            Birth(4, 71, 3, None, -5, 4),
+            SlotInit(4, 71, 3, None, -5, 4),
         ),
-        (Table(3, 0, 0, (17, 18)), Copy(0, 17, 19), Out(1, 5, 6), In(0, 6, 2**33), Poison(1, 8), Table(4, 1, 7, ()),
-         Encode(1, 3, 1, 5, 2, 2)),
+        (TableWrite(3, 0, 0, (17, 18)), PageCopy(0, 17, 19), SwapOut(1, 5, 6), SwapIn(0, 6, 2**33), Poison(1, 8),
+        TableWrite(4, 1, 7, ()),
+         ImageEncoding(1, 3, 1, 5, 2, 2)),
         (
-            Row(3, (1, 2, 3, 4), 0, 3, (2, 3, 4)), Row(4, (), 9, 0, (), (8, 9)),
-            *(Row(10 + i, (LAST,), 100 * i, 1) for i in range(count)),
+            SeqSlice(3, (1, 2, 3, 4), 0, 3, (2, 3, 4)), SeqSlice(4, (), 9, 0, (), (8, 9)),
+            *(SeqSlice(10 + i, (LAST_SAMPLED,), 100 * i, 1) for i in range(count)),
         ),
-        (Copy(0, 1, 2),),
-        (Mask(3, b"\x01\x02\x03\x04\xff\xff\xff\x7f"), Mask(10, bytes(8))),
+        (PageCopy(0, 1, 2),),
+        (TokenBitmask(3, b"\x01\x02\x03\x04\xff\xff\xff\x7f"), TokenBitmask(10, bytes(8))),
     )  # fmt: skip
 
 
 def a_result(count: int = 12) -> StepResult:
-    top = Top(5, -0.25, 1, (5, 6), (-0.25, -math.inf))
+    top = TopLogprobs(5, -0.25, 1, (5, 6), (-0.25, -math.inf))
     return StepResult(
         (
-            Sampled((5, 6), (top, top._replace(logprob=math.nan))), Sampled((), (), (top, top, top)),
-            Sampled((0,), error="не конечны: ∞"), *(Sampled((i,)) for i in range(count)),
+            SliceResult((5, 6), (top, top._replace(logprob=math.nan))), SliceResult((), (), (top, top, top)),
+            SliceResult((0,), error="не конечны: ∞"), *(SliceResult((i,)) for i in range(count)),
         ),
         0.012,
         0.001,
@@ -125,25 +135,25 @@ def a_result(count: int = 12) -> StepResult:
 @given(plans)
 @example(StepPlan((), (), ()))
 @example(a_plan())
-@example(StepPlan((), (), (Row(1, (), 0, 0),) * 3))
+@example(StepPlan((), (), (SeqSlice(1, (), 0, 0),) * 3))
 def test_plans_are_read_as_they_were_said(plan: StepPlan) -> None:
-    assert same(decode(encode(plan)), plan)
+    assert same(decode_frame(encode_frame(plan)), plan)
 
 
 @given(results)
 @example(StepResult((), 0.0))
 @example(a_result())
-@example(StepResult((Sampled(()),) * 300, math.nan))
-@example(StepResult((Sampled((), pooled=(0.5, -2.0)), Sampled((3,)), Sampled((), pooled=(1.0,))), 0.0))
-@example(StepResult((Sampled((), (Top(1, 0.0, 1),)),) * 2, math.inf))
+@example(StepResult((SliceResult(()),) * 300, math.nan))
+@example(StepResult((SliceResult((), pooled=(0.5, -2.0)), SliceResult((3,)), SliceResult((), pooled=(1.0,))), 0.0))
+@example(StepResult((SliceResult((), (TopLogprobs(1, 0.0, 1),)),) * 2, math.inf))
 def test_results_are_read_as_they_were_said(result: StepResult) -> None:
-    assert same(decode(encode(result)), result)
+    assert same(decode_frame(encode_frame(result)), result)
 
 
 def test_small_steps_are_small() -> None:
-    assert len(encode(StepPlan((Birth(255, 10**6, 3, None, 2**63 - 1, 32000),), (), ()))) < 64
-    decodes = StepPlan((), (), tuple(Row(i, (LAST,), 32000 + i, 1) for i in range(256)))
-    assert len(encode(decodes)) < 17 * 256
+    assert len(encode_frame(StepPlan((SlotInit(255, 10**6, 3, None, 2**63 - 1, 32000),), (), ()))) < 64
+    decodes = StepPlan((), (), tuple(SeqSlice(i, (LAST_SAMPLED,), 32000 + i, 1) for i in range(256)))
+    assert len(encode_frame(decodes)) < 17 * 256
 
 
 GOLDEN = (
@@ -155,32 +165,39 @@ GOLDEN = (
 
 
 def test_rows_are_these_bytes() -> None:
-    plan = StepPlan((), (), (Row(3, (LAST,), 1000, 1), Row(4, (7,), 0, 2)))
-    assert encode(plan) == bytes.fromhex(GOLDEN)
-    more = encode(plan._replace(rows=(Row(3, (5, 6), 2**31, 0, (8,)), Row(4, (), 0, 0, (), (9, 9)))))
+    plan = StepPlan((), (), (SeqSlice(3, (LAST_SAMPLED,), 1000, 1), SeqSlice(4, (7,), 0, 2)))
+    assert encode_frame(plan) == bytes.fromhex(GOLDEN)
+    more = encode_frame(plan._replace(slices=(SeqSlice(3, (5, 6), 2**31, 0, (8,)), SeqSlice(4, (), 0, 0, (), (9, 9)))))
     assert more[22:30] == struct.pack("<cBBBI", b"q", 2, 2, 2, 6 + 2 + 2 + 2 + 1 + 2 + 2)
     assert struct.unpack("<17q", more[30:]) == (0, 0, 3, 4, 2**31, 0, 2, 0, 5, 6, 1, 0, 8, 0, 2, 9, 9)
 
 
 @given(some(rows) | some(decoding))
 @example(())
-def test_rows_are_the_same_as_arrays_and_one_by_one(given: tuple[Row, ...]) -> None:
-    for found in (Rows.of(given), Rows.of(decode(encode(StepPlan((), (), given))).rows)):  # type: ignore[union-attr]
-        assert same(found.all, given)
+def test_rows_are_the_same_as_arrays_and_one_by_one(given: tuple[SeqSlice, ...]) -> None:
+    for found in (
+        SeqSlices.from_slices(given),
+        SeqSlices.from_slices(decode_frame(encode_frame(StepPlan((), (), given))).slices),
+    ):  # type: ignore[union-attr]
+        assert same(found.as_tuple, given)
         assert found == given == found
         assert len(found) == len(given)
         assert hash(found) == hash(given)
-        for listed, column in ((found.slots, "slot"), (found.starts, "start"), (found.samples, "sample")):
+        for listed, column in ((found.slots, "slot"), (found.starts, "start"), (found.num_samples, "num_samples")):
             assert listed == [getattr(row, column) for row in given]
         assert found.ends == [row.start + len(row.tokens) for row in given]
-        assert found.array().dtype == found.lengths.dtype == np.int64
-        assert found.lengths.tolist() == [len(row.tokens) for row in given]
-        for runs, column in ((found.tokens, "tokens"), (found.scores, "score"), (found.drafts, "draft")):
+        assert found.to_array().dtype == found.token_counts.dtype == np.int64
+        assert found.token_counts.tolist() == [len(row.tokens) for row in given]
+        for runs, column in (
+            (found.tokens, "tokens"),
+            (found.score_tokens, "score_tokens"),
+            (found.draft_tokens, "draft_tokens"),
+        ):
             assert found.values(runs) == [number for row in given for number in getattr(row, column)]
-        decodes = all(len(row.tokens) == 1 and row.sample and not row.score for row in given)
-        assert found.decode == (decodes and bool(given))
-        if found.decode:
-            assert found.singles.T.tolist() == [[row.slot, row.start, row.tokens[0]] for row in given]
+        decodes = all(len(row.tokens) == 1 and row.num_samples and not row.score_tokens for row in given)
+        assert found.is_decode_only == (decodes and bool(given))
+        if found.is_decode_only:
+            assert found.decode_columns.T.tolist() == [[row.slot, row.start, row.tokens[0]] for row in given]
 
 
 @pytest.mark.parametrize(
@@ -201,45 +218,45 @@ def test_rows_that_are_none_are_refused(head: tuple[Any, ...], numbers: tuple[in
         f"<{len(numbers)}{'i' if head[0] == b'b' else head[0].decode()}", *numbers
     )
     with pytest.raises(WireError, match=f"rows at byte .*: {why}"):
-        decode(begun + said)
+        decode_frame(begun + said)
 
 
 @pytest.mark.parametrize(
     ("message", "field"),
     [
-        (StepPlan((), (), (Row(2**63, (1,), 0, 1),)), "rows"),
-        (StepPlan((), (), (Row(1, (1, -(2**63) - 1), 0, 1),)), "rows"),
-        (StepPlan((), (Copy(0, 2**64, 1),), ()), "journal numbers"),
-        (StepPlan((), (), (), (), (Mask(1, bytes(5)),)), "masks"),
-        (StepPlan((), (), (), (), (Mask(1, bytes(4)), Mask(2, bytes(8)))), "masks"),
-        (StepPlan((), (), (), (), (Mask(2**63, bytes(4)),)), "mask slots"),
-        (StepPlan((Birth(1, 1, -1, None, 2**63, 5),), (), ()), "birth"),
-        (StepPlan((Birth(1, 1, -1, None, 0, 5, media=(Medium(b"short", 0, 1, 1),)),), (), ()), "medium"),
-        (StepPlan((Birth(1, 1, -1, None, 0, 5, media=(Medium(bytes(32), -1, 1, 1),)),), (), ()), "medium"),
-        (StepPlan((Birth(2**31, 1, -1, None, 0, 5),), (), ()), "birth"),
-        (StepPlan((Birth(1, 1, -1, Sampling(top_k=2**31), 0, 5),), (), ()), "sampling"),
-        (StepPlan((), (), (Row(1, ("x",), 0, 1),)), "rows"),  # type: ignore[arg-type]
-        (StepResult((Sampled((1,), (Top(1, "x", 1),)),), 0.0), "top logprobs"),  # type: ignore[arg-type]
+        (StepPlan((), (), (SeqSlice(2**63, (1,), 0, 1),)), "rows"),
+        (StepPlan((), (), (SeqSlice(1, (1, -(2**63) - 1), 0, 1),)), "rows"),
+        (StepPlan((), (PageCopy(0, 2**64, 1),), ()), "journal numbers"),
+        (StepPlan((), (), (), (), (TokenBitmask(1, bytes(5)),)), "masks"),
+        (StepPlan((), (), (), (), (TokenBitmask(1, bytes(4)), TokenBitmask(2, bytes(8)))), "masks"),
+        (StepPlan((), (), (), (), (TokenBitmask(2**63, bytes(4)),)), "mask slots"),
+        (StepPlan((SlotInit(1, 1, -1, None, 2**63, 5),), (), ()), "birth"),
+        (StepPlan((SlotInit(1, 1, -1, None, 0, 5, images=(ImageItem(b"short", 0, 1, 1),)),), (), ()), "medium"),
+        (StepPlan((SlotInit(1, 1, -1, None, 0, 5, images=(ImageItem(bytes(32), -1, 1, 1),)),), (), ()), "medium"),
+        (StepPlan((SlotInit(2**31, 1, -1, None, 0, 5),), (), ()), "birth"),
+        (StepPlan((SlotInit(1, 1, -1, DeviceSamplingParams(top_k=2**31), 0, 5),), (), ()), "sampling"),
+        (StepPlan((), (), (SeqSlice(1, ("x",), 0, 1),)), "rows"),  # type: ignore[arg-type]
+        (StepResult((SliceResult((1,), (TopLogprobs(1, "x", 1),)),), 0.0), "top logprobs"),  # type: ignore[arg-type]
     ],
 )
 def test_what_has_no_wire_form_is_refused(message: Message, field: str) -> None:
     with pytest.raises(WireError, match=field) as error:
-        encode(message)
+        encode_frame(message)
     assert error.value.field == field
 
 
 def test_other_versions_and_kinds_are_refused() -> None:
-    frame = encode(a_plan())
+    frame = encode_frame(a_plan())
     with pytest.raises(WireError, match=f"version at byte 0: it is 9, only {VERSION} is read"):
-        decode(b"\x09" + frame[1:])
+        decode_frame(b"\x09" + frame[1:])
     with pytest.raises(WireError, match="kind at byte 1: 3 is neither a plan nor a result"):
-        decode(frame[:1] + b"\x03" + frame[2:])
+        decode_frame(frame[:1] + b"\x03" + frame[2:])
     with pytest.raises(WireError, match="head at byte 0: 2 bytes are announced, 0 remain"):
-        decode(b"")
+        decode_frame(b"")
     with pytest.raises(WireError, match=rf"frame at byte {len(frame)}: 1 bytes follow its end"):
-        decode(frame + b"\0")
+        decode_frame(frame + b"\0")
     with pytest.raises(WireError, match="bytes, at most"):
-        decode(memoryview(bytearray(MOST_BYTES + 1)))
+        decode_frame(memoryview(bytearray(MAX_FRAME_BYTES + 1)))
 
 
 def mutated(frame: bytes, others: Sequence[bytes], rng: random.Random) -> bytes:
@@ -269,19 +286,21 @@ def mutated(frame: bytes, others: Sequence[bytes], rng: random.Random) -> bytes:
 def attack(count: int, seed: int) -> dict[str, int]:
     """Read so many broken frames; what came of them. Anything but a message or a WireError passes through."""
     rng = random.Random(seed)
-    frames = [encode(message) for message in (a_plan(), a_plan(0), a_result(), a_result(0), a_plan(60), a_result(60))]
-    frames.append(encode(StepPlan((), (), a_plan(40).rows[2:])))
-    frames.append(encode(StepResult(tuple(Sampled((i,)) for i in range(40)), 0.0)))
+    frames = [
+        encode_frame(message) for message in (a_plan(), a_plan(0), a_result(), a_result(0), a_plan(60), a_result(60))
+    ]
+    frames.append(encode_frame(StepPlan((), (), a_plan(40).slices[2:])))
+    frames.append(encode_frame(StepResult(tuple(SliceResult((i,)) for i in range(40)), 0.0)))
     seen = {"refused": 0, "read": 0}
     for _ in range(count):
         frame = mutated(rng.choice(frames), frames, rng)
         began = time.thread_time()
         try:
-            message = decode(frame)
-            assert same(decode(encode(message)), message)
+            message = decode_frame(frame)
+            assert same(decode_frame(encode_frame(message)), message)
             seen["read"] += 1
         except WireError as error:
-            seen["refused"] += error.at is not None and 0 <= error.at <= len(frame)
+            seen["refused"] += error.offset is not None and 0 <= error.offset <= len(frame)
         assert time.thread_time() - began < 5, f"{frame.hex()} takes too long"
     assert sum(seen.values()) == count, "an error isn't in its frame"
     return seen

@@ -15,15 +15,15 @@ from typing import Any
 
 from quire.bench.document import short, table
 from quire.bench.machine import Others
-from quire.control.memory.large import LargePages
-from quire.control.memory.pages import Ledger
+from quire.control.memory.large import TwoLevelPagePool
+from quire.control.memory.pages import PagePool
 from quire.errors import StartupError
 
 RATIOS = (3, 1)
 PAGES = 6250  # of each group: 100,000 tokens in pages of 16
 REPEATS = 9
 
-AnyLedger = Ledger | LargePages
+AnyLedger = PagePool | TwoLevelPagePool
 
 
 def flags(parser: argparse.ArgumentParser) -> None:
@@ -33,14 +33,14 @@ def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
 
 
-def two_level() -> LargePages:
+def two_level() -> TwoLevelPagePool:
     """Little more than two groups of PAGES fill."""
-    return LargePages(RATIOS, PAGES * 4 // 3 + 10)
+    return TwoLevelPagePool(RATIOS, PAGES * 4 // 3 + 10)
 
 
-def one_level() -> Ledger:
+def one_level() -> PagePool:
     """The same, of groups that have all pages in common."""
-    return Ledger([range(1, PAGES * 2 + 10)] * 2)
+    return PagePool([range(1, PAGES * 2 + 10)] * 2)
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -80,7 +80,7 @@ def _alone(measure: Callable[[AnyLedger], tuple[float, int]], ledger: AnyLedger)
 
 def _filled(ledger: AnyLedger, published: bool) -> list[list[int]]:
     ledger.reserve([PAGES, PAGES])
-    tables = [ledger.take_all(group, PAGES, 1) for group in (0, 1)]
+    tables = [ledger.allocate(group, PAGES, 1) for group in (0, 1)]
     for group, pages in enumerate(tables) if published else ():
         for page in pages:
             ledger.publish(group, page, page.to_bytes(4))
@@ -92,21 +92,21 @@ def steady(ledger: AnyLedger) -> tuple[float, int]:
     began = time.process_time()
     for i in range(PAGES):
         ledger.reserve((1, 1))
-        ledger.take_all(0, 1, i & 255)
-        ledger.take_all(1, 1, i & 255)
+        ledger.allocate(0, 1, i & 255)
+        ledger.allocate(1, 1, i & 255)
     return time.process_time() - began, 2 * PAGES
 
 
 def steady_evicting(ledger: AnyLedger) -> tuple[float, int]:
     """The same where all pages are cached."""
-    while ledger.affords((PAGES // 2, PAGES // 2)):
+    while ledger.can_allocate((PAGES // 2, PAGES // 2)):
         ledger.reserve((PAGES // 2, PAGES // 2))
         for group in (0, 1):
-            for page in ledger.take_all(group, PAGES // 2, 1):
+            for page in ledger.allocate(group, PAGES // 2, 1):
                 ledger.publish(group, page, page.to_bytes(4))
     tables: list[list[int]] = [list(set(index.values())) for index in ledger.index]
-    ledger.release_all(tables)
-    ledger.leave(1)
+    ledger.decref_tables(tables)
+    ledger.remove_owner(1)
     return steady(ledger)
 
 
@@ -119,8 +119,8 @@ def bulk(ledger: AnyLedger) -> tuple[float, int]:
 
 def bulk_evicting(ledger: AnyLedger) -> tuple[float, int]:
     """The same where another one's pages are cached."""
-    ledger.release_all(_filled(ledger, published=True))
-    ledger.leave(1)
+    ledger.decref_tables(_filled(ledger, published=True))
+    ledger.remove_owner(1)
     return bulk(ledger)
 
 
@@ -128,8 +128,8 @@ def release(ledger: AnyLedger) -> tuple[float, int]:
     """It leaves; its pages stay cached."""
     tables = _filled(ledger, published=True)
     began = time.process_time()
-    ledger.release_all(tables)
-    ledger.leave(1)
+    ledger.decref_tables(tables)
+    ledger.remove_owner(1)
     return time.process_time() - began, 2 * PAGES
 
 
@@ -137,8 +137,8 @@ def release_uncached(ledger: AnyLedger) -> tuple[float, int]:
     """It leaves; nothing was published."""
     tables = _filled(ledger, published=False)
     began = time.process_time()
-    ledger.release_all(tables)
-    ledger.leave(1)
+    ledger.decref_tables(tables)
+    ledger.remove_owner(1)
     return time.process_time() - began, 2 * PAGES
 
 

@@ -18,7 +18,7 @@ from quire.bench.drive import Decoding, Load, drive
 from quire.bench.machine import Others
 from quire.bench.shapes import built
 from quire.bench.workloads import Job, parse
-from quire.build import Built
+from quire.build import BuiltEngine
 from quire.cli.flags import config_from
 from quire.config import EngineConfig
 from quire.control.engine import Engine
@@ -38,14 +38,14 @@ class EagerMemory(PagedMemory):
     """Paged memory whose fork copies every page at once: nothing is shared."""
 
     def fork(self, parent: Seq, child: Seq) -> bool:
-        needs = [group.pages(parent.computed) for group in self.groups]
-        if not self.pages.affords(needs) or not super().fork(parent, child):
+        needs = [group.num_pages(parent.computed) for group in self.groups]
+        if not self.page_pool.can_allocate(needs) or not super().fork(parent, child):
             return False
-        resident = self.residents[child.id]
+        resident = self.seq_pages[child.id]
         for g, pages_of_group in enumerate(resident.tables):
-            for at in range(resident.first[g], len(pages_of_group)):
+            for at in range(resident.first_page[g], len(pages_of_group)):
                 self._copy_on_write(resident, g, at)
-        resident.forked = self.residents[parent.id].forked = False
+        resident.needs_cow_check = self.seq_pages[parent.id].needs_cow_check = False
         return True
 
 
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def measure(
-    made: Built, config: EngineConfig, workload: str, jobs: list[Job], width: int, repeats: int
+    made: BuiltEngine, config: EngineConfig, workload: str, jobs: list[Job], width: int, repeats: int
 ) -> dict[str, Any]:
     """Tokens/s of each way: tokens of the best sequence of each request, over the time until the last one ended."""
     memory: Any = made.engine.scheduler.memory
@@ -101,7 +101,7 @@ def measure(
                 runs[name].append(done)
     seconds = {name: median(run["seconds"] for run in some) for name, some in runs.items()}
     return {
-        "model": made.name, "dtype": made.plan.dtype, "page_size": config.page_size, "workload": workload,
+        "model": made.name, "dtype": made.memory_plan.dtype, "page_size": config.page_size, "workload": workload,
         "beam_width": width, "threads": config.threads, "note": note,
         "seconds": {name: [run["seconds"] for run in some] for name, some in runs.items()},
         "tokens_per_s": {name: tokens / spent for name, spent in seconds.items()},
@@ -122,7 +122,7 @@ def _same(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> int:
 def _eager(engine: Engine) -> EagerMemory:
     """A memory of the same geometry, for the same tensors."""
     memory: Any = engine.scheduler.memory
-    return EagerMemory(memory.geometry, chunk=memory.chunk, caching=False)
+    return EagerMemory(memory.geometry, max_step_tokens=memory.chunk, caching=False)
 
 
 def _ours(engine: Engine, memory: PagedMemory, jobs: list[Job], width: int) -> dict[str, Any]:
@@ -145,13 +145,13 @@ def _peer(config: EngineConfig) -> Any:
         return None
     import torch
 
-    from quire.source import read_source
+    from quire.source import read_checkpoint
 
-    source = read_source(config)
+    source = read_checkpoint(config)
     auto: Any = transformers.AutoModelForCausalLM
     dtype = getattr(torch, config.dtype)
-    if source.folder is not None and not config.dummy_weights:
-        model = auto.from_pretrained(source.folder, dtype=dtype)
+    if source.path is not None and not config.dummy_weights:
+        model = auto.from_pretrained(source.path, dtype=dtype)
     else:
         shape = dict(source.config)
         torch.manual_seed(config.seed)

@@ -26,12 +26,12 @@ from quire.bench.workloads import Job, parse
 from quire.build import build
 from quire.cli.flags import config_from
 from quire.config import EngineConfig
-from quire.data.models import ARCHITECTURES, architecture
+from quire.data.models import ARCHITECTURES, architecture_of
 from quire.errors import StartupError
 from quire.formats import ITEMSIZE
-from quire.sim.cost import MOST_DEPTH, Coefficients, Cost, Shape, Work
-from quire.sim.simulate import Arriving, Simulation
-from quire.source import Source, read_source
+from quire.sim.cost import MAX_DEPTH, Coefficients, CostModel, ModelShape, StepWork
+from quire.sim.simulate import Simulation, TraceRequest
+from quire.source import Checkpoint, read_checkpoint
 
 TARGET = 0.15  # median error on steps kept out of the fit
 OVERLAPS = (2.0, 4.0)
@@ -52,11 +52,11 @@ class Errors(NamedTuple):
     steps: int
 
 
-def shape_of(source: Source, itemsize: int, saved: int = 0) -> Shape:
+def shape_of(source: Checkpoint, itemsize: int, saved: int = 0) -> ModelShape:
     """A model's shape for the cost model. `saved`: as for `Shape.of`."""
-    settings: Any = ARCHITECTURES[architecture(source.config)][0].read(source.config)
+    settings: Any = ARCHITECTURES[architecture_of(source.config)][0].from_config(source.config)
     tied: bool = getattr(settings, "text", settings).tied  # the text's, of a model that sees
-    return Shape.of(source.spec, itemsize, tied, saved)
+    return ModelShape.from_spec(source.spec, itemsize, tied, saved)
 
 
 # The fit
@@ -67,7 +67,9 @@ def split(samples: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
     return [s for i, s in enumerate(samples) if i % 3 != 2], list(samples[2::3])
 
 
-def fitted(shape: Shape, samples: Sequence[Sample], bandwidth: float, moves: Coefficients = NOTHING) -> Coefficients:
+def fitted(
+    shape: ModelShape, samples: Sequence[Sample], bandwidth: float, moves: Coefficients = NOTHING
+) -> Coefficients:
     """Coefficients of least squared relative errors, none below 0; those of copies and swaps are taken from `moves`.
     What every step takes is reading the weights, at `bandwidth` bytes a second, and the rest is the step's own. Of two
     candidates the simpler one is taken, if the other isn't clearly better."""
@@ -76,8 +78,8 @@ def fitted(shape: Shape, samples: Sequence[Sample], bandwidth: float, moves: Coe
     even = [s._replace(seconds=s.seconds - m) for s, m in zip(even, moved)]
     best, least = NOTHING, float("inf")
     for found in _candidates(shape, even, bandwidth):
-        cost = Cost(shape, found._replace(copied_byte=0.0, swapped_byte=0.0))
-        missed = sum((cost.device(s.work) / s.seconds - 1) ** 2 for s in even)
+        cost = CostModel(shape, found._replace(copied_byte=0.0, swapped_byte=0.0))
+        missed = sum((cost.device_seconds(s.work) / s.seconds - 1) ** 2 for s in even)
         if missed < CLEARLY * least:
             best, least = found, missed
     hosts = [sample for sample in samples if sample.host > 0]
@@ -89,7 +91,7 @@ def fitted(shape: Shape, samples: Sequence[Sample], bandwidth: float, moves: Coe
     )
 
 
-def _candidates(shape: Shape, samples: Sequence[Sample], bandwidth: float) -> Iterator[Coefficients]:
+def _candidates(shape: ModelShape, samples: Sequence[Sample], bandwidth: float) -> Iterator[Coefficients]:
     """The best coefficients for every overlap and time of launches; simple ones first."""
     prompts = [s.seconds for s in samples if s.work.attention]
     for launch in (0.0, *(np.percentile(prompts, LAUNCHES) if prompts else ())):
@@ -101,7 +103,7 @@ def _candidates(shape: Shape, samples: Sequence[Sample], bandwidth: float) -> It
                 yield _overlapped(shape, free, bandwidth, overlap, float(operation))._replace(launch=float(launch))
 
 
-def _summed(shape: Shape, samples: Sequence[Sample], bandwidth: float) -> Coefficients:
+def _summed(shape: ModelShape, samples: Sequence[Sample], bandwidth: float) -> Coefficients:
     """Reading and computing one after another."""
     rows = [[w.operations, w.kv_bytes, w.attention, 1.0, float(w.rows)] for _, w, *_ in samples]
     operation, kv, attention, each, row = fit(rows, [s.seconds for s in samples]).coefficients
@@ -113,12 +115,12 @@ def _summed(shape: Shape, samples: Sequence[Sample], bandwidth: float) -> Coeffi
 
 
 def _overlapped(
-    shape: Shape, samples: Sequence[Sample], bandwidth: float, overlap: float, operation: float
+    shape: ModelShape, samples: Sequence[Sample], bandwidth: float, overlap: float, operation: float
 ) -> Coefficients:
     """With this overlap and these seconds for an operation: what is left over is fitted."""
     known = NOTHING._replace(weight_byte=1 / bandwidth, operation=operation, overlap=overlap)
     rows = [[w.kv_bytes, w.attention, 1.0, float(w.rows)] for _, w, *_ in samples]
-    left = [s.seconds - Cost(shape, known).device(s.work) for s in samples]
+    left = [s.seconds - CostModel(shape, known).device_seconds(s.work) for s in samples]
     kv, attention, step, row = fit(rows, left, [s.seconds for s in samples]).coefficients
     return known._replace(kv_byte=kv, attention=attention, step=step, row=row)
 
@@ -130,13 +132,13 @@ def _balanced(samples: Sequence[Sample]) -> list[Sample]:
     return [sample for group in kinds.values() for sample in group * round(most / len(group))]
 
 
-def errors(cost: Cost, samples: Iterable[Sample]) -> Errors:
+def errors(cost: CostModel, samples: Iterable[Sample]) -> Errors:
     """How far predictions are off, as shares of what was measured."""
-    off = [abs(cost.device(sample.work) / sample.seconds - 1) for sample in samples]
+    off = [abs(cost.device_seconds(sample.work) / sample.seconds - 1) for sample in samples]
     return Errors(float(np.median(off)), float(np.percentile(off, 90)), max(off), len(off))
 
 
-def by_kind(cost: Cost, samples: Sequence[Sample]) -> dict[str, dict[str, Any]]:
+def by_kind(cost: CostModel, samples: Sequence[Sample]) -> dict[str, dict[str, Any]]:
     """Errors of each kind of step."""
     kinds = dict.fromkeys(sample.what for sample in samples)
     return {kind: errors(cost, [s for s in samples if s.what == kind])._asdict() for kind in kinds}
@@ -145,7 +147,9 @@ def by_kind(cost: Cost, samples: Sequence[Sample]) -> dict[str, dict[str, Any]]:
 # Steps that were recorded
 
 
-def recorded(path: str, config: EngineConfig, source: Source, shape: Shape, kv_tokens: int) -> dict[str, list[Sample]]:
+def recorded(
+    path: str, config: EngineConfig, source: Checkpoint, shape: ModelShape, kv_tokens: int
+) -> dict[str, list[Sample]]:
     """The samples of a record {workload: [[rows running, tokens, seconds] a step]}, whose requests all came at once:
     the simulator plans them again, with `config`. StartupError if its steps have other numbers of tokens."""
     remedy = "Expected {WORKLOAD: [[rows, tokens, seconds], ...]}, recorded with the same settings"
@@ -169,24 +173,24 @@ def recorded(path: str, config: EngineConfig, source: Source, shape: Shape, kv_t
     return found
 
 
-def kind_of(work: Work) -> str:
+def kind_of(work: StepWork) -> str:
     """ "prompts" if the step computes any, else "decode"."""
     return "prompts" if work.attention else "decode"
 
 
-def planned(name: str, config: EngineConfig, source: Source, shape: Shape, kv_tokens: int) -> list[Work]:
+def planned(name: str, config: EngineConfig, source: Checkpoint, shape: ModelShape, kv_tokens: int) -> list[StepWork]:
     """The work of each step of a workload whose requests all come at once."""
-    works: list[Work] = []
-    cost = Cost(shape, NOTHING._replace(step=1.0))
+    works: list[StepWork] = []
+    cost = CostModel(shape, NOTHING._replace(step=1.0))
     simulation = Simulation(config, source.spec, cost, kv_tokens, depth=2)
-    simulation.runner.watch = lambda work, seconds: works.append(work)
+    simulation.runner.on_step = lambda work, seconds: works.append(work)
     simulation.run(at_once(parse(name).jobs(source.spec.vocab_size, config.seed)))
     return works
 
 
-def at_once(jobs: Sequence[Job]) -> list[Arriving]:
+def at_once(jobs: Sequence[Job]) -> list[TraceRequest]:
     """A trace of jobs that all come at the start."""
-    return [Arriving(0.0, job.prompt, Decoding().params(job)) for job in jobs]
+    return [TraceRequest(0.0, job.prompt, Decoding().params(job)) for job in jobs]
 
 
 # The entry
@@ -213,7 +217,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         raise StartupError(f"there are only {len(samples)} steps to fit", "Give the KV memory more room")
     fit_to, kept = split(samples)
     coefficients = fitted(shape, fit_to, bandwidth, moved)
-    cost = Cost(shape, coefficients)
+    cost = CostModel(shape, coefficients)
     error = {
         **errors(cost, kept)._asdict(),
         "fitted_steps": len(fit_to),
@@ -224,7 +228,8 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         **facts, "coefficients": coefficients._asdict(), "error": error, "bandwidth": bandwidth,
         "cores_used_by_others": others.load(),
         "samples": [] if args.steps else [
-            {"what": s.what, **s.work._asdict(), "seconds": s.seconds, "host": s.host, "cost": cost.device(s.work)}
+            {"what": s.what, **s.work._asdict(), "seconds": s.seconds, "host": s.host,
+            "cost": cost.device_seconds(s.work)}
             for s in samples
         ],
     }]  # fmt: skip
@@ -232,8 +237,8 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def _check(args: argparse.Namespace, config: EngineConfig) -> None:
     """What the result couldn't be read with is refused before anything is measured."""
-    if config.depth is not None and config.depth > MOST_DEPTH:
-        raise StartupError(f"--depth is {config.depth}", f"A calibration's is from 1 to {MOST_DEPTH}")
+    if config.depth is not None and config.depth > MAX_DEPTH:
+        raise StartupError(f"--depth is {config.depth}", f"A calibration's is from 1 to {MAX_DEPTH}")
     if not 1e-3 <= args.memory_gib <= MOST_GIB:
         raise StartupError(f"--memory-gib is {args.memory_gib}", f"It must be between 0.001 and {MOST_GIB:,}")
     low, high = BANDWIDTHS
@@ -243,14 +248,14 @@ def _check(args: argparse.Namespace, config: EngineConfig) -> None:
         raise StartupError(f"--device-name is {ascii(args.device_name)[:80]}", "It must be Unicode text")
 
 
-Found = tuple[dict[str, Any], Shape, list[Sample], float, Coefficients]
+Found = tuple[dict[str, Any], ModelShape, list[Sample], float, Coefficients]
 
 
 def _made(config: EngineConfig) -> Found:
-    source = read_source(config)
+    source = read_checkpoint(config)
     made = build(config)
     try:
-        shape = shape_of(source, ITEMSIZE[made.plan.dtype], made.plan.saved)
+        shape = shape_of(source, ITEMSIZE[made.memory_plan.dtype], made.memory_plan.quantization_savings)
         made.engine.limits = made.engine.limits._replace(max_queued=sys.maxsize)
         runner: Any = made.engine.runner
         bandwidth, moved = bandwidth_of(runner.device), moves(made.engine)
@@ -259,12 +264,14 @@ def _made(config: EngineConfig) -> Found:
     finally:
         made.engine.close()
     facts = {
-        "device": here["gpu"] if made.plan.device == "cuda" else here["cpu"], "kind": made.plan.device,
-        "model": made.name, "dtype": made.plan.dtype, "depth": made.engine.depth,
-        "memory_bytes": made.plan.device_bytes,
-        "kv_bytes": made.plan.kv_bytes if config.kv_gib is None and config.kv_tokens is None else None,  # what is left
+        "device": here["gpu"] if made.memory_plan.device == "cuda" else here["cpu"], "kind": made.memory_plan.device,
+        "model": made.name, "dtype": made.memory_plan.dtype, "depth": made.engine.depth,
+        "memory_bytes": made.memory_plan.device_bytes,
+        "kv_bytes": made.memory_plan.kv_bytes if config.kv_gib is None and config.kv_tokens is None else None,
+         # what is left
         "source": f"Fitted by `quire bench calibrate` to two of three steps of a grid (rows that decode at several "
-        f"contexts, prompts, both) of {made.name}, {made.plan.dtype}, made on this device with {here['threads']} "
+        f"contexts, prompts, both) of {made.name}, {made.memory_plan.dtype}, made on this device with "
+        f"{here['threads']} "
         "threads; the error is that on the third steps, which weren't fitted. Weights are read at no more than the "
         "rate of a copy on the device.",
     }  # fmt: skip
@@ -272,7 +279,7 @@ def _made(config: EngineConfig) -> Found:
 
 
 def _recorded(args: argparse.Namespace, config: EngineConfig) -> Found:
-    source = read_source(config, weights=False)
+    source = read_checkpoint(config, weights=False)
     dtype = config.dtype if config.dtype != "auto" else str(source.config.get("dtype"))
     if dtype not in ITEMSIZE:
         raise StartupError(f"the model has the number format {dtype[:40]!r}", f"Give --dtype {', '.join(ITEMSIZE)}")

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from quire.control.costs import Costs
+from quire.control.costs import PreemptionCosts
 from quire.control.engine import Engine
 from quire.control.request import Sequence as Seq
 from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.specs import Geometry
+from quire.vocabulary.specs import KVCacheConfig
 
 REPEATS = 7
 FIRST = 16  # tokens of the shortest sample
@@ -52,7 +52,7 @@ def calibrate(engine: Engine, repeats: int = REPEATS) -> dict[str, Any]:
     added = compute_seconds(engine, lengths, repeats)
     swap = fit([[1.0, float(s.bytes)] for s in swaps], [s.out + s.back for s in swaps])
     compute = fit([[1.0, float(n), n * n / 2] for n in lengths], added)
-    costs = Costs(*swap.coefficients, *compute.coefficients)
+    costs = PreemptionCosts(*swap.coefficients, *compute.coefficients)
     return {
         "costs": costs._asdict(),
         "swap_fit": {"worst_error": swap.worst_error, "median_error": swap.median_error},
@@ -65,7 +65,7 @@ def calibrate(engine: Engine, repeats: int = REPEATS) -> dict[str, Any]:
 def _lengths(engine: Engine) -> list[int]:
     """Lengths from FIRST on, each half as long again as the one before, that the memory and the host pages hold."""
     memory: Any = engine.scheduler.memory
-    most = min(engine.limits.max_len - 2, LONGEST, host_tokens(memory.geometry))
+    most = min(engine.limits.max_len - 2, LONGEST, host_tokens(memory.kv_config))
     lengths, length = [], FIRST
     while length <= most and memory.fits([length + 1, ROOM]):
         lengths.append(length)
@@ -73,12 +73,12 @@ def _lengths(engine: Engine) -> list[int]:
     return lengths
 
 
-def host_tokens(geometry: Geometry) -> int:
+def host_tokens(geometry: KVCacheConfig) -> int:
     """Tokens of the longest sequence that host memory holds."""
     if geometry.large_bytes:
-        return geometry.in_large_pages(host=True)
+        return geometry.tokens_in_large_pages(on_host=True)
     sharing = Counter(group.host_ids for group in geometry.groups)
-    return min(group.until(len(group.host_ids) // sharing[group.host_ids]) for group in geometry.groups)
+    return min(group.tokens_in_pages(len(group.host_ids) // sharing[group.host_ids]) for group in geometry.groups)
 
 
 def swap_seconds(engine: Engine, length: int, repeats: int) -> Swap:
@@ -89,27 +89,27 @@ def swap_seconds(engine: Engine, length: int, repeats: int) -> Swap:
     back: list[float] = []
     held = 0
     for _ in range(repeats):
-        seq = Seq(engine.scheduler.new_id(), [TOKEN] * length)
+        seq = Seq(engine.scheduler.new_seq_id(), [TOKEN] * length)
         assert memory.admit([seq], length) is not None, "a sequence doesn't fit into an idle memory"
         seq.computed = seq.planned = length
-        held, _ = memory.held([seq])
-        store.replay(memory.take_journal()[0])
+        held, _ = memory.count_held([seq])
+        store.apply_page_ops(memory.take_page_ops()[0])
         for moments, move in ((out, memory.swap_out), (back, memory.swap_in)):
             moments.append(_timed(engine, partial(_moved, move, seq, memory, store)))
         memory.free(seq)
-    memory.take_journal()
+    memory.take_page_ops()
     return Swap(length, held, min(out), min(back))
 
 
 def _moved(move: Callable[[list[Seq]], bool], seq: Seq, memory: Any, store: Any) -> None:
     assert move([seq]), "the host pages are full"
-    store.replay(memory.take_journal()[0])
+    store.apply_page_ops(memory.take_page_ops()[0])
 
 
 def compute_seconds(engine: Engine, lengths: Sequence[int], repeats: int) -> list[float]:
     """What computing a prompt of each length adds to the steps of a sequence that decodes: steps are made anyway, for
     those that weren't preempted. The cache finds none of it."""
-    budget, added = engine.scheduler.budget, []
+    budget, added = engine.scheduler.token_budget, []
     one = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)
     for length in lengths:
         steps = engine.depth + 1 + -(-length // budget)
@@ -122,7 +122,7 @@ def compute_seconds(engine: Engine, lengths: Sequence[int], repeats: int) -> lis
             engine.add(f"calibrate-{i}", [TOKEN] * length, one, salt=f"calibrate-{length}-{i}")
             with_it.append(_timed(engine, partial(_steps, engine, steps)))
         engine.abort("calibrate")
-        while engine.unfinished:
+        while engine.has_unfinished_requests:
             engine.step()
         added.append(max(min(with_it) - min(without), 0.0))
     return added

@@ -10,7 +10,7 @@ from typing import Any
 
 from quire.control.engine import Engine
 from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.plan import Row, StepPlan, StepResult
+from quire.vocabulary.plan import SeqSlice, StepPlan, StepResult
 
 TOKEN = 10  # of which all prompts are
 WARM = 6  # steps that aren't timed: kernels are compiled and graphs captured in them
@@ -24,7 +24,7 @@ class Skipping:
         engine.runner = self  # type: ignore[assignment]
 
     def submit(self, plan: StepPlan) -> Any:
-        return self.runner.submit(plan._replace(rows=tuple(map(last_token, plan.rows))))
+        return self.runner.submit(plan._replace(slices=tuple(map(last_token, plan.slices))))
 
     def collect(self, ticket: Any) -> StepResult:
         result: StepResult = self.runner.collect(ticket)
@@ -38,10 +38,10 @@ class Skipping:
         return self.runner.store
 
 
-def last_token(row: Row) -> Row:
+def last_token(row: SeqSlice) -> SeqSlice:
     """The row with its last token alone."""
     skipped = len(row.tokens) - 1
-    return row._replace(tokens=row.tokens[skipped:], start=row.start + skipped, score=())
+    return row._replace(tokens=row.tokens[skipped:], start=row.start + skipped, score_tokens=())
 
 
 def skipping(engine: Engine) -> None:
@@ -59,7 +59,7 @@ def start(engine: Engine, lengths: Sequence[int], name: str = "row") -> None:
         engine.add(f"{name}-{i}", [TOKEN] * length, params)
     running = engine.scheduler.running
     while any(request.id.startswith(name) for request in engine.scheduler.waiting) or any(
-        one.live[0].computed < one.live[0].prompt_len for one in running
+        one.live_seqs[0].computed < one.live_seqs[0].prompt_len for one in running
     ):
         engine.step()
 
@@ -68,7 +68,7 @@ def stop(engine: Engine, names: Sequence[str] | None = None) -> None:
     """End these requests (None: all), and the steps in flight with them."""
     for name in list(engine.requests) if names is None else names:
         engine.abort(name)
-    while engine.unfinished if names is None else any(name in engine.requests for name in names):
+    while engine.has_unfinished_requests if names is None else any(name in engine.requests for name in names):
         engine.step()
 
 

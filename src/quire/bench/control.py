@@ -15,16 +15,16 @@ from quire.bench.document import short, table
 from quire.bench.latency import spread
 from quire.bench.machine import Others
 from quire.config import EngineConfig
-from quire.control.memory import Size, build_memory
+from quire.control.memory import MemorySize, build_memory
 from quire.control.request import Request
 from quire.control.request import Sequence as Seq
 from quire.control.scheduler import Scheduler
 from quire.errors import StartupError
-from quire.link.collector import spare_the_loaded
+from quire.link.collector import freeze_loaded_objects
 from quire.sim.echo import EchoRunner
 from quire.vocabulary.method import Advance, Branch, Choice, Context
 from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.plan import Sampled, StepPlan, StepResult, Top
+from quire.vocabulary.plan import SliceResult, StepPlan, StepResult, TopLogprobs
 from quire.vocabulary.specs import LayerSpec, ModelSpec
 
 SEQUENCES = (1, 256, 1000)
@@ -35,7 +35,7 @@ MOST = 2**20
 MAX_TOKENS = 2**26
 PROMPT_TOKEN = 100
 WINDOWS = (None, 1024, 512, 256)  # of layer groups
-CANDIDATES = Sampled((PROMPT_TOKEN,), (Top(PROMPT_TOKEN, -1.0, 1, (PROMPT_TOKEN,), (-1.0,)),))
+CANDIDATES = SliceResult((PROMPT_TOKEN,), (TopLogprobs(PROMPT_TOKEN, -1.0, 1, (PROMPT_TOKEN,), (-1.0,)),))
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -109,7 +109,7 @@ def step_cost(count: int, context: int, steps: int = STEPS, groups: int = 1, unl
 
 
 def _timed(scheduler: Scheduler, answer: Callable[[StepPlan], StepResult], rows: int, steps: int) -> dict[str, Any]:
-    spare_the_loaded()  # as in service
+    freeze_loaded_objects()  # as in service
     others = Others()
     planning, updating = [], []
     for _ in range(steps):
@@ -117,7 +117,7 @@ def _timed(scheduler: Scheduler, answer: Callable[[StepPlan], StepResult], rows:
         plan = scheduler.schedule()
         planned = time.perf_counter()
         assert plan is not None, "there is nothing to plan"
-        assert len(plan.rows) == rows, "a step doesn't run every sequence"
+        assert len(plan.slices) == rows, "a step doesn't run every sequence"
         result = answer(plan)
         collected = time.perf_counter()
         scheduler.update(plan, result)
@@ -166,24 +166,24 @@ def branching(requests: int, width: int, context: int, steps: int) -> Scheduler:
     """A scheduler in default settings whose requests have all their branches."""
     config = EngineConfig(max_num_seqs=requests * width)
     longest = context + config.page_size + steps + 2
-    memory = build_memory(config, _spec(longest), Size(requests * width * longest, longest, 2))
-    scheduler = Scheduler(memory, budget=requests * longest, max_seqs=requests * width, max_len=longest)
+    memory = build_memory(config, _spec(longest), MemorySize(requests * width * longest, longest, 2))
+    scheduler = Scheduler(memory, token_budget=requests * longest, max_seqs=requests * width, max_len=longest)
     params = SamplingParams(method=partial(Halves, width), max_tokens=steps + 2, ignore_eos=True, temperature=0.0)
     for i in range(requests):
-        seq = Seq(scheduler.new_id(), [PROMPT_TOKEN] * (context + i % config.page_size), salt=str(i))
-        seq.branches = width - 1
-        request = Request(str(i), seq, params, arrival=0.0, max_tokens=steps + 2)
+        seq = Seq(scheduler.new_seq_id(), [PROMPT_TOKEN] * (context + i % config.page_size), cache_salt=str(i))
+        seq.num_forks = width - 1
+        request = Request(str(i), seq, params, arrival_time=0.0, max_tokens=steps + 2)
         request.method = Halves(width)
         scheduler.add(request)
     plan = scheduler.schedule()
     assert plan is not None, "there is nothing to plan"
-    assert len(plan.rows) == requests, "the prompts don't fit into one step"
+    assert len(plan.slices) == requests, "the prompts don't fit into one step"
     scheduler.update(plan, _candidates(plan))
     return scheduler
 
 
 def _candidates(plan: StepPlan) -> StepResult:
-    return StepResult((CANDIDATES,) * len(plan.rows), 0.0)
+    return StepResult((CANDIDATES,) * len(plan.slices), 0.0)
 
 
 def decoding(
@@ -192,17 +192,17 @@ def decoding(
     """A scheduler in default settings, its `count` sequences past their prompts, and a runner that computes nothing."""
     config = EngineConfig(max_num_seqs=count)
     longest = context + config.page_size + steps + 1
-    size = Size(count * (longest + config.page_size) * 102 // 100, longest, 2)
+    size = MemorySize(count * (longest + config.page_size) * 102 // 100, longest, 2)
     memory = build_memory(config, _spec(longest, groups, unlike), size)
-    scheduler = Scheduler(memory, budget=count * longest, max_seqs=count, max_len=longest)
-    runner = EchoRunner(blind=True)
+    scheduler = Scheduler(memory, token_budget=count * longest, max_seqs=count, max_len=longest)
+    runner = EchoRunner(is_constant=True)
     params = SamplingParams(max_tokens=steps + 1, ignore_eos=True, temperature=0.0)
     for i in range(count):
-        seq = Seq(scheduler.new_id(), [PROMPT_TOKEN] * (context + i % config.page_size), salt=str(i))
-        scheduler.add(Request(str(i), seq, params, arrival=0.0, max_tokens=steps + 1))
+        seq = Seq(scheduler.new_seq_id(), [PROMPT_TOKEN] * (context + i % config.page_size), cache_salt=str(i))
+        scheduler.add(Request(str(i), seq, params, arrival_time=0.0, max_tokens=steps + 1))
     plan = scheduler.schedule()
     assert plan is not None, "there is nothing to plan"
-    assert len(plan.rows) == count, "the prompts don't fit into one step"
+    assert len(plan.slices) == count, "the prompts don't fit into one step"
     scheduler.update(plan, runner.collect(runner.submit(plan)))
     return scheduler, runner
 

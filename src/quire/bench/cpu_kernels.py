@@ -17,9 +17,9 @@ from torch import Tensor
 
 from quire.bench import cpu_kv
 from quire.data.kernels.cpu import linear
-from quire.data.kernels.cpu.library import Library, Tape
+from quire.data.kernels.cpu.library import Library, RecordedOps
 from quire.data.kernels.cpu.loading import library, use_threads
-from quire.data.layers.linear import pack
+from quire.data.layers.linear import pack_onednn
 from quire.errors import StartupError
 
 SHAPES = {
@@ -58,7 +58,7 @@ def best(call: Callable[[], object]) -> float:
 
 def rates(own: Library, dtype: torch.dtype) -> Rates:
     """Measured now, with all of the library's threads."""
-    data, chunks = linear.memory().take(1, READ, torch.uint8).fill_(1), 16 * own.threads
+    data, chunks = linear.weight_arena().allocate(1, READ, torch.uint8).fill_(1), 16 * own.threads
     sums = torch.empty(chunks, dtype=torch.int32)
     size = READ // chunks // 512 * 512
     seconds = best(lambda: own.call("read_all", chunks, data, size, sums))
@@ -98,15 +98,15 @@ def _matrix(own: Library, most: Rates, case: str, like: Tensor) -> Iterator[dict
     size = like.numel() * like.element_size()
     several = range(max(1, min(MOST_INPUTS, BEYOND_CACHE // size)))
     gated = "gate_up" in case
-    ours = [linear.Packed(like.normal_(), None, "silu" if gated else None, gated) for _ in several]
-    theirs = [made for _ in several if (made := pack(like, None)) is not None]
+    ours = [linear.PackedLinear(like.normal_(), None, "silu" if gated else None, gated) for _ in several]
+    theirs = [made for _ in several if (made := pack_onednn(like, None)) is not None]
     for rows in ROWS:
         x = torch.randn(rows, like.shape[1]).to(like.dtype)
         few = several if rows <= FEW else several[:2]
-        own.tape = tape = Tape()
+        own.recorded_ops = tape = RecordedOps()
         for i in few:
             linear.linear(x, ours[i])
-        own.tape = None
+        own.recorded_ops = None
         calls: dict[str, Callable[[], object]] = {f"ours, {own.path.stem}": lambda tape=tape: own.run(tape)}  # type: ignore[misc]
         if theirs:
             calls["oneDNN"] = lambda few=few, x=x: [theirs[i](x) for i in few]  # type: ignore[misc]

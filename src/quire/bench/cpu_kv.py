@@ -17,7 +17,7 @@ from quire.bench.shapes import built
 from quire.config import EngineConfig
 from quire.control.engine import Engine
 from quire.data.kernels.cpu.backend import NativeBackend
-from quire.data.kernels.cpu.library import Library, Tape
+from quire.data.kernels.cpu.library import Library, RecordedOps
 from quire.data.runner.store import Store
 
 NAMES = {"auto": "bf16", "int8": "int8"}
@@ -46,7 +46,7 @@ def contexts_in_turn(own: Library, memory: float) -> Iterator[dict[str, Any]]:
         for engine in engines.values():
             fill(engine.runner.store)  # type: ignore[attr-defined]
             contexts.Skipping(engine)
-        sizes = {kind: engine.runner.store.geometry.groups[0].token_bytes for kind, engine in engines.items()}  # type: ignore[attr-defined]
+        sizes = {kind: engine.runner.store.kv_config.groups[0].token_bytes for kind, engine in engines.items()}  # type: ignore[attr-defined]
         for rows in ROWS:
             for context in CONTEXTS:
                 tapes = {kind: _tape(own, engine.runner.store, rows, context) for kind, engine in engines.items()}  # type: ignore[attr-defined]
@@ -67,7 +67,7 @@ def fill(store: Store) -> None:
     """Random keys and values, the same every so many heads, in memory that is all there."""
     cache = store.caches[0]
     some = torch.randn(BLOCK, cache.head_dim).to(torch.bfloat16)
-    if cache.rounded:
+    if cache.is_int8:
         scales = torch.full((BLOCK, 1), 0.01).view(torch.int8)
         some = torch.cat(((30 * some).clamp(-127, 127).to(torch.int8), scales), 1)
     heads = store.buffer.view(some.dtype).view(-1, some.shape[1])
@@ -75,19 +75,19 @@ def fill(store: Store) -> None:
         part.copy_(some[: len(part)])
 
 
-def _tape(own: Library, store: Store, rows: int, context: int) -> Tape:
+def _tape(own: Library, store: Store, rows: int, context: int) -> RecordedOps:
     """Attention of a step, all layers, to pages in random order."""
-    [group], backend = store.geometry.groups, NativeBackend(kernels=own)
-    pages = torch.randperm(len(group.ids))[: rows * group.pages(context)].view(rows, -1) + group.ids.start
+    [group], backend = store.kv_config.groups, NativeBackend(kernels=own)
+    pages = torch.randperm(len(group.ids))[: rows * group.num_pages(context)].view(rows, -1) + group.ids.start
     table = torch.cat((torch.zeros_like(pages[:1]), pages))
-    own.tape = tape = Tape()
+    own.recorded_ops = tape = RecordedOps()
     try:
-        step = backend.singles(torch.arange(1, rows + 1), torch.full((rows,), context - 1))
+        step = backend.decode_batch(torch.arange(1, rows + 1), torch.full((rows,), context - 1))
         for cache in store.caches.values():
             q = torch.randn(rows, cache.heads, cache.head_dim).to(torch.bfloat16)
-            backend.read(q, cache, backend.plan_singles(step, table, cache))
+            backend.attend_cached(q, cache, backend.plan_decode(step, table, cache))
     finally:
-        own.tape = None
+        own.recorded_ops = None
     return tape
 
 

@@ -13,7 +13,7 @@ from quire.bench.latency import Trace
 from quire.bench.workloads import Job
 from quire.control.engine import Engine
 from quire.control.memory import Usage
-from quire.control.outcomes import Output
+from quire.control.outcomes import BranchOutput
 from quire.errors import QuireError
 from quire.vocabulary.params import SamplingParams
 
@@ -92,8 +92,8 @@ class Watch:
         return {
             "steps": stats.steps,
             "rows": stats.rows,
-            "preemptions": scheduler.preemptions,
-            **{f"preemptions_{way}": count for way, count in scheduler.preempted.items()},
+            "preemptions": scheduler.num_preemptions,
+            **{f"preemptions_{way}": count for way, count in scheduler.preemption_counts.items()},
             "swapped_out_bytes": sharing.swapped_out,
             "swapped_in_bytes": sharing.swapped_in,
             "copied_pages": sharing.copies,
@@ -104,7 +104,7 @@ class Watch:
             "picture_hits": sharing.picture_hits,
         }
 
-    def step(self, outputs: Sequence[Output]) -> None:
+    def step(self, outputs: Sequence[BranchOutput]) -> None:
         """To be called after each step. Requests that it ended were running in it."""
         self._steps += 1
         self._running += len(self.engine.scheduler.running) + sum(output.done for output in outputs)
@@ -147,7 +147,7 @@ def drive(
             if arrival is None:
                 break
             job = jobs[len(traces)]
-            engine.add(str(len(traces)), job.prompt, decoding.params(job), media=job.media, pixels=job.pixels)
+            engine.add(str(len(traces)), job.prompt, decoding.params(job), images=job.media, pixels=job.pixels)
             traces.append(Trace(arrival, len(job.prompt), []))
             under_way += 1
         if not under_way:
@@ -158,10 +158,10 @@ def drive(
         now = engine.clock() - start
         for output in outputs:
             if output.finish_reason == "error":
-                raise QuireError(f"request {output.request} failed: {output.stop_reason}")
-            traces[int(output.request)].events.append((now, len(output.tokens)))
+                raise QuireError(f"request {output.request_id} failed: {output.stop_reason}")
+            traces[int(output.request_id)].events.append((now, len(output.tokens)))
             if best is not None and output.branch == 0:
-                best[output.request] += output.tokens
+                best[output.request_id] += output.tokens
             under_way -= output.done
         watch.step(outputs)
     return traces, watch.facts()

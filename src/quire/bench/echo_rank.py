@@ -8,14 +8,14 @@ from collections import deque
 import numpy as np
 
 from quire.parallel import rank
-from quire.parallel.questions import QUESTIONS
-from quire.vocabulary.plan import Sampled, StepPlan, StepResult
-from quire.vocabulary.rows import Rows
+from quire.parallel.questions import RANK_QUERIES
+from quire.vocabulary.plan import SliceResult, StepPlan, StepResult
+from quire.vocabulary.rows import SeqSlices
 
 ARRIVED = "arrived"
 """What is asked: the clock (CLOCK_MONOTONIC, the engine's too), in nanoseconds, when the last order was there."""
 MOST = 1024  # rows
-ONE = Sampled((7,))
+ONE = SliceResult((7,))
 
 
 class StampedRunner:
@@ -30,8 +30,8 @@ class StampedRunner:
 
     def submit(self, plan: StepPlan) -> None:
         """Take the rows."""
-        rows = Rows.of(plan.rows)
-        self.inputs[:, : len(rows)] = rows.singles
+        rows = SeqSlices.from_slices(plan.slices)
+        self.inputs[:, : len(rows)] = rows.decode_columns
         self.arrived = time.monotonic_ns()
         self.flight.append(len(rows))
 
@@ -39,7 +39,7 @@ class StampedRunner:
         """A token for each row."""
         return StepResult((ONE,) * self.flight.popleft(), 0.0)
 
-    def forget(self, key: bytes) -> None:
+    def remove_image(self, key: bytes) -> None:
         """An order with next to nothing in it."""
         self.arrived = time.monotonic_ns()
 
@@ -49,5 +49,5 @@ class StampedRunner:
 
 def main() -> None:
     """See quire.parallel.rank."""
-    QUESTIONS[ARRIVED] = lambda runner: runner.arrived
+    RANK_QUERIES[ARRIVED] = lambda runner: runner.arrived
     rank.main(lambda hello: StampedRunner())

@@ -13,12 +13,12 @@ from typing import Any
 from quire.bench.document import short, table
 from quire.bench.machine import Others
 from quire.config import EngineConfig
-from quire.control.memory import KVMemory, Size, build_memory
+from quire.control.memory import KVMemory, MemorySize, build_memory
 from quire.control.request import Request
 from quire.control.request import Sequence as Seq
 from quire.control.scheduler import Scheduler
 from quire.errors import StartupError
-from quire.link.collector import spare_the_loaded
+from quire.link.collector import freeze_loaded_objects
 from quire.sim.echo import EchoRunner
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.specs import LayerSpec, ModelSpec
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     """A result for each event."""
     if not 1 <= args.repeat <= MOST:
         raise StartupError(f"--repeat is {args.repeat}", f"Give a number from 1 to {MOST}")
-    spare_the_loaded()  # as in service
+    freeze_loaded_objects()  # as in service
     results = []
     for name, (about, event) in EVENTS.items():
         others = Others()
@@ -62,7 +62,9 @@ def show(results: Sequence[dict[str, Any]]) -> str:
 
 def _memory(layers: tuple[LayerSpec, ...], tokens: int, longest: int, seqs: int, **settings: Any) -> KVMemory:
     config = EngineConfig(max_num_seqs=seqs, max_num_batched_tokens=2**20, **settings)
-    return build_memory(config, ModelSpec("none", layers, 32000, longest, 4096, 32, 14336, 1), Size(tokens, longest, 2))
+    return build_memory(
+        config, ModelSpec("none", layers, 32000, longest, 4096, 32, 14336, 1), MemorySize(tokens, longest, 2)
+    )
 
 
 def _timed(call: Callable[[], Any]) -> float:
@@ -89,7 +91,7 @@ def come_back() -> tuple[float, int]:
     for branch in branches:
         memory.free(branch)
         branch.computed = branch.planned = 0
-    memory.take_journal()
+    memory.take_page_ops()
     admitted: Any = None
 
     def admit() -> None:
@@ -98,7 +100,7 @@ def come_back() -> tuple[float, int]:
 
     seconds = _timed(admit)
     assert isinstance(admitted, list), "the branches find no room"
-    return seconds, sum(one.reused for one in admitted)
+    return seconds, sum(one.reused_tokens for one in admitted)
 
 
 def look_up() -> tuple[float, int]:
@@ -113,9 +115,9 @@ def look_up() -> tuple[float, int]:
         old.computed = old.planned = end
         memory.commit(old)
     again = Seq(2, [*old.tokens[: LOOKUP - 1], 0])
-    again.keys = list(old.keys)
+    again.page_keys = list(old.page_keys)
     memory.free(old)
-    prefixes: Any = memory.prefixes
+    prefixes: Any = memory.prefix_cache
     for page in list(prefixes.pages.index[1].values()):
         prefixes.pages.evict(1, page)
     found: list[int] = []
@@ -125,8 +127,8 @@ def look_up() -> tuple[float, int]:
 def abort_swapped() -> tuple[float, int]:
     """SWAPPED swapped requests are aborted in one turn. Counts them."""
     memory = _memory(ONE, SWAPPED * 2 * PROMPT, 4 * PROMPT, SWAPPED, swap_gib=2.0**19)
-    scheduler = Scheduler(memory, budget=2**20, max_seqs=SWAPPED, max_len=4 * PROMPT, preemption="swap")
-    runner = EchoRunner(blind=True)
+    scheduler = Scheduler(memory, token_budget=2**20, max_seqs=SWAPPED, max_len=4 * PROMPT, preemption="swap")
+    runner = EchoRunner(is_constant=True)
     requests = list(_requests(scheduler, (list(range(i, i + PROMPT)) for i in range(0, SWAPPED * PROMPT, PROMPT))))
     plan = scheduler.schedule()
     assert plan is not None, "there is nothing to plan"
@@ -134,7 +136,7 @@ def abort_swapped() -> tuple[float, int]:
     for request in reversed(requests):
         scheduler._preempt(request)
     assert len(scheduler.swapped) == SWAPPED, "requests weren't swapped"
-    seconds = _timed(lambda: [scheduler.finish(request, request.live[0], "abort") for request in requests])
+    seconds = _timed(lambda: [scheduler.finish(request, request.live_seqs[0], "abort") for request in requests])
     assert not scheduler.swapped, "a request is left"
     return seconds, SWAPPED
 
@@ -142,15 +144,15 @@ def abort_swapped() -> tuple[float, int]:
 def repeat_prompts() -> tuple[float, int]:
     """PAIRS prompts, each sent twice in a row, are computed. Counts the steps."""
     memory = _memory(ONE, 4 * PAIRS * 2 * PROMPT, 4 * PROMPT, 2 * PAIRS)
-    scheduler = Scheduler(memory, budget=2**20, max_seqs=2 * PAIRS, max_len=4 * PROMPT)
-    runner = EchoRunner(blind=True)
+    scheduler = Scheduler(memory, token_budget=2**20, max_seqs=2 * PAIRS, max_len=4 * PROMPT)
+    runner = EchoRunner(is_constant=True)
     prompts = (list(range(i // 2 * 100, i // 2 * 100 + 100)) for i in range(2 * PAIRS))
     requests = list(_requests(scheduler, prompts))
     steps = 0
 
     def serve() -> None:
         nonlocal steps
-        while any(request.live and request.live[0].computed < 100 for request in requests):
+        while any(request.live_seqs and request.live_seqs[0].computed < 100 for request in requests):
             plan = scheduler.schedule()
             assert plan is not None, "there is nothing to plan"
             scheduler.update(plan, runner.collect(runner.submit(plan)))
@@ -162,7 +164,7 @@ def repeat_prompts() -> tuple[float, int]:
 def _requests(scheduler: Scheduler, prompts: Iterator[list[int]]) -> Iterator[Request]:
     params = SamplingParams(max_tokens=PROMPT, ignore_eos=True, temperature=0.0)
     for i, prompt in enumerate(prompts):
-        request = Request(str(i), Seq(scheduler.new_id(), prompt), params, arrival=0.0, max_tokens=PROMPT)
+        request = Request(str(i), Seq(scheduler.new_seq_id(), prompt), params, arrival_time=0.0, max_tokens=PROMPT)
         scheduler.add(request)
         yield request
 

@@ -12,15 +12,15 @@ from typing import Any
 
 from quire.config import EngineConfig
 from quire.errors import QuireError
-from quire.link.child import program_of
+from quire.link.child import program_arguments
 from quire.parallel import starting
-from quire.parallel.frames import Hello
+from quire.parallel.frames import InitMessage
 from quire.parallel.remote import RemoteRunner
-from quire.parallel.sides import start_program
-from quire.vocabulary.layout import Layout
+from quire.parallel.sides import launch_rank_process
+from quire.vocabulary.layout import ParallelLayout
 
 ROWS = (1, 32, 128, 512)
-PROGRAM = program_of("quire.bench.exchange_rank")
+PROGRAM = program_arguments("quire.bench.exchange_rank")
 MORE = (768, 1024, 1536)  # rows of 12 to 24 MiB, beside 512 of 8, where sums in one and in two phases are compared
 PROMPTS = (4096, 8192)  # rows of a product that are exchanged while it is computed
 WAYS = (
@@ -35,22 +35,22 @@ def measured(ranks: int, device: str, end: float) -> Iterator[dict[str, Any]]:
     """Every way and size, ours first, as they come. What isn't there is left out; where ranks fail, the rest isn't
     measured, and why is the last result. None is begun after `end` (time.monotonic)."""
     config = EngineConfig(tp=ranks, device=device)
-    runner = RemoteRunner(ranks, PATIENCE, partial(start_program, program=PROGRAM))
+    runner = RemoteRunner(ranks, PATIENCE, partial(launch_rank_process, program=PROGRAM))
     try:
         if device == "cuda":
-            starting.meet(runner, config)
-        threads = starting.shared_out(None, ranks) if device == "cpu" else None
+            starting.open_devices(runner, config)
+        threads = starting.threads_per_rank(None, ranks) if device == "cpu" else None
         said = EngineConfig(tp=ranks, device=device, threads=threads)
-        meeting = runner.meeting.descriptors
-        runner.hello([Hello(said, part, (), 1, PATIENCE, meeting) for part in Layout(ranks).parts()])
-        runner.wait()
+        meeting = runner.rendezvous.descriptors
+        runner.send_init([InitMessage(said, part, (), 1, PATIENCE, meeting) for part in ParallelLayout(ranks).shards()])
+        runner.wait_until_built()
         for number, way in enumerate(WAYS):
             for rows in sizes(way):
                 if time.monotonic() > end:
                     yield {"way": way, "rows": rows, "left_out": "no time was left"}
                     continue
                 runner.warm_up(rows, number)
-                found = runner.ask("found")
+                found = runner.query("found")
                 if "missing" not in found[0]:
                     yield {"way": way, "rows": rows, **_joined(found)}
     except QuireError as error:

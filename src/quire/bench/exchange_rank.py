@@ -16,15 +16,15 @@ from torch import Tensor
 
 from quire.bench.exchange import OURS, SHOTS, WAYS
 from quire.data.kernels.cpu import loading as kernels
-from quire.data.layers.cut import columns
+from quire.data.layers.cut import shard_columns
 from quire.data.layers.linear import Linear
 from quire.data.layers.norm import RMSNorm
-from quire.data.layers.prepare import join
+from quire.data.layers.prepare import connect_ranks
 from quire.parallel import rank
-from quire.parallel.frames import Hello
-from quire.parallel.group import Group
-from quire.parallel.questions import QUESTIONS
-from quire.parallel.shared import SharedExchange
+from quire.parallel.frames import InitMessage
+from quire.parallel.group import NcclCommunicator
+from quire.parallel.questions import RANK_QUERIES
+from quire.parallel.shared import SharedMemoryExchange
 
 SIZE = 8192  # numbers of a row, as Llama-3-70B's have
 DTYPE = torch.bfloat16
@@ -44,20 +44,22 @@ class Timed:
 
     depth, attention, notices = 1, "", ()
 
-    def __init__(self, hello: Hello, seat: Any = None) -> None:
+    def __init__(self, hello: InitMessage, seat: Any = None) -> None:
         self.part, self.seat = hello.part, seat
         self.device = torch.device("cpu") if seat is None else seat.device
         if seat is None:
             kernels.use_threads(hello.config.threads)
-        self.exchange = SharedExchange(hello.part, hello.meeting, hello.seconds) if seat is None else seat.exchange
-        self.host = self.exchange if seat is None else self.exchange.host
-        self.group = Group(hello.part, self.host.store, hello.seconds, self.device, False, "gloo") \
-            if seat is None else self.exchange.group  # fmt: skip
+        self.exchange = (
+            SharedMemoryExchange(hello.part, hello.meeting, hello.seconds) if seat is None else seat.exchange
+        )
+        self.host = self.exchange if seat is None else self.exchange.host_exchange
+        self.group = NcclCommunicator(hello.part, self.host.store, hello.seconds, self.device, False, "gloo") \
+            if seat is None else self.exchange.nccl  # fmt: skip
         self.norms = [RMSNorm(SIZE, 1e-5, DTYPE, self.device) for _ in range(2)]
         for norm in self.norms:
             norm.weight.fill_(1.0)
             norm.prepare()
-        join(self.norms[0], self.exchange)
+        connect_ranks(self.norms[0], self.exchange)
         self.found: dict[str, Any] = {}
 
     def warm_up(self, rows: int, way: int) -> None:
@@ -68,7 +70,7 @@ class Timed:
             return
         torch.manual_seed(rows)
         first = torch.randn(rows, SIZE).to(self.device, DTYPE)
-        torch.manual_seed(rows + 1 + self.part.rank)
+        torch.manual_seed(rows + 1 + self.part.tp_rank)
         delta = torch.randn(rows, SIZE).to(self.device, DTYPE)
         if name == "replays":
             self.found = self._replayed(delta)
@@ -86,7 +88,7 @@ class Timed:
             self.found = {"bits": _bits(x, out), "exact": not _unlike((x, out), self._wanted(first, self._sum(delta)))}
             given.zero_()  # some ways add in place
             self.found["us"] = self._spent(lambda: call(x, given), captured=True)
-        self.exchange.check()
+        self.exchange.check_peers()
 
     @contextmanager
     def _taking(self, name: str) -> Iterator[None]:
@@ -97,22 +99,22 @@ class Timed:
         from quire.data.kernels.triton import reduce
         from quire.parallel import device_exchange
 
-        former, large = dict(reduce.ONE_SHOT), device_exchange.LARGE
-        reduce.ONE_SHOT[self.part.ranks] = 1 << 40 if SHOTS[name] == 1 else 0
-        device_exchange.LARGE = 1 << 40
+        former, large = dict(reduce.ONE_SHOT_BYTES), device_exchange.NCCL_MIN_BYTES
+        reduce.ONE_SHOT_BYTES[self.part.tp_size] = 1 << 40 if SHOTS[name] == 1 else 0
+        device_exchange.NCCL_MIN_BYTES = 1 << 40
         try:
             yield
         finally:
-            reduce.ONE_SHOT.clear()
-            reduce.ONE_SHOT.update(former)
-            device_exchange.LARGE = large
+            reduce.ONE_SHOT_BYTES.clear()
+            reduce.ONE_SHOT_BYTES.update(former)
+            device_exchange.NCCL_MIN_BYTES = large
 
     def _compile(self, work: Callable[[], object]) -> None:
         """Let kernels be compiled that `work` launches, while nobody waits for this rank inside of one."""
         if self.seat is not None:
-            with self.exchange.rehearsing():
+            with self.exchange.warming_up():
                 work()
-            self.host.meet()
+            self.host.barrier()
 
     def _way(self, name: str, delta: Tensor) -> tuple[Call, Tensor]:
         """x [rows, SIZE] += the sum of all ranks' delta, and the norm of that, `name`'s way; and delta where that way
@@ -126,7 +128,7 @@ class Timed:
             if self.group is None or (name == "NCCL") != (self.device.type == "cuda"):
                 raise Missing(f"ranks have no group of {name}")
             group = self.group
-            return (lambda x, delta: plain(x, group.add(delta))), delta.clone()
+            return (lambda x, delta: plain(x, group.all_reduce(delta))), delta.clone()
         if self.device.type != "cuda" or self.group is None:
             raise Missing("symmetric memory is that of GPUs")
         return self._symmetric(name, delta)
@@ -141,14 +143,14 @@ class Timed:
         symmetric.rendezvous(buffer, group)
         operations = torch.ops.symm_mem
         buffer.copy_(delta)
-        self.host.meet()
+        self.host.barrier()
         if name == "torch one-shot":
             return (lambda x, delta: plain(x, operations.one_shot_all_reduce(delta, "sum", group))), buffer
         return (lambda x, delta: plain(x, operations.two_shot_all_reduce_(delta, "sum", group))), buffer
 
     def _sum(self, delta: Tensor) -> Tensor:
         """All ranks' in rank order and in fp32, rounded once, by what ranks on CPUs meet through."""
-        total, *others = self.host.gather(delta.cpu()).float()
+        total, *others = self.host.all_gather(delta.cpu()).float()
         for other in others:
             total += other
         return total.to(DTYPE)
@@ -164,29 +166,29 @@ class Timed:
         if self.device.type != "cuda" or self.group is None:
             return {"missing": "it is hidden by GPUs, beside NCCL"}
         ours, plain, group = *self.norms, self.group
-        product = Linear(columns(self.part, SIZE), SIZE, False, DTYPE, self.device)
-        torch.manual_seed(self.part.rank)
+        product = Linear(shard_columns(self.part, SIZE), SIZE, False, DTYPE, self.device)
+        torch.manual_seed(self.part.tp_rank)
         torch.nn.init.normal_(product.weight, std=SIZE**-0.5)
-        inputs = torch.randn(rows, SIZE // self.part.ranks, device=self.device, dtype=DTYPE)
+        inputs = torch.randn(rows, SIZE // self.part.tp_size, device=self.device, dtype=DTYPE)
         product.prepare()
-        join(product, self.exchange)
-        if product.sending is None or not product.sending.pieces(rows, rows * SIZE * DTYPE.itemsize):
+        connect_ranks(product, self.exchange)
+        if product.overlap is None or not product.overlap.split_rows(rows, rows * SIZE * DTYPE.itemsize):
             return {"missing": "nothing carries them"}
         first = torch.ones(rows, SIZE, device=self.device, dtype=DTYPE)
         x = first.clone()
         out = ours(x, product(inputs))
         found: dict[str, Any] = {"bits": _bits(x, out)}
-        found["exact"] = not _unlike((x, out), self._wanted(first, self._sum(product._product(inputs))))
+        found["exact"] = not _unlike((x, out), self._wanted(first, self._sum(product._matmul(inputs))))
 
         def alone() -> Tensor:
-            return product._product(inputs)
+            return product._matmul(inputs)
 
-        pieces = product.sending.pieces(rows, rows * SIZE * DTYPE.itemsize)
+        pieces = product.overlap.split_rows(rows, rows * SIZE * DTYPE.itemsize)
         delta = alone()
 
         def carried() -> Tensor:
             for piece in pieces:
-                self.exchange.send(delta, piece)
+                self.exchange.send_rows(delta, piece)
             return ours(x, delta)
 
         def cut() -> Tensor:
@@ -197,12 +199,12 @@ class Timed:
         spent = {
             "product, norm": self._spent(lambda: plain(x, alone())),
             "norm": self._spent(lambda: plain(x, delta)),
-            "NCCL between": self._spent(lambda: plain(x, group.add(alone()))),
+            "NCCL between": self._spent(lambda: plain(x, group.all_reduce(alone()))),
             "product in pieces, norm": self._spent(cut),
             "carried, norm": self._spent(carried),
             "carried": self._spent(lambda: ours(x, product(inputs))),
         }
-        self.exchange.check()
+        self.exchange.check_peers()
         least, most, now = (median(spent[name]) for name in ("product, norm", "NCCL between", "carried"))
         return {**found, "us": spent["carried"], "hidden": (most - now) / (most - least), "parts_us": spent}
 
@@ -213,7 +215,7 @@ class Timed:
         once = _captured(call) if captured else call
         number = REPLAYS if captured else ON_CPU
         for _ in range(ROUNDS):
-            self.host.meet()
+            self.host.barrier()
             began = time.perf_counter()
             if cuda:
                 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -235,8 +237,11 @@ class Timed:
         before, so that none of a sum's is rounded away."""
         cuda, ours, calls, rows = self.device.type == "cuda", self.norms[0], CALLS, len(delta)
         x, kept = torch.empty((2, calls, rows, SIZE), device=self.device, dtype=DTYPE)
-        given, numbers = delta.clone(), torch.arange(rows * TOLD, dtype=torch.int32).view(rows, TOLD) + self.part.rank
-        every, numbers = self.host.gather(numbers).to(self.device), numbers.to(self.device)
+        given, numbers = (
+            delta.clone(),
+            torch.arange(rows * TOLD, dtype=torch.int32).view(rows, TOLD) + self.part.tp_rank,
+        )
+        every, numbers = self.host.all_gather(numbers).to(self.device), numbers.to(self.device)
         wanted = (*self._wanted(torch.zeros_like(delta), self._sum(delta)), every)
         wrong = torch.zeros(1, dtype=torch.int64, device=self.device)
 
@@ -245,13 +250,13 @@ class Timed:
             for i in range(calls):
                 given.copy_(delta)
                 kept[i].copy_(ours(x[i], given))
-            _unlike((x, kept, self.exchange.gather(numbers)), wanted, wrong)
+            _unlike((x, kept, self.exchange.all_gather(numbers)), wanted, wrong)
 
         self._compile(work)
         wrong.zero_()
         once = _captured(work, 1) if cuda else work
         carried = self._carrying(wrong)
-        busy = Busy(self.part.rank) if cuda else None
+        busy = Busy(self.part.tp_rank) if cuda else None
 
         def replays(count: int) -> None:
             for i in range(count):
@@ -264,11 +269,11 @@ class Timed:
                     busy.run(i, carried)
             if cuda:
                 torch.cuda.synchronize()
-            self.exchange.check()
+            self.exchange.check_peers()
 
         tried = TRIED if cuda else 1
         replays(2)
-        self.host.meet()
+        self.host.barrier()
         began = time.perf_counter()
         replays(tried)
         most = (MANY if cuda else MANY_ON_CPU) // calls // LOOKS
@@ -283,14 +288,14 @@ class Timed:
 
     def _agreed(self, number: float) -> int:
         """The least of all ranks' numbers, and 1 at least: all replay as often."""
-        return max(int(self.host.gather(torch.tensor([number], dtype=torch.float64)).min()), 1)
+        return max(int(self.host.all_gather(torch.tensor([number], dtype=torch.float64)).min()), 1)
 
     def _carrying(self, wrong: Tensor) -> Callable[[], None] | None:
         """A sum of rows that are sent in pieces, with the norm behind, whose bits are compared; where it is done."""
-        rows, carrier = CARRIED[0], getattr(self.exchange, "carrier", None)
-        if carrier is None or not (pieces := self.exchange.pieces(rows, rows * SIZE * DTYPE.itemsize)):
+        rows, carrier = CARRIED[0], getattr(self.exchange, "copy_engine", None)
+        if carrier is None or not (pieces := self.exchange.split_rows(rows, rows * SIZE * DTYPE.itemsize)):
             return None
-        torch.manual_seed(-1 - self.part.rank)
+        torch.manual_seed(-1 - self.part.tp_rank)
         delta = torch.randn(rows, SIZE).to(self.device, DTYPE)
         first = torch.ones(rows, SIZE, device=self.device, dtype=DTYPE)
         x, wanted = first.clone(), self._wanted(first, self._sum(delta))
@@ -298,7 +303,7 @@ class Timed:
         def call() -> None:
             x.copy_(first)
             for piece in pieces:
-                self.exchange.send(delta, piece)
+                self.exchange.send_rows(delta, piece)
             _unlike((x, self.norms[0](x, delta)), wanted, wrong)
 
         self._compile(lambda: self.norms[0](first.clone(), delta.clone()))
@@ -370,5 +375,5 @@ def _bits(*tensors: Tensor) -> int:
 
 def main() -> None:
     """See quire.parallel.rank."""
-    QUESTIONS["found"] = lambda runner: runner.found
+    RANK_QUERIES["found"] = lambda runner: runner.found
     rank.main(Timed)

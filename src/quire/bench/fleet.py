@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from quire.bench.drive import Load
 from quire.client.connections import Address
-from quire.client.load import RECORD
+from quire.client.load import QUEUE_RECORD
 from quire.errors import QuireError
 
 MOST = 64  # client processes
@@ -136,7 +136,7 @@ class Fleet:
             return [{"requests": timed[client::clients], "slots": 0} for client in range(clients)]
         queue = self._queue.fileno()
         os.ftruncate(queue, 0)
-        os.pwrite(queue, b"".join(RECORD.pack(index, *self._spans[index]) for index in range(count)), 0)
+        os.pwrite(queue, b"".join(QUEUE_RECORD.pack(index, *self._spans[index]) for index in range(count)), 0)
         os.lseek(queue, 0, os.SEEK_SET)  # for the clients too: they inherited this position
         slots = min(load.concurrency, count)
         return [{"requests": [], "slots": (slots + client) // clients} for client in range(clients)]

@@ -24,8 +24,8 @@ from quire.config import EngineConfig
 from quire.control.decoding import BeamSearch
 from quire.control.engine import Engine
 from quire.errors import StartupError
-from quire.sim.histories import packed
-from quire.source import read_source
+from quire.sim.histories import pack_history
+from quire.source import read_checkpoint
 from quire.vocabulary.method import Advance, Branch, Context
 from quire.vocabulary.params import SamplingParams
 
@@ -56,7 +56,7 @@ def stories(engine: Engine) -> list[int]:
     params = SamplingParams(temperature=1.0, max_tokens=STORY, seed=SEED, n=STORIES, ignore_eos=True, detokenize=False)
     engine.add("stories", [0], params)
     told: list[list[int]] = [[] for _ in range(STORIES)]
-    while engine.unfinished:
+    while engine.has_unfinished_requests:
         for output in engine.step():
             told[output.branch] += output.tokens
     return [token for story in told for token in story]
@@ -78,7 +78,7 @@ def record(engine: Engine, prompts: Sequence[list[int]], width: int, steps: int)
             detokenize=False,
         )  # fmt: skip
         engine.add(str(i), prompt, params)
-    while engine.unfinished:
+    while engine.has_unfinished_requests:
         engine.step()
     return histories
 
@@ -116,14 +116,14 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
                 results.append({
                     "workload": name, "beam_width": width, "prompts": count, "steps": steps, "model": made.name,
                     "weights": weights_of(config), "dtype": config.dtype, "seed": SEED,
-                    "histories": [packed(history) for history in found],
+                    "histories": [pack_history(history) for history in found],
                 })  # fmt: skip
     return results
 
 
 def weights_of(config: EngineConfig) -> str | None:
     """The SHA-256 of a model's weights; None where they are made up."""
-    folder = read_source(config).folder
+    folder = read_checkpoint(config).path
     if folder is None or config.dummy_weights:
         return None
     digest = hashlib.sha256()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quire.bench.replay import Call, Case, inputs
-from quire.data.kernels.states import StateCache, StatePlan, make_tiles
+from quire.data.kernels.states import StateCache, StatePlan, make_state_tiles
 
 HIDDEN, FFN, EXPERTS, TOP = 4096, 14336, 16, 2
 INNER, SIZE, TAPS = 8192, 16, 4
@@ -52,7 +52,7 @@ def placed(pages: int, ssm: torch.dtype) -> list[StateCache]:
 
     starts = [layer * sum(sizes) for layer in range(LAYERS)]
     return [
-        StateCache(view(at, TAPS - 1, torch.bfloat16), view(at + sizes[0], SIZE, ssm), run_tokens=RUN) for at in starts
+        StateCache(view(at, TAPS - 1, torch.bfloat16), view(at + sizes[0], SIZE, ssm), page_tokens=RUN) for at in starts
     ]
 
 
@@ -73,7 +73,7 @@ def _steps(rows: int, ssm: torch.dtype, name: str, weights: Weights) -> Iterator
     caches = placed(rows * groups + 1, ssm)
     order = (torch.randperm(rows * groups, device="cuda") + 1).view(groups, rows, 1)
     slots, positions = torch.arange(rows, device="cuda"), torch.full((rows,), RUN // 4, device="cuda")
-    plans = [StatePlan.single(table, slots, positions, RUN) for table in order]
+    plans = [StatePlan.for_decode(table, slots, positions, RUN) for table in order]
     tokens, conv_moved = _tokens(rows), rows * INNER * 2 * (2 * (TAPS - 1) + 2)
     pairs = [(cache, plan) for plan in plans for cache in caches]
     conv, scan = _calls(tokens, weights, pairs)
@@ -86,7 +86,7 @@ def _prompts(rows: int, length: int, ssm: torch.dtype, name: str, weights: Weigh
     caches = placed(rows * runs + 1, ssm)[:1]
     pages = torch.arange(1, rows * runs + 1, device="cuda").view(rows, runs)
     lengths = torch.full((rows,), length, device="cuda")
-    zero, tiles = torch.zeros_like(lengths), torch.from_numpy(make_tiles(np.full(rows, length))).cuda()
+    zero, tiles = torch.zeros_like(lengths), torch.from_numpy(make_state_tiles(np.full(rows, length))).cuda()
     offsets = torch.arange(rows, device="cuda") * length
     plan = StatePlan(offsets, lengths, zero, zero - 1, pages, RUN, tiles)
     conv, scan = _calls(_tokens(total), weights, [(caches[0], plan)])
@@ -126,20 +126,20 @@ def _calls(
 def experts() -> Iterator[Case]:
     """A layer's mixture, its choice given: beside reading the weights of the experts that were chosen, and for prompts
     beside a product's rate. In bf16, and in FP8 where the GPU has it."""
-    from quire.data.kernels.triton.experts import mixture
-    from quire.data.weights.fp8 import E4M3, native
+    from quire.data.kernels.triton.experts import fused_moe
+    from quire.data.weights.fp8 import E4M3, has_fp8_matmul
 
     none, scales = (None, None), tuple(torch.ones(1, EXPERTS * n, device="cuda") for n in (2 * FFN, HIDDEN))
     several = [((_random(EXPERTS, 2 * FFN, HIDDEN), _random(EXPERTS, HIDDEN, FFN)), none) for _ in range(2)]
     formats = {"experts": several}
-    if native(torch.bfloat16, torch.device("cuda")):
+    if has_fp8_matmul(torch.bfloat16, torch.device("cuda")):
         formats["experts, FP8"] = [(tuple(weight.to(E4M3) for weight in pair), scales) for pair, _ in several]
     for rows in (1, 8, 64, 256, 2048, 8192):
         x = _random(rows, HIDDEN)
         shares, chosen = torch.rand(rows, EXPERTS, device="cuda").topk(TOP, dim=1)
         one, active = 3 * HIDDEN * FFN, len(chosen.unique())
         for name, layers in formats.items():
-            calls: list[Call] = [partial(mixture, x, shares, chosen, *pair, "silu", by) for pair, by in layers]
+            calls: list[Call] = [partial(fused_moe, x, shares, chosen, *pair, "silu", by) for pair, by in layers]
             if rows <= 256:
                 moved = active * one * layers[0][0][0].element_size()
                 yield Case(name, f"{rows} rows, {active} of {EXPERTS}", calls, moved)

@@ -24,7 +24,7 @@ from quire.bench.document import short, table
 from quire.bench.kernel_states import crossed, experts, states
 from quire.bench.rank_kernels import DECODES, LAYERS, LLAMA_8B, PAGE, Shape, decodes, products, shape_of
 from quire.bench.replay import Call, Case, ceilings, inputs, need_gpu, result, timed
-from quire.config import VENDORS
+from quire.config import VENDOR_ATTENTIONS
 from quire.data.kernels.batch import LayerCache
 from quire.data.runner.host_pool import HostPool
 from quire.errors import StartupError
@@ -109,13 +109,13 @@ def swaps() -> Iterator[Case]:
         pool = HostPool({size: pages}, 2 * count * size)
         rng = np.random.default_rng(0)
         moves = dict(zip(rng.permutation(2 * count)[:count].tolist(), rng.permutation(2 * count).tolist()))
-        for name, move in (("swap out", _swap_out), ("swap in", HostPool.back)):
+        for name, move in (("swap out", _swap_out), ("swap in", HostPool.swap_in)):
             yield Case(name, f"{count} x {_size(size)}", [partial(move, pool, moves, size)], count * size, "link")
 
 
 def _swap_out(pool: HostPool, moves: dict[int, int], size: int) -> None:
-    pool.out(moves, size)
-    pool.claim(moves.values(), size)  # so that the stream which is timed waits for them
+    pool.swap_out(moves, size)
+    pool.wait_swapped_out(moves.values(), size)  # so that the stream which is timed waits for them
 
 
 def sdpa() -> Iterator[Case]:
@@ -193,23 +193,23 @@ def windowed() -> Iterator[Case]:
 def _ours(cache: LayerCache) -> Iterator[tuple[str, Any, int]]:
     """Our kernels for prompts in this cache, and the queries of their tiles."""
     from quire.data.kernels.triton import prompt
-    from quire.data.kernels.triton.launch import hopper
+    from quire.data.kernels.triton.launch import supports_hopper_kernel
 
     side, shape = "contiguous" if cache.contiguous else "paged", (cache.heads, cache.kv_heads, cache.head_dim)
-    yield f"prompt {side}", prompt.prompt, prompt.tile_queries(*shape, cache.dtype.itemsize)
-    if hopper(cache.device):
+    yield f"prompt {side}", prompt.prefill, prompt.tile_queries(*shape, cache.dtype.itemsize)
+    if supports_hopper_kernel(cache.device):
         from quire.data.kernels.triton import prompt_hopper
 
-        if prompt_hopper.takes(cache):
-            yield "prompt Hopper", prompt_hopper.prompt, prompt_hopper.tile_queries(shape[0] // shape[1])
+        if prompt_hopper.supports(cache):
+            yield "prompt Hopper", prompt_hopper.prefill, prompt_hopper.tile_queries(shape[0] // shape[1])
 
 
 def _tiles(where: Placed, start: int, length: int, queries: int) -> Tensor:
     """Those of `length` tokens of the first sequence, from `start` on."""
-    from quire.data.kernels.triton.prompt import make_tiles
+    from quire.data.kernels.triton.prompt import make_prefill_tiles
 
     row = (np.array([number], dtype=np.int64) for number in (int(where.slots[0]), start, length, 0))
-    return torch.from_numpy(make_tiles(*row, queries)).to(where.slots.device)
+    return torch.from_numpy(make_prefill_tiles(*row, queries)).to(where.slots.device)
 
 
 def chunks() -> Iterator[Case]:
@@ -243,10 +243,10 @@ def chunked(where: Placed, chunk: int) -> dict[str, Callable[[], list[Tensor]]]:
             for start, some in parts
         ]
     slot = int(where.tables[int(where.slots[0]), 0])
-    for name in VENDORS if cache.contiguous else ():
+    for name in VENDOR_ATTENTIONS if cache.contiguous else ():
         backend = VendorBackend(name)
         try:
-            backend.check(cache)
+            backend.check_cache(cache)
         except StartupError as error:
             print(error, file=sys.stderr)
             continue
@@ -271,7 +271,7 @@ def _causal(length: int) -> int:
 
 def small() -> Iterator[Case]:
     """The small kernels of a step: norm with the residual sum, rotation with the KV write, gated activation."""
-    from quire.data.kernels.triton.activation import gate
+    from quire.data.kernels.triton.activation import act_and_mul
     from quire.data.kernels.triton.norm import rms_norm
     from quire.data.kernels.triton.rope_write import rope_write
 
@@ -288,16 +288,16 @@ def small() -> Iterator[Case]:
         calls = [partial(rope_write, qkv, q, *where, rotary=angles) for qkv, q in pairs]
         yield Case("rope_write", f"{tokens} x {width} heads", calls, tokens * width * DIM * 2 * 2)
         both = [(_random(tokens, 2 * FFN), _random(tokens, FFN)) for _ in range(inputs(tokens * FFN * 6))]
-        calls = [partial(gate, gate_up, "silu", out=out) for gate_up, out in both]
+        calls = [partial(act_and_mul, gate_up, "silu", out=out) for gate_up, out in both]
         yield Case("gate", f"{tokens} x {FFN}", calls, tokens * FFN * 2 * 3)
 
 
 def sampling() -> Iterator[Case]:
     """The greedy choice over the vocabulary."""
-    from quire.data.kernels.triton.sampling import Scratch, greedy
+    from quire.data.kernels.triton.sampling import SamplingScratch, greedy
 
     for rows in (1, 32, 256, 1024):
-        scratch = Scratch.of(rows, VOCAB, torch.device("cuda"), random=False)
+        scratch = SamplingScratch.allocate(rows, VOCAB, torch.device("cuda"), has_random=False)
         slots = torch.arange(1, rows + 1, device="cuda")
         last, tokens, faults = (torch.zeros(rows + 1, dtype=torch.int64, device="cuda") for _ in range(3))
         several = [_random(rows, VOCAB) for _ in range(inputs(rows * VOCAB * 2))]

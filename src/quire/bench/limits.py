@@ -27,9 +27,9 @@ from quire.cli.flags import config_from
 from quire.control.engine import Engine
 from quire.errors import StartupError
 from quire.formats import ITEMSIZE
-from quire.link.collector import spare_the_loaded
-from quire.sim.cost import Shape, work_of
-from quire.source import read_source
+from quire.link.collector import freeze_loaded_objects
+from quire.sim.cost import ModelShape, step_work
+from quire.source import read_checkpoint
 from quire.vocabulary.plan import StepPlan
 
 WORKLOADS = ("fixed:128:128@32", "fixed:128:128@1", "fixed:2048:1@1", "shared:512:32:32@32")
@@ -60,18 +60,18 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         raise StartupError(f"--repeat is {args.repeat}", "It must be at least 1")
     workloads = [parse(name) for name in args.workload or WORKLOADS]
     built = build(config)
-    spare_the_loaded()
+    freeze_loaded_objects()
     engine = built.engine
     try:
-        if built.plan.device != "cpu":
+        if built.memory_plan.device != "cpu":
             raise StartupError("quire bench limits measures a CPU", "Give --device cpu, or run quire bench profile")
-        shape = shape_of(read_source(config), itemsize := ITEMSIZE[built.plan.dtype])
+        shape = shape_of(read_checkpoint(config), itemsize := ITEMSIZE[built.memory_plan.dtype])
         engine.limits = engine.limits._replace(max_queued=sys.maxsize)
         counts = thread_counts(threads := torch.get_num_threads())
         print("what the cores read and multiply", file=sys.stderr)
         cores = core_limits(counts, shape.weight_bytes)
         results: list[dict[str, Any]] = []
-        facts = {"model": built.name, "dtype": built.plan.dtype, "threads": threads}
+        facts = {"model": built.name, "dtype": built.memory_plan.dtype, "threads": threads}
         for workload in workloads:
             print(workload.name, file=sys.stderr)
             jobs = workload.jobs(built.spec.vocab_size, config.seed)
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         engine.close()
 
 
-def measured(engine: Engine, jobs: Sequence[Job], shape: Shape, repeat: int) -> list[dict[str, Any]]:
+def measured(engine: Engine, jobs: Sequence[Job], shape: ModelShape, repeat: int) -> list[dict[str, Any]]:
     """A result for each kind of step that the jobs need."""
     others = Others()
     drive_once(engine, jobs)
@@ -103,15 +103,15 @@ def measured(engine: Engine, jobs: Sequence[Job], shape: Shape, repeat: int) -> 
 
 def drive_once(engine: Engine, jobs: Sequence[Job], step: Callable[[], None] | None = None) -> None:
     """All jobs at once, to their ends, with nothing in the prefix cache: `step` is called for each step."""
-    if (prefixes := engine.scheduler.memory.prefixes) is not None:
+    if (prefixes := engine.scheduler.memory.prefix_cache) is not None:
         prefixes.reset()
     for i, job in enumerate(jobs):
         engine.add(str(i), job.prompt, Decoding().params(job))
-    while engine.unfinished:
+    while engine.has_unfinished_requests:
         (step or engine.step)()
 
 
-def steps(engine: Engine, jobs: Sequence[Job], shape: Shape, spent: Spent | None = None) -> list[Step]:
+def steps(engine: Engine, jobs: Sequence[Job], shape: ModelShape, spent: Spent | None = None) -> list[Step]:
     """The steps of one run. Without `spent` their operations aren't known."""
     found: list[Step] = []
     plans: list[StepPlan] = []
@@ -127,13 +127,17 @@ def steps(engine: Engine, jobs: Sequence[Job], shape: Shape, spent: Spent | None
         engine.step()
         seconds = clock() - began
         parts = spent.take() if spent is not None else {}
-        if not plans or not (plan := plans.pop()).rows:
+        if not plans or not (plan := plans.pop()).slices:
             return
-        rows, work = plan.rows, work_of(plan._replace(journal=(), ahead=()), shape, ())
+        rows, work = plan.slices, step_work(plan._replace(page_ops=(), overlapped_page_ops=()), shape, ())
         kind = PROMPTS if any(len(row.tokens) > 1 for row in rows) else DECODE
         # What a row of several tokens reads of the cache, and what one token computes in it.
-        kv = sum(part.token_bytes * part.seen(row.start + len(row.tokens)) for row in rows for part in shape.attention)
-        pairs = sum(part.pair * part.seen(row.start + 1) for row in rows if len(row.tokens) == 1
+        kv = sum(
+            part.token_bytes * part.visible_tokens(row.start + len(row.tokens))
+            for row in rows
+            for part in shape.attention
+        )
+        pairs = sum(part.pair_operations * part.visible_tokens(row.start + 1) for row in rows if len(row.tokens) == 1
                     for part in shape.attention)  # fmt: skip
         found.append(Step(kind, seconds, parts, len(rows), work.tokens, kv, work.attention + pairs))
 

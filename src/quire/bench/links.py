@@ -31,7 +31,7 @@ def measured() -> dict[str, Any]:
     link, as NVLink has them, and GB/s of copies one way."""
     import torch
 
-    from quire.parallel.peer_memory import PeerError, atomics
+    from quire.parallel.peer_memory import PeerError, has_native_atomics
 
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     said = {asked: text for asked in ASKED if (text := _smi(asked))} if names else {}
@@ -43,7 +43,7 @@ def measured() -> dict[str, Any]:
             pair: dict[str, Any] = {"from": here, "to": there}
             pair["peer_access"] = torch.cuda.can_device_access_peer(here, there)
             with suppress(PeerError):
-                pair["nvlink"] = atomics(here, there)
+                pair["nvlink"] = has_native_atomics(here, there)
             pair["gb_s"] = _copied(here, there)
             pairs.append(pair)
     return {"gpus": names, "nvidia_smi": said, "pairs": pairs}

@@ -14,10 +14,10 @@ import torch
 
 from quire.bench.kernels import Placed
 from quire.config import EngineConfig
-from quire.control.memory.layout import Size
-from quire.control.memory.virtual import virtual_geometry
+from quire.control.memory.layout import MemorySize
+from quire.control.memory.virtual import build_virtual_kv_config
 from quire.data.runner.virtual.opening import open_store
-from quire.vocabulary.plan import Table
+from quire.vocabulary.plan import TableWrite
 from quire.vocabulary.specs import ModelSpec
 
 Found = TypeVar("Found")
@@ -33,17 +33,19 @@ def on_mapped(
     config = EngineConfig(
         memory="virtual", virtual_layout=layout, virtual_page_kib=kib, max_num_seqs=batch, swap_gib=0.0
     )  # fmt: skip
-    one = virtual_geometry(config, spec, Size(2**16 + 2 * context, context, dtype.itemsize)).groups[0]
+    one = build_virtual_kv_config(config, spec, MemorySize(2**16 + 2 * context, context, dtype.itemsize)).groups[0]
     tokens = one.table_width * one.run_tokens // one.run_pages + one.run_tokens  # of a sequence, in whole pages
-    geometry = virtual_geometry(config, spec, Size(batch * tokens, context, dtype.itemsize))
+    geometry = build_virtual_kv_config(config, spec, MemorySize(batch * tokens, context, dtype.itemsize))
     device = torch.device(on) if on == "cpu" else torch.device("cuda", torch.cuda.current_device())
-    store = open_store(geometry, spec, dtype, device, False, views=True)
+    store = open_store(geometry, spec, dtype, device, False, is_contiguous=True)
     try:
         store.buffer.normal_()
         ids, width = list(geometry.groups[0].ids), geometry.groups[0].table_width
         assert len(ids) >= batch * width, f"{len(ids)} pages for {batch} sequences of {width}"
         random.Random(0).shuffle(ids)
-        store.replay(tuple(Table(i + 1, 0, 0, tuple(ids[i * width : (i + 1) * width])) for i in range(batch)))
+        store.apply_page_ops(
+            tuple(TableWrite(i + 1, 0, 0, tuple(ids[i * width : (i + 1) * width])) for i in range(batch))
+        )
         slots, lengths = torch.arange(1, batch + 1, device=device), torch.full((batch,), context, device=device)
         return work(Placed(list(store.caches.values()), store.tables[0], slots, lengths))
     except RuntimeError as error:

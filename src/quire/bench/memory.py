@@ -20,14 +20,14 @@ import psutil
 from quire.bench.document import table
 from quire.bench.shapes import built
 from quire.bench.workloads import Job, parse
-from quire.build import Built
+from quire.build import BuiltEngine
 from quire.cli.flags import config_from
 from quire.config import EngineConfig
 from quire.errors import StartupError
-from quire.formats import device_of
-from quire.source import Source, read_source
+from quire.formats import choose_device
+from quire.source import Checkpoint, read_checkpoint
 from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.specs import parts_a_step
+from quire.vocabulary.specs import max_parts_per_step
 
 TOKENS = 12  # that each sequence generates, where so many fit
 PICTURE = "mmmu-pro@1"
@@ -42,17 +42,17 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     import quire.data.runner.model_runner  # noqa: F401  so that what is imported isn't counted
 
     config = config_from(args)
-    gpu = device_of(config) == "cuda"
+    gpu = choose_device(config) == "cuda"
     if not gpu and sys.platform != "linux":
         raise StartupError("quire bench memory reads /proc/self", "Run it on Linux, or beside a GPU")
-    seeing = _seeing(config.sized("cuda" if gpu else "cpu"), read_source(config, weights=False))
+    seeing = _seeing(config.with_device_defaults("cuda" if gpu else "cpu"), read_checkpoint(config, weights=False))
     if gpu:
         torch.zeros(1, device="cuda")
         before = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
     else:
-        from quire.data.weights.mapped import trim
+        from quire.data.weights.mapped import trim_memory
 
-        trim()  # as a start does at its end: what that gives back would count against what is taken
+        trim_memory()  # as a start does at its end: what that gives back would count against what is taken
         Path("/proc/self/clear_refs").write_text("5")  # forget the highest so far
         before = psutil.Process().memory_info().rss
     with built(config) as made:
@@ -64,20 +64,20 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
             most = torch.cuda.max_memory_reserved() + outside
         else:
             most = _highest() - before
-        runner, plan = made.engine.runner, made.plan
+        runner, plan = made.engine.runner, made.memory_plan
         kept = {tensor.data_ptr(): tensor.nbytes for tensor in runner.model.state_dict().values()}
-        weights = sum(kept.values()) if gpu else plan.weights  # a CPU's are packed: oneDNN's own, of the same size
+        weights = sum(kept.values()) if gpu else plan.weight_bytes  # a CPU's are packed: oneDNN's own, of the same size
         kv = runner.store.buffer.nbytes
         measured = {"weights": weights, "kv": kv, "beside": most - weights - kv, "all": most}
-        planned = {"weights": plan.weights, "kv": plan.kv_bytes, "beside": plan.activations}
+        planned = {"weights": plan.weight_bytes, "kv": plan.kv_bytes, "beside": plan.activation_bytes}
         planned["all"] = sum(planned.values())
         return [{"model": made.name, "dtype": plan.dtype, "device": plan.device, "device_bytes": plan.device_bytes,
                  "pictures": pictures, "planned": planned, "measured": measured}]  # fmt: skip
 
 
-def _serve(made: Built) -> None:
+def _serve(made: BuiltEngine) -> None:
     """Both loads. StartupError where a sequence has no room for an output."""
-    engine, plan = made.engine, made.plan
+    engine, plan = made.engine, made.memory_plan
     if plan.max_len < 2:
         raise StartupError("sequences of 1 token have no room for an output", "Use a larger --max-model-len")
     engine.limits = engine.limits._replace(max_queued=sys.maxsize)
@@ -85,18 +85,18 @@ def _serve(made: Built) -> None:
     plain = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True, detokenize=False)
     ruled = SamplingParams(
         temperature=0.8, top_p=0.9, top_k=50, min_p=0.01, repetition_penalty=1.1, frequency_penalty=0.1, logprobs=5,
-        prompt_logprobs=None if engine.scheduler.part else 5, logit_bias={1: 2.0}, seed=1, max_tokens=output,
+        prompt_logprobs=None if engine.scheduler.clip_chunk else 5, logit_bias={1: 2.0}, seed=1, max_tokens=output,
         ignore_eos=True, detokenize=False,
     )  # fmt: skip
     longest = plan.max_len - output
     count = max(1, min(engine.scheduler.max_seqs, plan.kv_tokens // (4 * plan.page_tokens)))
-    _run(made, count, min(max(2 * engine.scheduler.budget // count, 1), longest), (plain, ruled))
+    _run(made, count, min(max(2 * engine.scheduler.token_budget // count, 1), longest), (plain, ruled))
     held = min(plan.kv_tokens, LONG)
     count = max(1, min(engine.scheduler.max_seqs, held // plan.max_len))
     _run(made, count, min(held // count - output, longest), (plain,))
 
 
-def _seeing(config: EngineConfig, source: Source) -> list[Job]:
+def _seeing(config: EngineConfig, source: Checkpoint) -> list[Job]:
     """Requests with a picture each, if the model sees any: one more than a step encodes, where no more may run. They
     are made before anything is measured, and all are of one picture under many names."""
     from quire.bench.pictured import Eyes
@@ -110,28 +110,30 @@ def _seeing(config: EngineConfig, source: Source) -> list[Job]:
     [job] = eyes.jobs(workload.sketches(), workload.jobs(source.spec.vocab_size))
     ([medium], [pixels]) = job.media, job.pixels
     budget = config.max_num_batched_tokens
-    count = parts_a_step(budget, vision.part_tokens, vision.part_rows, vision.most_rows) // medium.parts + 1
+    count = (
+        max_parts_per_step(budget, vision.part_tokens, vision.part_embeds, vision.max_embeds) // medium.num_parts + 1
+    )
     keys = [hashlib.sha256(b"%d" % i).digest() for i in range(min(count, config.max_num_seqs))]
     return [job._replace(media=(medium._replace(key=key),), pixels=(pixels._replace(key=key),)) for key in keys]
 
 
-def _see(made: Built, jobs: Sequence[Job]) -> int:
+def _see(made: BuiltEngine, jobs: Sequence[Job]) -> int:
     """As many of the pictures as have room, all at once; how many that were."""
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
-    jobs = [job for job in jobs if len(job.prompt) + TOKENS <= made.plan.max_len]
+    jobs = [job for job in jobs if len(job.prompt) + TOKENS <= made.memory_plan.max_len]
     for i, job in enumerate(jobs):
-        made.engine.add(str(i), job.prompt, params, media=job.media, pixels=job.pixels)
-    while made.engine.unfinished:
+        made.engine.add(str(i), job.prompt, params, images=job.media, pixels=job.pixels)
+    while made.engine.has_unfinished_requests:
         made.engine.step()
     return len(jobs)
 
 
-def _run(made: Built, count: int, length: int, params: Sequence[SamplingParams]) -> None:
+def _run(made: BuiltEngine, count: int, length: int, params: Sequence[SamplingParams]) -> None:
     """`count` sequences of `length` prompt tokens, until all are done."""
     for i in range(count):
         prompt = [(7 * i + j) % made.spec.vocab_size for j in range(max(length, 1))]
         made.engine.add(str(i), prompt, params[i % len(params)])
-    while made.engine.unfinished:
+    while made.engine.has_unfinished_requests:
         made.engine.step()
 
 

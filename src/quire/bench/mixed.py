@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         raise StartupError("--rows, --context, --prompt and --steps", "Give positive numbers")
     with built(config_from(args)) as made:
         runner: Any = made.engine.runner
-        if runner.mixed is None:
+        if runner.mixed_graphs is None:
             raise StartupError("there are no graphs to compare with", "Leave out --no-cuda-graphs")
         spent = _spent(made.engine, args)
         shape = {"model": made.name, "rows": args.rows, "context": args.context}
@@ -64,7 +64,7 @@ def _spent(engine: Engine, args: argparse.Namespace) -> dict[int, dict[str, Any]
     for i in range(args.rows):
         engine.add(f"row-{i}", [(7 * i + j) % 1000 + 10 for j in range(args.context)], params)
     running = engine.scheduler.running
-    while len(running) < args.rows or any(r.live[0].planned < args.context for r in running):
+    while len(running) < args.rows or any(r.live_seqs[0].planned < args.context for r in running):
         engine.step()
     one, timed = replace(params, max_tokens=1), Timed(engine)
     for i in range(args.steps + 1):
@@ -81,7 +81,7 @@ def _spent(engine: Engine, args: argparse.Namespace) -> dict[int, dict[str, Any]
     timed.leave()
     for name in list(engine.requests):
         engine.abort(name)
-    while engine.unfinished:
+    while engine.has_unfinished_requests:
         engine.step()
     return timed.medians()
 
@@ -92,7 +92,7 @@ class Timed:
 
     def __init__(self, engine: Engine) -> None:
         self.runner: Any = engine.runner
-        self.submitted, self.mixed = self.runner.submit, self.runner.mixed
+        self.submitted, self.mixed = self.runner.submit, self.runner.mixed_graphs
         self.runner.submit = self.submit
         self.replayed = True
         self.host: dict[tuple[int, bool], list[float]] = defaultdict(list)
@@ -101,8 +101,8 @@ class Timed:
     def submit(self, plan: StepPlan) -> Any:
         import torch
 
-        self.runner.mixed = self.mixed if self.replayed else None
-        kind = max((len(row.tokens) for row in plan.rows), default=0), self.replayed
+        self.runner.mixed_graphs = self.mixed if self.replayed else None
+        kind = max((len(row.tokens) for row in plan.slices), default=0), self.replayed
         torch.cuda.synchronize()
         torch.cuda._sleep(WAIT)
         before, behind = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -116,7 +116,7 @@ class Timed:
         return ticket
 
     def leave(self) -> None:
-        self.runner.submit, self.runner.mixed = self.submitted, self.mixed
+        self.runner.submit, self.runner.mixed_graphs = self.submitted, self.mixed
 
     def medians(self) -> dict[int, dict[str, Any]]:
         found: dict[int, dict[str, Any]] = defaultdict(dict)

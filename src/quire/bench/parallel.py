@@ -25,7 +25,7 @@ from quire.bench.document import document, short, table, write
 from quire.bench.parallel_goals import Goal
 from quire.config import MAX_RANKS
 from quire.errors import QuireError, StartupError
-from quire.parallel.devices import SHARE, sharing
+from quire.parallel.devices import SHARE_GPU_VARIABLE, may_share_gpus
 
 LARGE_FLAGS = ("--model-config", "llama3-70b", "--dummy-weights", "--dtype", "bfloat16")
 SMALL_FLAGS = ("--model-config", "llama3-8b", "--dummy-weights", "--dtype", "bfloat16")
@@ -258,10 +258,12 @@ def _part(name: str, place: Place) -> Found:
 
 def _place(found: dict[str, Any], given: Sequence[int] | None, end: float) -> Place:
     gpus = found["gpus"]
-    most = len(gpus) if gpus and not sharing() else MAX_RANKS
+    most = len(gpus) if gpus and not may_share_gpus() else MAX_RANKS
     ranks = tuple(given or (count for count in (1, 2, 4, 8) if count <= (len(gpus) or 2)))
     if not all(1 <= count <= most for count in ranks):
-        raise StartupError(f"--ranks is {list(ranks)}", f"Give numbers between 1 and {most}, or set {SHARE}=1")
+        raise StartupError(
+            f"--ranks is {list(ranks)}", f"Give numbers between 1 and {most}, or set {SHARE_GPU_VARIABLE}=1"
+        )
     speeds = [pair["gb_s"] for pair in found.get("pairs", ())]
     kind = bool(gpus) and all(goals.KIND in name for name in gpus)
     linked = all(pair.get("nvlink") for pair in found.get("pairs", ()))

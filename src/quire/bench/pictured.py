@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from quire.bench.workloads import EDGE, Job, Sketch, Sketched
-from quire.data.models.seeing_settings import PREPARATION
+from quire.data.models.seeing_settings import PREPROCESSOR_KEY
 from quire.data.models.vision.settings import VisionSettings
-from quire.vocabulary.media import Medium, Pixels
-from quire.vocabulary.pictures import Tiling
+from quire.vocabulary.media import ImageItem, ImagePixels
+from quire.vocabulary.pictures import ImageTiling
 from quire.vocabulary.specs import ModelSpec
 
 BLOCK = 28  # pixels a side that have one colour in a PNG file, so that it is no larger than a drawing's
@@ -27,7 +27,7 @@ class Eyes(NamedTuple):
     each."""
 
     config: dict[str, Any]
-    tiling: Tiling
+    tiling: ImageTiling
     in_places: bool
 
     @classmethod
@@ -35,16 +35,16 @@ class Eyes(NamedTuple):
         """A model's; None, if it sees none."""
         if spec.vision is None:
             return None
-        settings = VisionSettings.read(config, config.get(PREPARATION))
-        return cls(config, settings.tiling, spec.takes_places)
+        settings = VisionSettings.from_config(config, config.get(PREPROCESSOR_KEY))
+        return cls(config, settings.tiling, spec.images_replace_tokens)
 
-    def placed(self, sketch: Sketch) -> tuple[int, tuple[Medium, ...]]:
+    def placed(self, sketch: Sketch) -> tuple[int, tuple[ImageItem, ...]]:
         """The length of a request's prompt, and where its pictures stand."""
-        at, media = 1, list[Medium]()
+        at, media = 1, list[ImageItem]()
         for one in sketch.pictures:
-            grid = self.tiling.grid(one.height, one.width, alone=len(sketch.pictures) == 1)
-            rows = self.tiling.rows(grid)
-            media.append(Medium(_key(one), at, rows if self.in_places else 1, rows, self.tiling.parts(grid)))
+            grid = self.tiling.choose_grid(one.height, one.width, is_only_image=len(sketch.pictures) == 1)
+            rows = self.tiling.num_embeds(grid)
+            media.append(ImageItem(_key(one), at, rows if self.in_places else 1, rows, self.tiling.num_parts(grid)))
             at = media[-1].end
         return sketch.prompt_len - sum(one.tokens for one in sketch.pictures) + at - 1, tuple(media)
 
@@ -54,24 +54,26 @@ class Eyes(NamedTuple):
         for sketch, job in zip(sketches, jobs, strict=True):
             _, media = self.placed(sketch)
             text = job.prompt[sum(one.tokens for one in sketch.pictures) :]
-            prompt = [*text[:1], *[PLACE] * sum(medium.tokens for medium in media), *text[1:]]
+            prompt = [*text[:1], *[PLACE] * sum(medium.num_tokens for medium in media), *text[1:]]
             found.append(Job(prompt, job.output, media, self.pixels(sketch) if pixels else ()))
         return found
 
-    def pixels(self, sketch: Sketch) -> tuple[Pixels, ...]:
+    def pixels(self, sketch: Sketch) -> tuple[ImagePixels, ...]:
         """What an encoder gets of a request's pictures: the same of pictures of one name."""
         from PIL import Image
 
-        from quire.text.pictures import read_preparation
+        from quire.text.pictures import read_image_preprocessor
 
-        said = self.config.get(PREPARATION) or {}
-        how = read_preparation(said, self.tiling, VisionSettings.read(self.config, said).normal.mean)
+        said = self.config.get(PREPROCESSOR_KEY) or {}
+        how = read_image_preprocessor(
+            said, self.tiling, VisionSettings.from_config(self.config, said).normalization.mean
+        )
         found = []
         for one in sketch.pictures:
             rng = np.random.default_rng(list(_key(one)))
             image = Image.fromarray(rng.integers(0, 256, (one.height, one.width, 3), dtype=np.uint8))
-            made, grid = how.prepare(image, alone=len(sketch.pictures) == 1)
-            found.append(Pixels(_key(one), made.shape, made.tobytes(), grid))
+            made, grid = how.prepare(image, only_image=len(sketch.pictures) == 1)
+            found.append(ImagePixels(_key(one), made.shape, made.tobytes(), grid))
         return tuple(found)
 
 

@@ -23,7 +23,7 @@ from quire.bench.machine import Others
 from quire.bench.shapes import built
 from quire.bench.workloads import Job, parse
 from quire.cli.flags import config_from
-from quire.control.costs import Costs
+from quire.control.costs import PreemptionCosts
 from quire.control.engine import Engine
 from quire.errors import StartupError
 
@@ -79,11 +79,11 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     config = replace(config, enable_prefix_caching=False)
     others = Others()
     with built(config, shape) as made:
-        facts = {"model": "small shape" if shape else made.name, "dtype": made.plan.dtype,
+        facts = {"model": "small shape" if shape else made.name, "dtype": made.memory_plan.dtype,
                  "page_size": config.page_size, "threads": config.threads}  # fmt: skip
         calibration = calibrate(made.engine)
     results = [{"kind": "calibration", **facts, **calibration, "cores_used_by_others": others.load()}]
-    costs = Costs(**calibration["costs"])
+    costs = PreemptionCosts(**calibration["costs"])
     print(f"calibrated: {table(tuple(calibration['costs']), [tuple(map(short, costs))])}", file=sys.stderr)
     for scene in scenes:
         here = replace(config, kv_tokens=scene.kv_tokens, kv_gib=None)
@@ -104,7 +104,7 @@ def _scene(name: str) -> Scene:
     return Scene(name, names, int(tokens))
 
 
-def compare(engine: Engine, scene: Scene, jobs: Sequence[Job], costs: Costs, repeats: int) -> dict[str, Any]:
+def compare(engine: Engine, scene: Scene, jobs: Sequence[Job], costs: PreemptionCosts, repeats: int) -> dict[str, Any]:
     """Seconds of all runs of each policy, in turn; the medians, and auto's over the better fixed one's."""
     scheduler = engine.scheduler
     scheduler.costs = costs

@@ -19,7 +19,7 @@ from quire.bench.shapes import built
 from quire.cli.flags import config_from
 from quire.control.engine import Engine
 from quire.errors import StartupError
-from quire.parallel.profiled import Profiler
+from quire.parallel.profiled import KernelProfiler
 from quire.vocabulary.params import SamplingParams
 
 ROWS = (1, 32, 256)
@@ -60,7 +60,9 @@ def measure(engine: Engine, rows: int, context: int) -> dict[str, Any]:
     params = SamplingParams(temperature=0, max_tokens=TIMED + PROFILED + WARM + 200, ignore_eos=True, detokenize=False)
     for i in range(rows):
         engine.add(str(i), [(7 * i + j) % 1000 + 10 for j in range(context)], params)
-    while len(engine.scheduler.running) < rows or any(r.live[0].planned < context for r in engine.scheduler.running):
+    while len(engine.scheduler.running) < rows or any(
+        r.live_seqs[0].planned < context for r in engine.scheduler.running
+    ):
         engine.step()
     for _ in range(WARM):
         engine.step()
@@ -71,7 +73,7 @@ def measure(engine: Engine, rows: int, context: int) -> dict[str, Any]:
     found = _kernels(engine, lambda: [engine.step() for _ in range(PROFILED)], PROFILED, step)
     for i in range(rows):
         engine.abort(str(i))
-    while engine.unfinished:
+    while engine.has_unfinished_requests:
         engine.step()
     return found
 
@@ -83,7 +85,7 @@ def measure_prompts(engine: Engine, count: int, context: int) -> dict[str, Any]:
     def compute(salt: str) -> None:
         for i in range(count):
             engine.add(str(i), [(7 * i + j) % 1000 + 10 for j in range(context)], params, salt=salt)
-        while engine.unfinished:
+        while engine.has_unfinished_requests:
             engine.step()
 
     compute("warm")
@@ -96,9 +98,9 @@ def measure_prompts(engine: Engine, count: int, context: int) -> dict[str, Any]:
 def _kernels(engine: Engine, work: Callable[[], object], steps: int, step: float) -> dict[str, Any]:
     """The kernels of `steps` steps that `work` runs and that take `step` seconds each when nobody looks: of the rank
     that is busy for the longest, and, where there are several, of each."""
-    ask = getattr(engine.runner, "ask", None)
+    ask = getattr(engine.runner, "query", None)
     if ask is None:
-        profiler = Profiler()
+        profiler = KernelProfiler()
         profiler.begin()
         work()
         told = [profiler.end()]

@@ -16,7 +16,7 @@ from quire.bench.replay import Call, Case, inputs
 from quire.data.models import read_spec
 from quire.data.models.configs import named_config
 from quire.errors import StartupError
-from quire.vocabulary.layout import MOST_RANKS, Part
+from quire.vocabulary.layout import MOST_RANKS, Shard
 
 LAYERS, PAGE = 8, 16  # those whose caches or weights take turns, at most; tokens
 DECODES = ((1, 1024), (1, 8192), (1, 65536), (8, 4096), (32, 1024), (32, 4096), (128, 1024), (256, 1024))
@@ -53,14 +53,15 @@ def shape_of(name: str, ranks: int) -> Shape:
     shared out so."""
     if not 1 <= ranks <= MOST_RANKS:
         raise StartupError(f"--tp is {ranks}", f"Give a number between 1 and {MOST_RANKS}")
-    config, part = named_config(name), Part(0, ranks)
+    config, part = named_config(name), Shard(0, ranks)
     if config["architectures"] != [KIND]:
         raise StartupError(f"--model-config is {name}, whose products aren't those of a {KIND}", "Use llama3-70b")
     spec = read_spec(config, part)
     layer = spec.layers[0]
     label = f"{name}, 1 of {ranks}: "
     return Shape(
-        spec.hidden, spec.heads, layer.kv_heads, layer.head_dim, spec.intermediate, part.padded(spec.vocab_size),
+        spec.hidden, spec.heads, layer.kv_heads, layer.head_dim, spec.intermediate,
+        part.padded_vocab_rows(spec.vocab_size),
         len(spec.layers), label,
     )  # fmt: skip
 
@@ -80,7 +81,7 @@ def decodes(shape: Shape) -> Iterator[Case]:
 
 def products(shape: Shape) -> Iterator[Case]:
     """Linear layers: cuBLAS, and ours for few rows; then all of a step's, in a step's order."""
-    from quire.data.kernels.triton.linear import gated, linear, supports
+    from quire.data.kernels.triton.linear import gated_linear, linear, supports
 
     matrices = shape.matrices
     for name, (size, width) in matrices.items():
@@ -101,7 +102,7 @@ def products(shape: Shape) -> Iterator[Case]:
     size = 2 * (shape.depth * sum(weight.numel() for weight in layers[0]) + head.numel())
     for rows in (1, 2, 4, 8, 16, 32):
         x, attended, inner = (_random(rows, matrices[name][1]) for name in ("qkv", "o", "down"))
-        gate_up = partial(gated, activation="silu", pdl=True)
+        gate_up = partial(gated_linear, activation="silu", pdl=True)
         for name, product, both in (("linear", early, gate_up), ("cuBLAS", F.linear, F.linear)):
             step = partial(_step, shape.depth, product, both, layers, head, x, attended, inner)
             yield Case(f"{name}, a step", f"{shape.label}{shape.depth} layers and the head, {rows} rows", [step], size)

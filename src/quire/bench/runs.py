@@ -25,8 +25,8 @@ from quire.bench.workloads import Job, Sketch, Workload, parse, poisson
 from quire.cli.flags import config_from
 from quire.config import EngineConfig
 from quire.errors import InputError, StartupError
-from quire.link.collector import spare_the_loaded
-from quire.source import read_source
+from quire.link.collector import freeze_loaded_objects
+from quire.source import read_checkpoint
 
 Loads = Callable[[Workload, int], Load]
 Attempt = Callable[[Sequence[Job], Load], dict[str, Any]]
@@ -117,13 +117,13 @@ def _engine(config: EngineConfig, decoding: Decoding) -> Iterator[Target]:
     from quire.build import build
 
     built = build(config)
-    spare_the_loaded()
+    freeze_loaded_objects()
     start_up = seconds_alive()
     engine = built.engine
     engine.limits = engine.limits._replace(max_queued=sys.maxsize)
 
     def attempt(jobs: Sequence[Job], load: Load) -> dict[str, Any]:
-        if (prefixes := engine.scheduler.memory.prefixes) is not None:
+        if (prefixes := engine.scheduler.memory.prefix_cache) is not None:
             prefixes.reset()
         traces, facts = drive(engine, jobs, load, decoding)
         end = max(trace.events[-1][0] for trace in traces)
@@ -134,15 +134,15 @@ def _engine(config: EngineConfig, decoding: Decoding) -> Iterator[Target]:
         chosen = {name: getattr(config, name) for name in defaults if getattr(config, name) != defaults[name]}
         return {
             "model": built.name,
-            "dtype": built.plan.dtype,
+            "dtype": built.memory_plan.dtype,
             "config": chosen,
             "start_up_s": start_up,
             "peak_rss_bytes": peak_rss(),
         }
 
     try:
-        eyes = Eyes.of(read_source(config).config, built.spec) if built.spec.vision is not None else None
-        yield Target(built.spec.vocab_size, built.plan.max_len, attempt, facts, eyes.jobs if eyes else None)
+        eyes = Eyes.of(read_checkpoint(config).config, built.spec) if built.spec.vision is not None else None
+        yield Target(built.spec.vocab_size, built.memory_plan.max_len, attempt, facts, eyes.jobs if eyes else None)
     finally:
         engine.close()
 
@@ -153,7 +153,7 @@ def _server(
 ) -> Iterator[Target]:
     """Where a workload has pictures, and MODEL sees, prompts are texts: a server takes pictures beside these alone."""
     pictured = any(sketch.pictures for workload in workloads for sketch in workload.sketches(config.seed)[:1])
-    sees = pictured and read_source(config, weights=False).spec.vision is not None
+    sees = pictured and read_checkpoint(config, weights=False).spec.vision is not None
     tokenizer = tokenizer_of(config) if sees or args.prompts == "text" else None
     asking = Asking(args.temperature, args.chunk_usage, tokenizer.decode if tokenizer else None)
     with Client(url, args.clients, asking, args.watch_memory) as client:

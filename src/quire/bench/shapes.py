@@ -10,13 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from quire.build import Built, build
+from quire.build import BuiltEngine, build
 from quire.config import EngineConfig
 from quire.data.models.configs import named_config
 
 
 @contextmanager
-def built(config: EngineConfig, shape: Mapping[str, Any] | None = None) -> Iterator[Built]:
+def built(config: EngineConfig, shape: Mapping[str, Any] | None = None) -> Iterator[BuiltEngine]:
     """An engine of `config`; with `shape` (what differs from llama-125m) of that shape, with dummy weights."""
     if shape is None:
         made = build(config)

@@ -22,27 +22,29 @@ from quire.bench.steps import Timed, encoder, picture_steps
 from quire.bench.workloads import Job
 from quire.cli.flags import config_from
 from quire.control.engine import Engine
-from quire.data.kernels.limits import PARTS_AT_ONCE
-from quire.data.models.seeing_settings import PREPARATION
+from quire.data.kernels.limits import MAX_IMAGE_PARTS
+from quire.data.models.seeing_settings import PREPROCESSOR_KEY
 from quire.data.models.vision.settings import VisionSettings
 from quire.errors import StartupError
 from quire.formats import ITEMSIZE
-from quire.sim.cost import Cost, load
-from quire.source import read_source
-from quire.vocabulary.media import Medium, Pixels
+from quire.sim.cost import CostModel, load_calibration
+from quire.source import read_checkpoint
+from quire.vocabulary.media import ImageItem, ImagePixels
 from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.pictures import Grid
+from quire.vocabulary.pictures import TileGrid
 
 if TYPE_CHECKING:
-    from quire.text.pictures.preparation import Preparation
+    from quire.text.pictures.preparation import ImagePreprocessor
 
 ROUNDS = 5
 TEXT_FIRST = 8
 """Tokens in front of the picture."""
 OTHER = 11  # a token
 
-Sight = tuple["Preparation", bool, int]  # how pictures are prepared, whether layers cross to them, the token they take
-Asked = tuple[list[int], tuple[Medium, ...], tuple[Pixels, ...]]
+Sight = tuple[
+    "ImagePreprocessor", bool, int
+]  # how pictures are prepared, whether layers cross to them, the token they take
+Asked = tuple[list[int], tuple[ImageItem, ...], tuple[ImagePixels, ...]]
 
 
 def flags(parser: argparse.ArgumentParser) -> None:
@@ -55,7 +57,7 @@ def flags(parser: argparse.ArgumentParser) -> None:
         help="its pixels (default: 1120 1120)",
     )  # fmt: skip
     group.add_argument(
-        "--parts", type=int, default=PARTS_AT_ONCE, metavar="N",
+        "--parts", type=int, default=MAX_IMAGE_PARTS, metavar="N",
         help="parts (tiles) that the encoder alone is timed with, all in one launch; those of the picture again and "
         "again, if it has fewer (default: %(default)s, as many as a step's launch takes)",
     )  # fmt: skip
@@ -70,31 +72,31 @@ def flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     """A result for each number of rows: with text alone, and with pictures."""
-    from quire.text.pictures import read_preparation
+    from quire.text.pictures import read_image_preprocessor
 
     if min(*args.rows, *args.picture, args.parts, args.steps) < 1 or args.text <= TEXT_FIRST:
         raise StartupError(
             "--rows, --picture, --parts, --steps and --text", f"Give numbers above 0, and {TEXT_FIRST} for --text"
         )
     config = config_from(args)
-    source = read_source(config)
-    said = source.config.get(PREPARATION) or {}
-    vision = VisionSettings.read(source.config, said)
-    how = read_preparation(said, vision.tiling, vision.normal.mean)
+    source = read_checkpoint(config)
+    said = source.config.get(PREPROCESSOR_KEY) or {}
+    vision = VisionSettings.from_config(source.config, said)
+    how = read_image_preprocessor(said, vision.tiling, vision.normalization.mean)
     with built(config) as made:
         results = []
         for rows in (1, *args.rows):  # the first isn't told: kernels of the encoder are compiled
             found: dict[str, Any] = {"model": made.name, "rows": rows, "text": args.text}
             found |= {f"text_{name}": value for name, value in _served(made.engine, rows, args, None).items()}
-            sight = how, vision.cross, vision.token or 1
+            sight = how, vision.uses_cross_attention, vision.image_token_id or 1
             found |= {f"picture_{name}": value for name, value in _served(made.engine, rows, args, sight).items()}
             found |= _encoded(made.engine, args, sight)
             results.append(found)
         if args.neighbours:
             results[-1]["neighbours"] = _neighbours(made.engine, args, sight)
         if args.against is not None:
-            shape = shape_of(source, ITEMSIZE[made.plan.dtype], made.plan.saved)
-            cost = Cost(shape, load(args.against).coefficients)
+            shape = shape_of(source, ITEMSIZE[made.memory_plan.dtype], made.memory_plan.quantization_savings)
+            cost = CostModel(shape, load_calibration(args.against).coefficients)
             results[-1]["encoder"] = {"calibration": args.against, "times": _longer(made.engine, cost, args, sight)}
         return results[1:]
 
@@ -109,13 +111,13 @@ def _served(engine: Engine, rows: int, args: argparse.Namespace, sight: Sight | 
         media, pixels = (), ()
         if sight is not None:
             tokens, media, pixels = _shown(tokens, args.picture, i, *sight)
-            count = media[0].rows
+            count = media[0].num_embeds
         prompts.append((f"{i}", tokens, media, pixels))
     salt = f"{time.perf_counter_ns()}"  # nothing is found again
     began, times, first, seen = time.perf_counter(), list[float](), 0.0, 0
     for id, tokens, media, pixels in prompts:
-        engine.add(id, tokens, params, salt=salt, media=media, pixels=pixels)
-    while engine.unfinished:
+        engine.add(id, tokens, params, salt=salt, images=media, pixels=pixels)
+    while engine.has_unfinished_requests:
         outputs = engine.step()
         seen += sum(bool(output.tokens) for output in outputs)
         if seen >= rows:
@@ -134,7 +136,7 @@ def _neighbours(engine: Engine, args: argparse.Namespace, sight: Sight) -> dict[
     """Milliseconds between two tokens of sequences that decode: with nobody else; while requests with a picture come;
     and while prompts of text come, each of as many tokens as a step may still have beside them."""
     rows = args.neighbours
-    full = min(engine.scheduler.budget - rows, engine.limits.max_len - 2)
+    full = min(engine.scheduler.token_budget - rows, engine.limits.max_len - 2)
     pictures = [_shown([OTHER] * args.text, args.picture, i, *sight) for i in range(COMERS + 1)]
     prompts: list[Asked] = [([OTHER + i] * full, (), ()) for i in range(COMERS + 1)]
     _gaps(engine, rows, [pictures.pop(), prompts.pop()])  # compiles
@@ -156,19 +158,19 @@ def _gaps(engine: Engine, rows: int, comers: Sequence[Asked]) -> dict[str, float
     for i in range(COMERS):
         if i < len(comers):
             tokens, media, pixels = comers[i]
-            engine.add(f"comes-{i}", tokens, once, salt=salt, media=media, pixels=pixels)
+            engine.add(f"comes-{i}", tokens, once, salt=salt, images=media, pixels=pixels)
         for _ in range(APART):
-            if any(output.tokens for output in engine.step() if output.request.startswith("stays")):
+            if any(output.tokens for output in engine.step() if output.request_id.startswith("stays")):
                 times.append(time.perf_counter())
     for i in range(rows):
         engine.abort(f"stays-{i}")
-    while engine.unfinished:
+    while engine.has_unfinished_requests:
         engine.step()
     gaps = sorted(1e3 * (later - earlier) for earlier, later in pairwise(times))
     return {f"p{p}_ms": gaps[min(len(gaps) * p // 100, len(gaps) - 1)] for p in (50, 90, 99, 100)}
 
 
-def _longer(engine: Engine, cost: Cost, args: argparse.Namespace, sight: Sight) -> float:
+def _longer(engine: Engine, cost: CostModel, args: argparse.Namespace, sight: Sight) -> float:
     """The coefficient `encoder` of this model over a calibration's others."""
     runner = engine.runner
     asked = (_shown([OTHER] * args.text, args.picture, i, *sight) for i in range(1 + ROUNDS))
@@ -183,13 +185,13 @@ def _encoded(engine: Engine, args: argparse.Namespace, sight: Sight) -> dict[str
     import torch
 
     runner = engine.runner
-    eyes, device = runner.model.eyes, runner.device
+    eyes, device = runner.model.vision_encoder, runner.device
     _, _, (picture,) = _shown([0] * (TEXT_FIRST + 1), args.picture, 0, *sight)
-    grid, times = Grid(*picture.grid), list[float]()
+    grid, times = TileGrid(*picture.grid), list[float]()
     data = torch.frombuffer(bytearray(picture.data), dtype=torch.uint8).view(picture.shape)
     with torch.inference_mode():
-        parts = eyes.open(data.to(device), grid)
-        if not eyes.whole:
+        parts = eyes.preprocess(data.to(device), grid)
+        if not eyes.encodes_whole_image:
             parts = parts[torch.arange(args.parts, device=device) % len(parts)]
         for _ in range(ROUNDS + 1):  # the first isn't told
             began = time.perf_counter()
@@ -200,7 +202,9 @@ def _encoded(engine: Engine, args: argparse.Namespace, sight: Sight) -> dict[str
     return {"encoded_parts": len(parts), "encode_ms": 1e3 * median(times[1:])}
 
 
-def _shown(tokens: list[int], size: Sequence[int], number: int, how: Preparation, cross: bool, token: int) -> Asked:
+def _shown(
+    tokens: list[int], size: Sequence[int], number: int, how: ImagePreprocessor, cross: bool, token: int
+) -> Asked:
     """A prompt with a picture of its own in it."""
     import numpy as np
     from PIL import Image
@@ -208,10 +212,10 @@ def _shown(tokens: list[int], size: Sequence[int], number: int, how: Preparation
     height, width = size
     colours = np.random.default_rng(time.perf_counter_ns()).integers(0, 256, (height, width, 3), dtype=np.uint8)
     tiles, grid = how.prepare(Image.fromarray(colours))
-    data, rows = tiles.tobytes(), how.tiling.rows(grid)
-    pixels = Pixels(hashlib.sha256(data).digest(), tiles.shape, data, tuple(grid))
+    data, rows = tiles.tobytes(), how.tiling.num_embeds(grid)
+    pixels = ImagePixels(hashlib.sha256(data).digest(), tiles.shape, data, tuple(grid))
     places = 1 if cross else rows
-    medium = Medium(pixels.key, TEXT_FIRST, places, rows, how.tiling.parts(grid))
+    medium = ImageItem(pixels.key, TEXT_FIRST, places, rows, how.tiling.num_parts(grid))
     return [*tokens[:TEXT_FIRST], *[token] * places, *tokens[TEXT_FIRST:]], (medium,), (pixels,)
 
 

@@ -31,14 +31,15 @@ KINDS: dict[type, str] = {
 RUNNERS = (
     (RUNNER, "", "submit"),
     (RUNNER, "", "collect"),
-    ("journal and tables", "store", "replay"),
+    ("journal and tables", "store", "apply_page_ops"),
     ("attention, planned", "backend", "plan"),
     (ATTENTION, "backend", "attend"),
     (ATTENTION, "backend", "rotate_and_attend"),
-    ("pages, gathered", "backend", "_gathered"),
+    ("pages, gathered", "backend", "_gather_kv"),
     ("cache writes", "backend", "_write"),
+    ("cache writes", "backend", "_write_kv"),
     ("sampling", "sampler", "sample"),
-    ("sampling", "sampler", "finish"),
+    ("sampling", "sampler", "collect"),
     (MODEL, "model", "forward"),
 )
 
@@ -99,7 +100,7 @@ class Spent:
     def product(self, name: str, layer: Linear) -> Callable[..., Any]:
         """The layer's call, timed, its work counted. A layer whose weights don't have the size of its input's numbers
         says their bytes as `weight_bytes`."""
-        timed, rows = self.timed(name, layer.forward), sum(layer.parts)
+        timed, rows = self.timed(name, layer.forward), sum(layer.output_sizes)
 
         def wrapped(x: Any, *args: Any, **kwargs: Any) -> Any:
             weights = rows * x.shape[-1]
@@ -127,10 +128,10 @@ def watched(engine: Engine) -> Iterator[Spent]:
             owner = getattr(runner, part) if part else runner
             if hasattr(owner, name):
                 patch(owner, name, spent.timed(operation, getattr(owner, name)))
-        patch(running, "batch_of", spent.timed("inputs", running.batch_of))
-        if hasattr(stepping, "queries_keys_values"):
-            patch(stepping, "queries_keys_values", spent.timed("rotation", stepping.queries_keys_values))
-        patch(stepping.Step, "_angles", spent.timed("rotation", stepping.Step._angles))
+        patch(running, "build_flat_batch", spent.timed("inputs", running.build_flat_batch))
+        if hasattr(stepping, "prepare_qkv"):
+            patch(stepping, "prepare_qkv", spent.timed("rotation", stepping.prepare_qkv))
+        patch(stepping.StepContext, "_rotary_tables", spent.timed("rotation", stepping.StepContext._rotary_tables))
         patch(runner.model, "logits", spent.timed(MODEL, runner.model.logits))
         for name, module in runner.model.named_modules():
             if isinstance(module, Linear):

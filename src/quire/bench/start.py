@@ -28,14 +28,14 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, detokenize=False)
         made.engine.add("first", [10 + i % 97 for i in range(PROMPT)], params)
         times: list[float] = []
-        while made.engine.unfinished:
+        while made.engine.has_unfinished_requests:
             for output in made.engine.step():
                 times += [seconds_alive()] * len(output.tokens)
         return [
             {
                 "model": made.name,
-                "dtype": made.plan.dtype,
-                "device": made.plan.device,
+                "dtype": made.memory_plan.dtype,
+                "device": made.memory_plan.device,
                 "kernels_on_disk": kernels,
                 "ready_s": ready,
                 "token_s": times,

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 from quire.bench.calibration import TOKEN, host_tokens, swap_seconds
 from quire.bench.workloads import Job
 from quire.control.engine import Engine
-from quire.sim.cost import Coefficients, Cost, Shape, Work, work_of
-from quire.vocabulary.media import Medium, Pixels
+from quire.sim.cost import Coefficients, CostModel, ModelShape, StepWork, step_work
+from quire.vocabulary.media import ImageItem, ImagePixels
 from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.plan import Copy, StepPlan, StepResult
+from quire.vocabulary.plan import PageCopy, StepPlan, StepResult
 
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 128, 256)
 CONTEXTS = (16, 64, 256, 512, 1024, 1900, 4096)
@@ -37,7 +37,7 @@ class Sample(NamedTuple):
     """A step as it was: what it was one of, its work, and the seconds of the device and of the host."""
 
     what: str
-    work: Work
+    work: StepWork
     seconds: float
     host: float = 0.0
 
@@ -47,16 +47,16 @@ class Timed:
     own events tell that: while a step is launched kernel by kernel, the step before it still runs, and by the host's
     clock the launches would count as that one's."""
 
-    def __init__(self, engine: Engine, shape: Shape) -> None:
+    def __init__(self, engine: Engine, shape: ModelShape) -> None:
         self.engine, self.runner, self.shape = engine, engine.runner, shape
         self.depth = engine.depth
-        geometry = engine.scheduler.memory.geometry
+        geometry = engine.scheduler.memory.kv_config
         self.page_bytes = tuple(group.page_bytes for group in geometry.groups)
         self.began: list[float] = []
         self.marks: list[tuple[Any, Any]] = []  # before and behind each step in flight, on the GPU's stream
         self.free = self.inside = 0.0
         self.samples: list[Sample] = []
-        self.media: dict[int, tuple[Medium, ...]] = {}  # of a slot's latest sequence
+        self.media: dict[int, tuple[ImageItem, ...]] = {}  # of a slot's latest sequence
         self.what = ""
         self.clock = clock_of(engine.runner)
         engine.runner = self  # type: ignore[assignment]
@@ -64,7 +64,7 @@ class Timed:
     def submit(self, plan: StepPlan) -> tuple[StepPlan, Any]:
         began = self.clock()
         self.began.append(began)
-        self.media.update((birth.slot, birth.media) for birth in plan.births)
+        self.media.update((birth.slot, birth.images) for birth in plan.new_slots)
         before = mark(self.runner)
         ticket = self.runner.submit(plan)
         self.marks.append((before, mark(self.runner)))
@@ -87,14 +87,14 @@ class Timed:
         self.samples.append(Sample(self.what, self._work(ticket[0]), seconds))
         return result
 
-    def _work(self, plan: StepPlan) -> Work:
-        return work_of(plan, self.shape, self.page_bytes, self.media)
+    def _work(self, plan: StepPlan) -> StepWork:
+        return step_work(plan, self.shape, self.page_bytes, self.media)
 
-    def see(self, pixels: Pixels) -> None:
-        self.runner.see(pixels)
+    def add_image(self, pixels: ImagePixels) -> None:
+        self.runner.add_image(pixels)
 
-    def forget(self, key: bytes) -> None:
-        self.runner.forget(key)
+    def remove_image(self, key: bytes) -> None:
+        self.runner.remove_image(key)
 
     def close(self) -> None:
         self.runner.close()
@@ -117,10 +117,10 @@ def grid(timed: Timed) -> list[Sample]:
                 samples.append(decode_step(timed, rows, context))
     for length in LENGTHS:
         for count in PROMPTS:
-            if count * length + beside <= timed.engine.scheduler.budget and _room(timed, count + beside, length):
+            if count * length + beside <= timed.engine.scheduler.token_budget and _room(timed, count + beside, length):
                 samples.append(prompt_step(timed, count, length))
         for rows in DECODERS:
-            if rows + length <= timed.engine.scheduler.budget and _room(timed, rows + 1, length):
+            if rows + length <= timed.engine.scheduler.token_budget and _room(timed, rows + 1, length):
                 samples.append(prompt_step(timed, 1, length, rows))
         print(f"{len(samples)} steps", file=sys.stderr)
     return samples + long_prompt(timed)
@@ -165,7 +165,7 @@ def long_prompt(timed: Timed) -> list[Sample]:
     """Steps of whole chunks, of the longest prompt that the engine takes: their attention is mostly to what chunks
     before them have left. None if that has no two chunks."""
     engine, beside = timed.engine, _beside(timed)
-    budget, most = engine.scheduler.budget - beside, engine.limits.max_len - 1
+    budget, most = engine.scheduler.token_budget - beside, engine.limits.max_len - 1
     others = [DECODED + 4 * (STEPS + WARM)] * beside
     fits = engine.scheduler.memory.fits
     chunks = next((n for n in range(most // budget, 1, -1) if fits([n * budget + 1, *others])), 0)
@@ -176,7 +176,7 @@ def long_prompt(timed: Timed) -> list[Sample]:
         _start(timed, beside, DECODED)
     engine.add("prompt", [TOKEN] * (chunks * budget), _params(1))
     found: list[Sample] = []
-    while len(found) < chunks and engine.unfinished:
+    while len(found) < chunks and engine.has_unfinished_requests:
         sample = timed.step()
         if sample.work.attention:
             found.append(sample._replace(host=0.0) if beside else sample)
@@ -191,23 +191,23 @@ def picture_steps(timed: Timed, jobs: Sequence[Job]) -> list[Sample]:
         _start(timed, beside, DECODED)
     for i, job in enumerate(jobs):
         first = first if i != 1 else len(timed.samples)
-        timed.engine.add(f"picture-{i}", job.prompt, _params(1), media=job.media, pixels=job.pixels)
+        timed.engine.add(f"picture-{i}", job.prompt, _params(1), images=job.media, pixels=job.pixels)
         while f"picture-{i}" in timed.engine.requests:
             timed.step()
     _end(timed)
     return [sample for sample in timed.samples[first:] if sample.work.encoded]
 
 
-def encoder(cost: Cost, samples: Sequence[Sample]) -> float:
+def encoder(cost: CostModel, samples: Sequence[Sample]) -> float:
     """The coefficient `encoder` with which half of these steps, that encode, take longer than `cost` says."""
     return median(_encoder(cost, sample) for sample in samples)
 
 
-def _encoder(cost: Cost, sample: Sample) -> float:
+def _encoder(cost: CostModel, sample: Sample) -> float:
     low, high = 0.0, MOST_ENCODER
     for _ in range(HALVINGS):
         middle = (low + high) / 2
-        longer = cost._replace(coefficients=cost.coefficients._replace(encoder=middle)).device(sample.work)
+        longer = cost._replace(coefficients=cost.coefficients._replace(encoder=middle)).device_seconds(sample.work)
         low, high = (middle, high) if longer < sample.seconds else (low, middle)
     return low
 
@@ -229,7 +229,7 @@ def _start(timed: Timed, rows: int, context: int) -> None:
 def _end(timed: Timed) -> None:
     for name in list(timed.engine.requests):
         timed.engine.abort(name)
-    while timed.engine.unfinished:
+    while timed.engine.has_unfinished_requests:
         timed.engine.step()
 
 
@@ -246,18 +246,18 @@ def moves(engine: Engine) -> Coefficients:
     """What it takes to swap a byte, one way, and to copy a page's."""
     memory: Any = engine.scheduler.memory
     runner: Any = engine.runner
-    geometry = memory.geometry
+    geometry = memory.kv_config
     group = geometry.groups[0]
-    most = min(host_tokens(geometry), group.until(len(group.ids) // (2 * len(geometry.groups))))
+    most = min(host_tokens(geometry), group.tokens_in_pages(len(group.ids) // (2 * len(geometry.groups))))
     swaps = [swap_seconds(engine, n, REPEATS) for n in SWAPS if n <= most and n + 2 <= engine.limits.max_len]
     swapped = sum(s.out + s.back for s in swaps) / max(sum(2 * s.bytes for s in swaps), 1)
     count = min(COPIED, len(group.ids) // 2)
-    entries = tuple(Copy(0, group.ids[i], group.ids[count + i]) for i in range(count))
+    entries = tuple(PageCopy(0, group.ids[i], group.ids[count + i]) for i in range(count))
     seconds = []
     clock = clock_of(runner)
     for _ in range(REPEATS):
         began = clock()
-        runner.store.replay(entries)
+        runner.store.apply_page_ops(entries)
         _wait(runner.device)
         seconds.append(clock() - began)
     copied = min(seconds) / (count * group.page_bytes)

@@ -21,7 +21,7 @@ from quire.cli.flags import add_engine_flags, config_from
 from quire.control import matching
 from quire.control.engine import Engine
 from quire.errors import StartupError
-from quire.text.grammars import CompiledGrammar, Grammars
+from quire.text.grammars import CompiledGrammar, GrammarCompiler
 from quire.vocabulary.params import SamplingParams, Structured, StructuredOutputsParams
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     with built(config_from(args)) as made:
         engine, size = made.engine, made.spec.vocab_size
         ends = tuple(engine.scheduler.eos_ids) or (0,)
-        grammars = Grammars(made.tokenizer or made_up(size, ends[0]), size, ends)
+        grammars = GrammarCompiler(made.tokenizer or made_up(size, ends[0]), size, ends)
         results = [
             {"what": "rows of one schema", "model": made.name, **_rows(engine, grammars, args, args.rows)},
             {"what": "one row of a schema, others free", "model": made.name, **_rows(engine, grammars, args, 1)},
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     return [*results, {"what": "masks alone", **_masks(args.vocabulary, args.rows)}]
 
 
-def _rows(engine: Engine, grammars: Grammars, args: argparse.Namespace, held: int) -> dict[str, Any]:
+def _rows(engine: Engine, grammars: GrammarCompiler, args: argparse.Namespace, held: int) -> dict[str, Any]:
     """Tokens a second of rows without a form, and of as many of which `held` have one, in turns."""
     grammar = grammars.get(form(SENTENCES))
     speeds: dict[bool, list[float]] = {False: [], True: []}
@@ -87,7 +87,7 @@ def _rows(engine: Engine, grammars: Grammars, args: argparse.Namespace, held: in
             "tokens_per_second": {"free": free, "schema": matched}, "runs": runs}  # fmt: skip
 
 
-def _forced(engine: Engine, grammars: Grammars, args: argparse.Namespace) -> dict[str, Any]:
+def _forced(engine: Engine, grammars: GrammarCompiler, args: argparse.Namespace) -> dict[str, Any]:
     """Tokens a second of a schema with long keys: forced runs appended at once, and drawn one by one."""
     grammar = grammars.get(form(RECORD, compact=True))
     speeds: dict[bool, list[float]] = {False: [], True: []}
@@ -104,12 +104,12 @@ def _forced(engine: Engine, grammars: Grammars, args: argparse.Namespace) -> dic
 
 @contextmanager
 def _jumping(at_once: bool) -> Iterator[None]:
-    least = matching.JUMP
-    matching.JUMP = least if at_once else 1 << 30
+    least = matching.JUMP_AHEAD_MIN_TOKENS
+    matching.JUMP_AHEAD_MIN_TOKENS = least if at_once else 1 << 30
     try:
         yield
     finally:
-        matching.JUMP = least
+        matching.JUMP_AHEAD_MIN_TOKENS = least
 
 
 def _speed(engine: Engine, rows: int, tokens: int, grammar: CompiledGrammar, held: int) -> float:
@@ -123,7 +123,7 @@ def _speed(engine: Engine, rows: int, tokens: int, grammar: CompiledGrammar, hel
         )  # fmt: skip
         engine.add(str(i), [(5 * j) % 900 + 10 for j in range(PROMPT)], params)
     drawn, began = 0, 0.0
-    while engine.unfinished:
+    while engine.has_unfinished_requests:
         drawn += sum(len(output.tokens) for output in engine.step()) if began else 0
         if not began:
             began = time.perf_counter()
@@ -138,8 +138,8 @@ def form(schema: dict[str, Any], compact: bool = False) -> Structured:
 def _masks(vocabulary: int, rows: int, steps: int = 100) -> dict[str, Any]:
     """Random walks through schemas, on one thread: what a row's mask takes, and going on behind a token."""
     began = time.perf_counter()
-    grammars = Grammars(made_up(vocabulary), vocabulary, (0,))
-    grammars.get(form({"type": "null"})).masker.one_by_one = False  # masks are timed apart from going on
+    grammars = GrammarCompiler(made_up(vocabulary), vocabulary, (0,))
+    grammars.get(form({"type": "null"})).backend.is_serial = False  # masks are timed apart from going on
     loaded = time.perf_counter() - began
     found: dict[str, Any] = {"vocabulary": vocabulary, "first_grammar_s": loaded}
     for name, schema in WALKED.items():
@@ -154,18 +154,18 @@ def _masks(vocabulary: int, rows: int, steps: int = 100) -> dict[str, Any]:
 
 def _walked(grammar: CompiledGrammar, rows: int, steps: int) -> tuple[list[float], list[float]]:
     """Seconds of each mask, and of each token."""
-    rng, places = random.Random(0), [grammar.matcher() for _ in range(rows)]
+    rng, places = random.Random(0), [grammar.new_matcher() for _ in range(rows)]
     masking, going = [], []
     for _ in range(steps):
         for place in places:
             now = time.perf_counter()
-            [mask] = grammar.masks([place])
+            [mask] = grammar.compute_masks([place])
             masking.append(time.perf_counter() - now)
-            token = rng.choice(grammar.masker.allowed(mask).tolist())
+            token = rng.choice(grammar.backend.allowed_tokens(mask).tolist())
             now = time.perf_counter()
             place.accept(token)
             going.append(time.perf_counter() - now)
-        places = [grammar.matcher() if place.forced() == (0,) else place for place in places]
+        places = [grammar.new_matcher() if place.forced_tokens() == (0,) else place for place in places]
     return masking, going
 
 

@@ -311,12 +311,12 @@ def given(args: argparse.Namespace) -> list[Workload]:
     if not args.trace:
         return []
     from quire.cli.flags import config_from
-    from quire.source import read_source
+    from quire.source import read_checkpoint
 
     config = config_from(args)
     max_len = MAX_LENGTH
     if not getattr(args, "url", None):
-        longest = read_source(config, weights=False).spec.max_len
+        longest = read_checkpoint(config, weights=False).spec.max_len
         max_len = min(longest, config.max_model_len or longest)
     count = counter(config)
     return [
@@ -336,9 +336,9 @@ def counter(config: EngineConfig) -> Count:
 
 def tokenizer_of(config: EngineConfig) -> Tokenizer:
     """The tokenizer of --tokenizer, or the model's own."""
-    from quire.source import read_source, read_tokenizer
+    from quire.source import read_checkpoint, read_tokenizer
 
-    found = read_tokenizer(config, None if config.tokenizer is not None else read_source(config, weights=False))
+    found = read_tokenizer(config, None if config.tokenizer is not None else read_checkpoint(config, weights=False))
     if found is None:
         raise StartupError("texts are counted in tokens, and there is no tokenizer", "Give --tokenizer FOLDER")
     return found

@@ -24,18 +24,27 @@ from quire.bench.echo_rank import ARRIVED
 from quire.bench.machine import Others
 from quire.config import MAX_RANKS, EngineConfig
 from quire.errors import StartupError
-from quire.link.child import program_of
-from quire.parallel.frames import Hello
+from quire.link.child import program_arguments
+from quire.parallel.frames import InitMessage
 from quire.parallel.remote import RemoteRunner
-from quire.parallel.sides import start_program
-from quire.vocabulary.layout import Layout
-from quire.vocabulary.plan import LAST, Birth, Row, Sampled, StepPlan, StepResult, Table, Top
-from quire.vocabulary.wire import KEY_BYTES, Message, decode, encode
+from quire.parallel.sides import launch_rank_process
+from quire.vocabulary.layout import ParallelLayout
+from quire.vocabulary.plan import (
+    LAST_SAMPLED,
+    SeqSlice,
+    SliceResult,
+    SlotInit,
+    StepPlan,
+    StepResult,
+    TableWrite,
+    TopLogprobs,
+)
+from quire.vocabulary.wire import KEY_BYTES, Message, decode_frame, encode_frame
 
 REPEATS = 200
 PAUSE = 5e-4  # seconds in which ranks that were sent a step need nothing else
 AT_ONCE = 1e-3  # seconds that a repeat takes, about
-ECHO = program_of("quire.bench.echo_rank")
+ECHO = program_arguments("quire.bench.echo_rank")
 ROWS = (1, 32, 256, 1024)
 
 
@@ -43,20 +52,20 @@ def cases() -> dict[str, Message]:
     """Steps as they come: decoding rows (every 16th gets a page), a prompt among them, a fork, results."""
     found: dict[str, Message] = {}
     for rows in ROWS:
-        pages = tuple(Table(slot, 0, 100, (5000 + slot,)) for slot in range(1, rows, 16))
+        pages = tuple(TableWrite(slot, 0, 100, (5000 + slot,)) for slot in range(1, rows, 16))
         found[f"plan of {rows} rows"] = StepPlan((), pages, _decoding(rows))
-    prompt = Row(300, tuple(range(1000, 3048)), 0, 1)
+    prompt = SeqSlice(300, tuple(range(1000, 3048)), 0, 1)
     found["plan of 255 rows and a prompt of 2048"] = StepPlan((), (), (*_decoding(255), prompt))
-    found["plan of a fork"] = StepPlan((Birth(7, 12345, 3, None, 2**62 + 1, 500),), (), ())
+    found["plan of a fork"] = StepPlan((SlotInit(7, 12345, 3, None, 2**62 + 1, 500),), (), ())
     for rows in ROWS:
-        found[f"result of {rows} rows"] = StepResult(tuple(Sampled((31000 + i,)) for i in range(rows)), 0.01)
-    top = Top(310, -0.5, 1, tuple(range(310, 315)), (-0.5, -1.25, -3.0, -4.0, -5.0))
-    found["result of 256 rows with 5 log-probabilities"] = StepResult((Sampled((310,), (top,)),) * 256, 0.01)
+        found[f"result of {rows} rows"] = StepResult(tuple(SliceResult((31000 + i,)) for i in range(rows)), 0.01)
+    top = TopLogprobs(310, -0.5, 1, tuple(range(310, 315)), (-0.5, -1.25, -3.0, -4.0, -5.0))
+    found["result of 256 rows with 5 log-probabilities"] = StepResult((SliceResult((310,), (top,)),) * 256, 0.01)
     return found
 
 
-def _decoding(rows: int) -> tuple[Row, ...]:
-    return tuple(Row(slot, (LAST,), 1500 + slot, 1) for slot in range(rows))
+def _decoding(rows: int) -> tuple[SeqSlice, ...]:
+    return tuple(SeqSlice(slot, (LAST_SAMPLED,), 1500 + slot, 1) for slot in range(rows))
 
 
 def flags(parser: argparse.ArgumentParser) -> None:
@@ -80,11 +89,11 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def sent(ranks: int, repeats: int) -> list[dict[str, Any]]:
     """What steps of some sizes take to `ranks` ranks and back, and an order without contents there."""
-    runner, found = RemoteRunner(ranks, 60.0, partial(start_program, program=ECHO)), []
+    runner, found = RemoteRunner(ranks, 60.0, partial(launch_rank_process, program=ECHO)), []
     to = f"{ranks} rank{'s' * (ranks > 1)}"
     try:
-        runner.hello([Hello(EngineConfig(), part, (), 1, 60.0) for part in Layout(ranks).parts()])
-        runner.wait()
+        runner.send_init([InitMessage(EngineConfig(), part, (), 1, 60.0) for part in ParallelLayout(ranks).shards()])
+        runner.wait_until_built()
         others = Others()
         times = {"arrays_us": _spread([_there(runner, None) for _ in range(repeats)])}
         found.append(_of_ranks(f"order without contents to {to}", ranks, times, repeats, others))
@@ -120,20 +129,20 @@ def _there(runner: RemoteRunner, plan: StepPlan | None) -> float:
     """Microseconds until the last rank has a step's rows as arrays, while nothing else is asked of any. Without a plan:
     until it has an order of as few bytes as any."""
     began = time.monotonic_ns()
-    ticket = runner.submit(plan) if plan is not None else runner.forget(bytes(KEY_BYTES))
+    ticket = runner.submit(plan) if plan is not None else runner.remove_image(bytes(KEY_BYTES))
     time.sleep(PAUSE)
     if ticket is not None:
         runner.collect(ticket)
-    return (max(runner.ask(ARRIVED)) - began) / 1e3
+    return (max(runner.query(ARRIVED)) - began) / 1e3
 
 
 def measured(name: str, message: Message, repeats: int) -> dict[str, Any]:
     """Sizes and times of one message."""
-    frame, text, others = encode(message), json.dumps(message), Others()
-    assert decode(frame) == message, f"{name} isn't read as it was written"
+    frame, text, others = encode_frame(message), json.dumps(message), Others()
+    assert decode_frame(frame) == message, f"{name} isn't read as it was written"
     times = {
-        "encode_us": _spent(lambda: encode(message), repeats),
-        "decode_us": _spent(lambda: decode(frame), repeats),
+        "encode_us": _spent(lambda: encode_frame(message), repeats),
+        "decode_us": _spent(lambda: decode_frame(frame), repeats),
         "json_encode_us": _spent(lambda: json.dumps(message), repeats),
         "json_decode_us": _spent(lambda: json.loads(text), repeats),  # lists only: no message is made of them
     }

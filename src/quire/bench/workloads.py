@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from quire.bench.arrivals import poisson
 from quire.errors import StartupError
-from quire.vocabulary.media import Medium, Pixels
+from quire.vocabulary.media import ImageItem, ImagePixels
 
 __all__ = [
     "DRAWN", "EXPECTED", "MAX_LENGTH", "MAX_PROMPT_TOKENS", "MAX_REQUESTS", "Job", "Lengths", "LogNormal", "Named",
@@ -39,8 +39,8 @@ class Job(NamedTuple):
 
     prompt: list[int]
     output: int
-    media: tuple[Medium, ...] = ()
-    pixels: tuple[Pixels, ...] = ()
+    media: tuple[ImageItem, ...] = ()
+    pixels: tuple[ImagePixels, ...] = ()
     files: tuple[bytes, ...] = ()
 
 

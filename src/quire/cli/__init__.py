@@ -14,13 +14,13 @@ from difflib import SequenceMatcher, get_close_matches
 from typing import NoReturn
 
 from quire.cli.flags import add_batch_flags, add_engine_flags, add_sampling_flags, add_serve_flags
-from quire.cli.parser import BAD_START, Parser, fail
-from quire.cli.vllm import reason, settled
+from quire.cli.parser import USAGE_ERROR, Parser, fail
+from quire.cli.vllm import no_effect_notices, unsupported_reason
 from quire.errors import QuireError, StartupError
 
 INTERRUPTED = 130
-CONFIG = "settings in YAML: flags' names without their dashes; what the command line says wins"
-SIMILAR, ALIKE = 0.8, 0.9  # letters in common, of all of two flags: one may be meant, or is but misspelt
+CONFIG_HELP = "settings in YAML: flags' names without their dashes; what the command line says wins"
+SUGGEST_RATIO, MISSPELT_RATIO = 0.8, 0.9  # letters in common, of all of two flags: one may be meant, or is but misspelt
 COMMANDS = {
     "generate": "continue prompts",
     "chat": "talk to a model in the terminal",
@@ -35,7 +35,7 @@ COMMANDS = {
 }
 
 
-def parsers() -> tuple[Parser, dict[str, Parser]]:
+def build_parsers() -> tuple[Parser, dict[str, Parser]]:
     """The parser of everything, and those of the commands by name."""
     top = Parser(prog="quire", description="Serve large language models.", allow_abbrev=False)
     top.add_argument("--version", action="store_true", help="print quire's version")
@@ -46,7 +46,7 @@ def parsers() -> tuple[Parser, dict[str, Parser]]:
         named[name] = command
         if name in ("generate", "chat", "serve", "run-batch", "plan"):
             command.usage = f"quire {name} [MODEL] [FLAGS]"  # argparse's own names every flag, on twenty lines
-            command.add_argument("--config", metavar="FILE", help=CONFIG)
+            command.add_argument("--config", metavar="FILE", help=CONFIG_HELP)
             add_engine_flags(command)
         if name in ("generate", "chat"):
             add_sampling_flags(command)
@@ -70,45 +70,45 @@ def parsers() -> tuple[Parser, dict[str, Parser]]:
     return top, named
 
 
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """The arguments, and what their --config file adds to them. An unknown flag fails, naming the nearest known one, or
     why there is none."""
-    top, named = parsers()
+    top, named = build_parsers()
     args, unknown = top.parse_known_args(arguments)
     if not unknown and getattr(args, "config", None) is not None:
-        args, unknown = top.parse_known_args(with_config(list(arguments), args.config, named[args.command]))
+        args, unknown = top.parse_known_args(with_config_file(list(arguments), args.config, named[args.command]))
     if unknown:
-        refuse(unknown[0].split("=")[0], named.get(args.command, top))
+        fail_unknown_argument(unknown[0].split("=")[0], named.get(args.command, top))
     if args.command is None and not args.version:
         top.print_help()
-        raise SystemExit(BAD_START)
+        raise SystemExit(USAGE_ERROR)
     return args
 
 
-def with_config(arguments: list[str], file: str, command: Parser) -> list[str]:
+def with_config_file(arguments: list[str], file: str, command: Parser) -> list[str]:
     """`arguments` with those of a file of settings, as far as they don't set the same."""
-    from quire.cli.config_file import arguments_of, read_settings
+    from quire.cli.config_file import read_settings, settings_to_arguments
 
-    bare, commands = parsers()
+    bare, commands = build_parsers()
     for parser in commands.values():
         for action in parser._actions:
             action.default = argparse.SUPPRESS  # then only what is said is found
     given = vars(bare.parse_known_args(arguments)[0])
     try:
-        more = arguments_of(read_settings(file), command, given)
+        more = settings_to_arguments(read_settings(file), command, given)
     except StartupError as error:
         fail(error.cause, error.remedy)
     end = arguments.index("--") if "--" in arguments else len(arguments)
     return [*arguments[:end], *more, *arguments[end:]]
 
 
-def refuse(flag: str, command: Parser) -> NoReturn:
+def fail_unknown_argument(flag: str, command: Parser) -> NoReturn:
     """End for an argument that isn't there: with what it may have been meant to be, or why there is no such flag."""
     name = flag.replace("_", "-")
     shown = [action for action in command._actions if action.help != argparse.SUPPRESS]
     known = [option for action in shown for option in action.option_strings]
-    near, why = get_close_matches(name, known, n=1, cutoff=SIMILAR), reason(name)
-    if near and (why is None or SequenceMatcher(None, name, near[0]).ratio() > ALIKE):
+    near, why = get_close_matches(name, known, n=1, cutoff=SUGGEST_RATIO), unsupported_reason(name)
+    if near and (why is None or SequenceMatcher(None, name, near[0]).ratio() > MISSPELT_RATIO):
         fail(f"Unknown argument {flag[:60]!r}", f"Did you mean {near[0]}?")
     fail(f"Unknown argument {flag[:60]!r}", f"Not supported by quire: {why}" if why else f"See {command.prog} --help")
 
@@ -119,14 +119,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _reopen_stderr()
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if arguments[:1] in (["bench"], ["reproduce"], ["simulate"]):
-        return guarded(lambda: _delegate(arguments[0], list(arguments[1:])), debug="--debug" in arguments)
-    args = parse(arguments)
+        return run_guarded(lambda: _delegate(arguments[0], list(arguments[1:])), debug="--debug" in arguments)
+    args = parse_arguments(arguments)
     if args.version:
         from quire import __version__
 
         print(f"quire {__version__}")
         return 0
-    return guarded(lambda: _run(args), debug=getattr(args, "debug", False))
+    return run_guarded(lambda: _run(args), debug=getattr(args, "debug", False))
 
 
 def _reopen_stderr() -> None:
@@ -136,7 +136,7 @@ def _reopen_stderr() -> None:
     sys.stderr = os.fdopen(2, "w", closefd=False)
 
 
-def guarded(command: Callable[[], int], *, debug: bool) -> int:
+def run_guarded(command: Callable[[], int], *, debug: bool) -> int:
     """Call `command`; what it raises becomes one line, with a traceback before it only for --debug."""
     try:
         return command()
@@ -156,7 +156,7 @@ def guarded(command: Callable[[], int], *, debug: bool) -> int:
         line = " ".join(cause.split())
         hint = "" if known or debug else ". Run again with --debug to see where"
         print(f"quire: error: {line}{hint}", file=sys.stderr)
-        return BAD_START
+        return USAGE_ERROR
 
 
 def _delegate(command: str, rest: list[str]) -> int:
@@ -170,7 +170,7 @@ def _delegate(command: str, rest: list[str]) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    for line in settled(args):
+    for line in no_effect_notices(args):
         print(line, file=sys.stderr)
     if args.command == "serve":
         from quire.cli.serve import serve as run

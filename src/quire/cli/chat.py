@@ -17,8 +17,8 @@ HELP = (
     "/reset forgets the conversation, /quit or /exit ends it, /help says this; Ctrl-C stops an answer; "
     "arrow keys recall and edit lines; begin with // to say a line that begins with /"
 )
-ENDS = ("/quit", "/exit")
-MOST_RECALLED = 1000  # lines; they are kept in memory, until the chat ends
+QUIT_COMMANDS = ("/quit", "/exit")
+MAX_HISTORY = 1000  # lines; they are kept in memory, until the chat ends
 
 
 def chat(args: argparse.Namespace) -> int:
@@ -33,32 +33,32 @@ def chat(args: argparse.Namespace) -> int:
             print(notice, file=sys.stderr)
         if interactive:
             print(f"{llm.built.name}: {HELP}", file=sys.stderr)
-        params = llm.prompts.params(**{"max_tokens": None, **sampling_from(args)})
+        params = llm.prompts.make_params(**{"max_tokens": None, **sampling_from(args)})
         opening = [{"role": "system", "content": args.system}] if args.system else []
         history: list[dict[str, str]] = list(opening)
-        for line in _lines(interactive):
+        for line in _read_lines(interactive):
             if line == "/reset":
                 history = list(opening)
             elif line == "/help":
                 print(HELP)
             elif line.startswith("/") and not line.startswith("//"):
-                print(unknown(line), file=sys.stderr)
+                print(unknown_command_message(line), file=sys.stderr)
             elif line:
-                history = answer(llm, [*history, {"role": "user", "content": line.removeprefix("/")}], params)
+                history = stream_answer(llm, [*history, {"role": "user", "content": line.removeprefix("/")}], params)
     return 0
 
 
-def unknown(line: str) -> str:
+def unknown_command_message(line: str) -> str:
     """What is said of a line that looks like a command and is none."""
     return f"{line.split()[0][:80]} is not a command: {HELP}"
 
 
-def answer(llm: LLM, history: list[dict[str, str]], params: SamplingParams) -> list[dict[str, str]]:
+def stream_answer(llm: LLM, history: list[dict[str, str]], params: SamplingParams) -> list[dict[str, str]]:
     """Print the answer as it comes; returns the conversation with it. An answer that fails leaves its question out. Of
     several answers the first is printed so, the others follow, and the conversation goes on with the first."""
     said: list[list[str]] = [[] for _ in range(params.n)]
     try:
-        for output in llm.stream(llm.prompts.chat(history), params):
+        for output in llm.stream(llm.prompts.process_chat(history), params):
             said[output.branch].append(output.text)
             if output.branch == 0:
                 print(output.text, end="", flush=True)
@@ -73,12 +73,12 @@ def answer(llm: LLM, history: list[dict[str, str]], params: SamplingParams) -> l
     return [*history, {"role": "assistant", "content": "".join(said[0])}]
 
 
-def _lines(interactive: bool) -> Iterator[str]:
+def _read_lines(interactive: bool) -> Iterator[str]:
     """What the user says, until /quit or the end of input."""
-    recalled = _recalled() if interactive else None
+    recalled = _load_readline() if interactive else None
     with suppress(EOFError, KeyboardInterrupt):
-        while (line := _ask(interactive)) not in ENDS:
-            if recalled is not None and recalled.get_current_history_length() > MOST_RECALLED:
+        while (line := _read_line(interactive)) not in QUIT_COMMANDS:
+            if recalled is not None and recalled.get_current_history_length() > MAX_HISTORY:
                 recalled.remove_history_item(0)
             yield line
         return
@@ -86,7 +86,7 @@ def _lines(interactive: bool) -> Iterator[str]:
         print()  # the shell goes on in a line of its own
 
 
-def _ask(interactive: bool) -> str:
+def _read_line(interactive: bool) -> str:
     if interactive:
         return input("> ").strip()
     line = sys.stdin.readline()
@@ -95,7 +95,7 @@ def _ask(interactive: bool) -> str:
     return line.strip()
 
 
-def _recalled() -> Any:
+def _load_readline() -> Any:
     """The terminal library, which `input` edits and recalls lines with once it is there; None where it isn't."""
     with suppress(ImportError):
         import readline

@@ -12,9 +12,9 @@ from typing import Any
 
 from quire.errors import StartupError
 
-MOST = 1 << 20  # bytes
+MAX_BYTES = 1 << 20  # bytes
 # Arguments, by where argparse puts them, that set the same: one on the command line silences the others in a file.
-SAME = (
+EQUIVALENT_ARGUMENTS = (
     {"model", "vllm_model"},
     {"kv_gib", "kv_tokens", "kv_cache_memory_bytes"},
     {"attention", "attention_backend"},
@@ -32,11 +32,11 @@ def read_settings(file: str) -> dict[str, Any]:
         if not stat.S_ISREG(Path(file).stat().st_mode):
             raise StartupError(f"{shown} is no regular file", "Give a YAML file")
         with Path(file).open("rb") as opened:
-            content = opened.read(MOST + 1)
+            content = opened.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:
         raise StartupError(f"{shown} can't be read", "Give a YAML file") from error
-    if len(content) > MOST:
-        raise StartupError(f"{shown} is larger than {MOST} bytes", "Give a smaller file")
+    if len(content) > MAX_BYTES:
+        raise StartupError(f"{shown} is larger than {MAX_BYTES} bytes", "Give a smaller file")
     try:
         found = yaml.safe_load(content)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -49,10 +49,12 @@ def read_settings(file: str) -> dict[str, Any]:
     return found
 
 
-def arguments_of(settings: dict[Any, Any], parser: argparse.ArgumentParser, given: Collection[str]) -> list[str]:
+def settings_to_arguments(
+    settings: dict[Any, Any], parser: argparse.ArgumentParser, given: Collection[str]
+) -> list[str]:
     """The arguments that `settings` stand for, less those that the command line sets: `given` holds where argparse puts
     what it says. StartupError for a key that is no flag, or a value that its flag can't take."""
-    silenced = set(given).union(*(group for group in SAME if group & set(given)))
+    silenced = set(given).union(*(group for group in EQUIVALENT_ARGUMENTS if group & set(given)))
     actions = {option: action for action in parser._actions for option in action.option_strings}
     arguments: list[str] = []
     seen: set[str] = set()
@@ -65,41 +67,41 @@ def arguments_of(settings: dict[Any, Any], parser: argparse.ArgumentParser, give
             raise StartupError(f"--config: {flag[2:80]!r} is there twice", "Give it once")
         seen.add(flag)
         if action.dest not in silenced:
-            arguments += _said(flag, value, action, actions)
+            arguments += _format_argument(flag, value, action, actions)
     return arguments
 
 
-def _said(flag: str, value: Any, action: argparse.Action, actions: Collection[str]) -> Iterator[str]:
+def _format_argument(flag: str, value: Any, action: argparse.Action, actions: Collection[str]) -> Iterator[str]:
     """A setting as it is said on the command line."""
     if action.nargs == 0:
         if not isinstance(value, bool):
-            raise StartupError(f"--config: {flag[2:]} is {_shown(value)}", "It must be true or false")
+            raise StartupError(f"--config: {flag[2:]} is {_describe(value)}", "It must be true or false")
         negated = f"--no-{flag[2:]}"
         if value:
             yield flag
         elif negated in actions:
             yield negated
     elif isinstance(value, list) and (action.nargs == "+" or isinstance(action, argparse._AppendAction)):
-        items = [_scalar(flag, item) for item in value]
+        items = [_format_scalar(flag, item) for item in value]
         yield from [flag, *items] if action.nargs == "+" and items else [f"{flag}={item}" for item in items]
     elif isinstance(value, dict) and flag == "--override-generation-config":
-        yield f"{flag}={json.dumps({str(name): _plain(flag, item) for name, item in value.items()})}"
+        yield f"{flag}={json.dumps({str(name): _check_scalar(flag, item) for name, item in value.items()})}"
     else:
-        yield f"{flag}={_scalar(flag, value)}"
+        yield f"{flag}={_format_scalar(flag, value)}"
 
 
-def _plain(flag: str, value: Any) -> Any:
+def _check_scalar(flag: str, value: Any) -> Any:
     if isinstance(value, (str, int, float)):
         return value
-    raise StartupError(f"--config: {flag[2:]} is {_shown(value)}", "It must be text or a number")
+    raise StartupError(f"--config: {flag[2:]} is {_describe(value)}", "It must be text or a number")
 
 
-def _scalar(flag: str, value: Any) -> str:
-    value = _plain(flag, value)
+def _format_scalar(flag: str, value: Any) -> str:
+    value = _check_scalar(flag, value)
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _shown(value: Any) -> str:
+def _describe(value: Any) -> str:
     return (
         "empty"
         if value is None

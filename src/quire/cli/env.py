@@ -58,10 +58,10 @@ def facts() -> list[tuple[str, str]]:
 
 
 def _kernels() -> str:
-    from quire.data.kernels.cpu.loading import library, missing
+    from quire.data.kernels.cpu.loading import library, missing_reason
 
     found = library()
-    return found.path.stem if found is not None else f"none: {missing()}"
+    return found.path.stem if found is not None else f"none: {missing_reason()}"
 
 
 def _version(package: str) -> str:

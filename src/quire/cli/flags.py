@@ -11,9 +11,8 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, NamedTuple
 
-from quire.cli.vllm import add_vllm_flags, said_as_vllm, settled
+from quire.cli.vllm import add_vllm_flags, no_effect_notices, vllm_settings
 from quire.config import (
-    AHEAD,
     ASSOCIATIONS,
     ATTENTIONS,
     DEVICES,
@@ -21,10 +20,11 @@ from quire.config import (
     DTYPES,
     EXECUTORS,
     KV_DTYPES,
+    MAP_AHEAD_MODES,
     MEMORIES,
     ON_RANK_FAILURE,
     PAGE_SIZES,
-    POOLING,
+    POOLINGS,
     PREEMPTIONS,
     QUANTIZATIONS,
     RETENTIONS,
@@ -64,7 +64,7 @@ def json_object(text: str) -> dict[str, Any]:
 BEAMS = {"length_penalty", "early_stopping"}
 EARLY_STOPPING: dict[str, bool | str] = {"true": True, "false": False, "never": "never"}
 
-ENGINE = (
+ENGINE_FLAGS = (
     Flag("kv_gib", float, "size of the KV memory in GiB (default: fitted to the device)", metavar="GIB"),
     Flag("kv_tokens", int, "size of the KV memory in tokens", metavar="N"),
     Flag("page_size", int, "tokens of a page", aliases=("--block-size",), metavar="N"),
@@ -75,7 +75,7 @@ ENGINE = (
     Flag("virtual_layout", str, "buffers of --memory virtual: layer (one a layer), sliced (one for all), or sliced:N",
          metavar="HOW"),
     Flag("map_ahead", str, "when --memory virtual maps what the next step needs: while one computes, the same in a "
-         "thread, or in its way", AHEAD),
+         "thread, or in its way", MAP_AHEAD_MODES),
     Flag("table_scope", str, "one page table for all layers, or one a layer", TABLE_SCOPES),
     Flag("page_sizes", str, "pages of layers of unlike kinds: parts of large pages, of one size with padding, of one "
          "size for fewer layers, or in a share of the memory for each size", PAGE_SIZES),
@@ -133,12 +133,12 @@ ENGINE = (
     Flag("on_rank_failure", str, "what follows when a rank fails: the engine's end, or ranks that are started anew "
          "and compute all requests again", ON_RANK_FAILURE),
     Flag("pooling", str, "what embeddings are made of: hidden states of all tokens of a text, or of the last; auto: as "
-         "the checkpoint says, else the last", POOLING),
+         "the checkpoint says, else the last", POOLINGS),
     Flag("log_plans", str, "write every step's plan and result to a file, for `quire replay`", metavar="FILE"),
     Flag("debug", bool, "check everything, and show tracebacks"),
 )  # fmt: skip
 
-SAMPLING = (
+SAMPLING_FLAGS = (
     Flag("max_tokens", int, "tokens to generate", metavar="N"),
     Flag("temperature", float, "0 is greedy", metavar="X"),
     Flag("top_p", float, "keep the most likely tokens up to this probability", metavar="X"),
@@ -163,7 +163,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
                         "model)")  # fmt: skip
     group = parser.add_argument_group("engine")
     defaults = {field.name: field.default for field in fields(EngineConfig)}
-    for flag in ENGINE:
+    for flag in ENGINE_FLAGS:
         _add(group, flag, defaults[flag.name])
     group.add_argument("--no-generation-config", dest="generation_config", action="store_const", const="vllm",
                        default=argparse.SUPPRESS, help="--generation-config vllm")  # fmt: skip
@@ -173,7 +173,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     """How to choose tokens; what isn't given comes from the model."""
     group = parser.add_argument_group("sampling")
-    for flag in SAMPLING:
+    for flag in SAMPLING_FLAGS:
         _add(group, flag, None)
     group.add_argument("--stop", action="append", metavar="TEXT", default=argparse.SUPPRESS,
                        help="stop before this text; may be given repeatedly")  # fmt: skip
@@ -266,14 +266,14 @@ def _add(group: Any, flag: Flag, default: object) -> None:
 
 def config_from(args: argparse.Namespace) -> EngineConfig:
     """The EngineConfig that the flags describe. StartupError for values out of range."""
-    given = {flag.name: getattr(args, flag.name) for flag in ENGINE if hasattr(args, flag.name)}
-    settled(args)
-    return EngineConfig(**{"model": args.model, **given, **said_as_vllm(args)})
+    given = {flag.name: getattr(args, flag.name) for flag in ENGINE_FLAGS if hasattr(args, flag.name)}
+    no_effect_notices(args)
+    return EngineConfig(**{"model": args.model, **given, **vllm_settings(args)})
 
 
 def sampling_from(args: argparse.Namespace) -> dict[str, Any]:
     """The sampling parameters that were given. --seed is both the engine's and the request's."""
-    names = (*(flag.name for flag in SAMPLING), "stop", "seed")
+    names = (*(flag.name for flag in SAMPLING_FLAGS), "stop", "seed")
     given = {name: getattr(args, name) for name in names if hasattr(args, name)}
     if "early_stopping" in given:
         given["early_stopping"] = EARLY_STOPPING[given["early_stopping"]]

@@ -21,7 +21,7 @@ def generate(args: argparse.Namespace) -> int:
     with LLM.of(build(config, progress=sys.stderr.isatty())) as llm:
         for notice in llm.built.notices:
             print(notice, file=sys.stderr)
-        params = llm.prompts.params(**{"max_tokens": 128, **sampling_from(args)})
+        params = llm.prompts.make_params(**{"max_tokens": 128, **sampling_from(args)})
         results = llm.generate(prompts, params, use_tqdm=len(prompts) > 1)
     for prompt, result in zip(prompts, results):
         texts = [output.text for output in result.outputs]

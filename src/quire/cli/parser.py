@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import NoReturn
 
-BAD_START = 2
+USAGE_ERROR = 2
 
 
 class Parser(argparse.ArgumentParser):
@@ -20,4 +20,4 @@ def fail(cause: str, remedy: str = "") -> NoReturn:
     """End with the one line that every start-up failure ends with."""
     line = " ".join(f"{cause}. {remedy}".split()) if remedy else " ".join(cause.split())
     print(f"quire: error: {line}", file=sys.stderr)
-    raise SystemExit(BAD_START)
+    raise SystemExit(USAGE_ERROR)

@@ -11,13 +11,13 @@ DIFFERENT = 1
 def replay(args: argparse.Namespace) -> int:
     """Print what the log holds; with --against the first difference instead, if there is one."""
     from quire.plan_log import PlanLog
-    from quire.plan_replay import compare, summary
+    from quire.plan_replay import compare_files, summarize
     from quire.plan_replay import replay as replayed
 
     if args.against is not None:
-        found = compare(Path(args.file), Path(args.against))
+        found = compare_files(Path(args.file), Path(args.against))
         print("no difference" if found is None else found)
         return 0 if found is None else DIFFERENT
     with PlanLog(Path(args.file)) as log:
-        print("\n".join(summary(log, replayed(log))))
+        print("\n".join(summarize(log, replayed(log))))
     return 0

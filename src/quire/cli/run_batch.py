@@ -14,7 +14,7 @@ from quire.cli.flags import config_from
 from quire.errors import StartupError
 from quire.server.batch import MAX_IN_FLIGHT
 from quire.server.batch import run_batch as run
-from quire.server.run import read_template, use_template
+from quire.server.run import read_chat_template, set_chat_template
 
 if TYPE_CHECKING:
     from quire.async_llm import AsyncLLM
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def run_batch(args: argparse.Namespace) -> int:
     """Answer the file. 0 if every line was answered well, else 1."""
-    config, template = config_from(args), read_template(args.chat_template)
+    config, template = config_from(args), read_chat_template(args.chat_template)
     if not 1 <= args.max_in_flight <= MAX_IN_FLIGHT:
         raise StartupError(f"--max-in-flight is {args.max_in_flight}", f"It must be between 1 and {MAX_IN_FLIGHT}")
 
@@ -36,7 +36,7 @@ def run_batch(args: argparse.Namespace) -> int:
             print(notice, file=sys.stderr)
         llm = AsyncLLM.of(built)
         if template is not None:
-            use_template(llm.prompts, template)
+            set_chat_template(llm.prompts, template)
         return llm, create_app(llm, args.served_model_name or (built.name,), config=config)
 
     began = time.perf_counter()

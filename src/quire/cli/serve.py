@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 from quire.cli.flags import config_from
 from quire.errors import StartupError
-from quire.server.logs import MOST_DIGITS, set_log
+from quire.server.logs import MAX_INT_DIGITS, configure_logging
 from quire.server.run import ServeOptions
 from quire.server.run import serve as run
-from quire.text.calls.formats import format_named
-from quire.text.thoughts import thoughts_named
+from quire.text.calls.formats import tool_format_named
+from quire.text.thoughts import reasoning_format_named
 from quire.vocabulary.params import MAX_LOGPROBS
 
 ORIGIN = re.compile(r"\*|https?://[A-Za-z0-9.\[\]:_-]{1,300}")
@@ -24,9 +24,9 @@ ROOT_PATH = re.compile(r"(/[A-Za-z0-9._~-]+)*/?")
 def serve(args: argparse.Namespace) -> int:
     """Serve until told to stop."""
     config, options = config_from(args), options_from(args)
-    set_log(options)
+    configure_logging(options)
     digits = sys.get_int_max_str_digits()
-    sys.set_int_max_str_digits(MOST_DIGITS)
+    sys.set_int_max_str_digits(MAX_INT_DIGITS)
     try:
         return run(config, options, lambda line: print(line, flush=True))
     finally:
@@ -52,12 +52,12 @@ def options_from(args: argparse.Namespace) -> ServeOptions:
         prefixes=args.prefixes,
         served_model_name=tuple(args.served_model_name),
         chat_template=args.chat_template,
-        tool_call_parser=None if args.tool_call_parser is None else format_named(args.tool_call_parser),
-        reasoning_parser=None if args.reasoning_parser is None else thoughts_named(args.reasoning_parser),
+        tool_call_parser=None if args.tool_call_parser is None else tool_format_named(args.tool_call_parser),
+        reasoning_parser=None if args.reasoning_parser is None else reasoning_format_named(args.reasoning_parser),
         root_path=args.root_path.rstrip("/"),
         shutdown_timeout=args.shutdown_timeout,
         access_log=args.access_log,
-        allowed_origins=origins(args.allowed_origins),
+        allowed_origins=parse_origins(args.allowed_origins),
         metrics_prefix=args.metrics_prefix,
         console=args.console,
         store_responses=args.store_responses,
@@ -76,7 +76,7 @@ def options_from(args: argparse.Namespace) -> ServeOptions:
     )
 
 
-def origins(given: Sequence[str]) -> tuple[str, ...]:
+def parse_origins(given: Sequence[str]) -> tuple[str, ...]:
     """--allowed-origins: as they are, or as JSON lists of them."""
     found: list[object] = []
     for text in given:

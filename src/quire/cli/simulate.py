@@ -25,58 +25,59 @@ from quire.budget import activation_bytes
 from quire.cli.flags import add_engine_flags, config_from
 from quire.cli.parser import Parser
 from quire.config import EngineConfig
-from quire.control.memory import Size, longest
-from quire.control.memory.layout import tokens_in
+from quire.control.memory import MemorySize, max_seq_len
+from quire.control.memory.layout import tokens_for_bytes
 from quire.data.models.configs import CONFIGS
-from quire.data.models.quantization import fp8_of
+from quire.data.models.quantization import resolve_fp8_scheme
 from quire.errors import InputError, StartupError
 from quire.formats import ITEMSIZE
-from quire.sim.cost import Calibration, Cost, load, names
-from quire.sim.runner import Draw
+from quire.sim.cost import Calibration, CostModel, calibration_names, load_calibration
+from quire.sim.runner import DrawFunction
 from quire.sim.simulate import (
     MEASURES,
     STATISTICS,
-    Arriving,
     Objective,
-    Outcome,
     Simulation,
+    SimulationResult,
+    TraceRequest,
     highest_rate,
     mean_usage,
-    meets,
-    objective,
+    meets_objectives,
+    parse_objective,
 )
-from quire.source import BUNDLED, Source, read_source
+from quire.source import DEFAULT_MODEL, Checkpoint, read_checkpoint
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.specs import ModelSpec
 
-SECONDS = 600.0  # of a trace that is made here
-LEAST_RATE, MOST_RATE = 1e-6, 1e5
+DEFAULT_SECONDS = 600.0  # of a trace that is made here
+MIN_RATE, MAX_RATE = 1e-6, 1e5
 
 
-class Plant(NamedTuple):
-    """A model on a device with so much memory for KV: `kv_bytes`, or as `kv_tokens` tokens in every layer need. `eyes`
+class SimulatedDeployment(NamedTuple):
+    """A model on a device with so much memory for KV: `kv_bytes`, or as `kv_tokens` tokens in every layer need.
+    `image_processor`
     are a seeing model's."""
 
     config: EngineConfig
     spec: ModelSpec
-    cost: Cost
+    cost: CostModel
     calibration: Calibration
     kv_tokens: int
     kv_bytes: int = 0
-    eyes: Eyes | None = None
+    image_processor: Eyes | None = None
 
     @property
     def max_len(self) -> int:
         """Tokens that a sequence may have."""
         wanted = self.config.max_model_len or self.spec.max_len
-        size = Size(self.kv_tokens, wanted, self.cost.shape.itemsize, self.kv_bytes)
-        return longest(self.config.sized(self.calibration.kind), self.spec, size)
+        size = MemorySize(self.kv_tokens, wanted, self.cost.shape.itemsize, self.kv_bytes)
+        return max_seq_len(self.config.with_device_defaults(self.calibration.kind), self.spec, size)
 
-    def limited(self, requests: int) -> Plant:
+    def with_max_num_seqs(self, requests: int) -> SimulatedDeployment:
         """The same, running at most so many sequences at a time."""
         return self._replace(config=replace(self.config, max_num_seqs=requests))
 
-    def simulation(self, draw: Draw | None = None) -> Simulation:
+    def simulation(self, draw: DrawFunction | None = None) -> Simulation:
         """A fresh engine; `draw` as SimRunner takes it."""
         kind, depth = self.calibration.kind, self.calibration.depth
         return Simulation(
@@ -84,7 +85,7 @@ class Plant(NamedTuple):
             kv_bytes=self.kv_bytes,
         )  # fmt: skip
 
-    def simulate(self, trace: Sequence[Arriving], objectives: Sequence[Objective] = ()) -> Outcome:
+    def simulate(self, trace: Sequence[TraceRequest], objectives: Sequence[Objective] = ()) -> SimulationResult:
         """A fresh engine serves the trace."""
         return self.simulation().run(trace, objectives)
 
@@ -93,19 +94,23 @@ def main(args: list[str]) -> int:
     """Simulate each --rate, or find the highest that meets the objectives."""
     given = _parser().parse_args(args)
     _check(given)
-    plant = plant_of(config_from(given), given.costs)
-    objectives = [objective(text) for text in given.objective or ()]
-    trace = _traces(given, plant)
-    results = _find(plant, trace, objectives, given) if given.find_rate else _rates(plant, trace, objectives, given)
+    plant = read_deployment(config_from(given), given.costs)
+    objectives = [parse_objective(text) for text in given.objective or ()]
+    trace = _trace_source(given, plant)
+    results = (
+        _find_highest_rate(plant, trace, objectives, given)
+        if given.find_rate
+        else _run_rates(plant, trace, objectives, given)
+    )
     if given.out:
         content = document("simulate", "quire simulate", args, results, real=False)
         write(Path(given.out), {**content, "calibration": plant.calibration._asdict()})
-    print(show(results, plant))
+    print(format_results(results, plant))
     if given.plot:
-        from quire.cli.simulated import draw
+        from quire.cli.simulated import plot_results
         from quire.reproduce.plots import save
 
-        save(draw(results), Path(given.plot))
+        save(plot_results(results), Path(given.plot))
     return 0
 
 
@@ -117,13 +122,14 @@ def _parser() -> Parser:
     add_engine_flags(parser)
     group = parser.add_argument_group("simulation")
     group.add_argument("--calibration", dest="costs", required=True, metavar="NAME|FILE",
-                       help=f"what steps cost: {', '.join(names())}, or a file of quire bench calibrate")  # fmt: skip
+                       help=f"what steps cost: {', '.join(calibration_names())}, "
+                       "or a file of quire bench calibrate")  # fmt: skip
     group.add_argument("--workload", metavar="NAME", help=f"{EXPECTED}; without @N, as many as --seconds brings")
     group.add_argument("--trace", metavar="FILE", help="requests of a JSONL file, with their times")
     group.add_argument("--trace-requests", type=int, metavar="N", help="only the first N of the trace")
     group.add_argument("--rate", type=float, nargs="+", metavar="X",
                        help="requests a second (Poisson; a trace is stretched); one run each")  # fmt: skip
-    group.add_argument("--seconds", type=float, default=SECONDS, metavar="S",
+    group.add_argument("--seconds", type=float, default=DEFAULT_SECONDS, metavar="S",
                        help="length of a workload without @N (default: %(default)g)")  # fmt: skip
     group.add_argument("--find-rate", action="store_true", help="find the highest rate that meets the objectives")
     group.add_argument("--objective", action="append", metavar="NAME=MS",
@@ -137,8 +143,8 @@ def _check(args: argparse.Namespace) -> None:
     """What can be refused before a model or a trace is read."""
     rates = args.rate or []
     for rate in rates:
-        if not LEAST_RATE <= rate <= MOST_RATE:
-            raise StartupError(f"--rate is {rate:g}", f"Give requests a second, {LEAST_RATE:g} to {MOST_RATE:,.0f}")
+        if not MIN_RATE <= rate <= MAX_RATE:
+            raise StartupError(f"--rate is {rate:g}", f"Give requests a second, {MIN_RATE:g} to {MAX_RATE:,.0f}")
     if args.find_rate and len(rates) > 1:
         raise StartupError(
             f"--find-rate is given with {len(rates)} rates, {' '.join(f'{rate:g}' for rate in rates)[:60]}",
@@ -156,43 +162,44 @@ def _check(args: argparse.Namespace) -> None:
         figure(1, 1)  # without matplotlib refused now, not behind the simulation
 
 
-def plant_of(config: EngineConfig, calibration: str) -> Plant:
+def read_deployment(config: EngineConfig, calibration: str) -> SimulatedDeployment:
     """What is to be simulated. Without --kv-gib or --kv-tokens the KV memory is what the calibration's device has left
     over; what it had with its own model, if it says that."""
     for name, count in (("tp", config.tp), ("pp", config.pp)):
         if count > 1:
             raise StartupError(f"--{name} is {count}, and what is simulated is one device", f"Leave --{name} out")
-    found = load(calibration)
-    if config.model_config is None and not config.model and found.model != BUNDLED:
+    found = load_calibration(calibration)
+    if config.model_config is None and not config.model and found.model != DEFAULT_MODEL:
         if found.model not in CONFIGS:
             raise StartupError(f"the calibration's model, {found.model[:80]}, isn't known by name", "Give MODEL")
         config = replace(config, model_config=found.model)
-    source = read_source(config, weights=False)
+    source = read_checkpoint(config, weights=False)
     dtype = config.dtype if config.dtype != "auto" else found.dtype
     itemsize = ITEMSIZE.get(dtype)
     if itemsize is None:
         raise StartupError(
             f"the calibration has the number format {dtype[:40]!r}", f"Give --dtype {', '.join(ITEMSIZE)}"
         )
-    config, source = config.sized(found.kind), source.stored(config, itemsize)
-    saved = _saved(config, source, itemsize, found)
+    config, source = config.with_device_defaults(found.kind), source.with_stored_dtypes(config, itemsize)
+    saved = _fp8_saved_bytes(config, source, itemsize, found)
     tokens, kv_bytes = config.kv_tokens, 0
     if tokens is None:
         kv_bytes = max(_kv_bytes(config, source.spec, source.name, itemsize, found, saved), 0)
-        tokens = tokens_in(config, source.spec, itemsize, kv_bytes)
+        tokens = tokens_for_bytes(config, source.spec, itemsize, kv_bytes)
     if tokens < 2:
         raise StartupError(
             f"the weights of {source.name} leave no room for KV on {found.device}", "Give --kv-gib, or another model"
         )
-    return Plant(
-        config, source.spec, Cost(shape_of(source, itemsize, saved), found.of(source.name)), found, tokens, kv_bytes,
+    return SimulatedDeployment(
+        config, source.spec, CostModel(shape_of(source, itemsize, saved), found.coefficients_for(source.name)), found,
+        tokens, kv_bytes,
         Eyes.of(source.config, source.spec),
     )  # fmt: skip
 
 
-def _saved(config: EngineConfig, source: Source, itemsize: int, found: Calibration) -> int:
+def _fp8_saved_bytes(config: EngineConfig, source: Checkpoint, itemsize: int, found: Calibration) -> int:
     """Bytes of the weights that FP8 saves: on a GPU, which is taken to compute with it."""
-    scheme = fp8_of(source.config, config.quantization)
+    scheme = resolve_fp8_scheme(source.config, config.quantization)
     if scheme is None or found.kind != "cuda" or itemsize != 2:
         return 0
     from quire.data.weights.fp8 import saved_bytes
@@ -210,31 +217,31 @@ def _kv_bytes(config: EngineConfig, spec: ModelSpec, name: str, itemsize: int, f
     return int(room - (spec.parameters + eyes) * itemsize - activation_bytes(config, spec, itemsize))
 
 
-Traces = Callable[[float | None], list[Arriving]]
+TraceAtRate = Callable[[float | None], list[TraceRequest]]
 
 
-def _traces(args: argparse.Namespace, plant: Plant) -> Traces:
+def _trace_source(args: argparse.Namespace, plant: SimulatedDeployment) -> TraceAtRate:
     """The requests at a rate; None keeps a trace's own times."""
     if args.trace is not None:
         entries = load_trace(args.trace, plant.max_len, args.trace_requests, counter(plant.config))
-        return partial(_stretched, Traced(Path(args.trace).name, entries), plant)
+        return partial(_scale_trace, Traced(Path(args.trace).name, entries), plant)
     if "@" in args.workload:
         parse(args.workload)
     else:
         parse(f"{args.workload}@1")
-    return partial(_made, args.workload, args.seconds, plant)
+    return partial(_generate_trace, args.workload, args.seconds, plant)
 
 
-def _made(name: str, seconds: float, plant: Plant, rate: float | None) -> list[Arriving]:
+def _generate_trace(name: str, seconds: float, plant: SimulatedDeployment, rate: float | None) -> list[TraceRequest]:
     if rate is None:
         raise StartupError(
             f"--rate is missing, and {name[:60]} has no times of its own", "Give --rate X, or --find-rate"
         )
     workload = parse(name) if "@" in name else Endless.lasting(name, rate, seconds)
-    return _arriving(workload, poisson(workload.requests, rate, plant.config.seed), plant)
+    return _to_trace_requests(workload, poisson(workload.requests, rate, plant.config.seed), plant)
 
 
-def _stretched(trace: Traced, plant: Plant, rate: float | None) -> list[Arriving]:
+def _scale_trace(trace: Traced, plant: SimulatedDeployment, rate: float | None) -> list[TraceRequest]:
     times = trace.arrivals
     if times is None:
         if rate is None:
@@ -247,14 +254,14 @@ def _stretched(trace: Traced, plant: Plant, rate: float | None) -> list[Arriving
             raise StartupError(f"{trace.name[:60]} has no duration", "Leave --rate and --find-rate out")
         seconds = len(times) / rate
         times = tuple(time / times[-1] * seconds for time in times)  # a share first: it is finite, however short both
-    return _arriving(trace, times, plant)
+    return _to_trace_requests(trace, times, plant)
 
 
-def _arriving(workload: Workload, times: Sequence[float], plant: Plant) -> list[Arriving]:
-    found, most, seed = list[Arriving](), plant.max_len, plant.config.seed
+def _to_trace_requests(workload: Workload, times: Sequence[float], plant: SimulatedDeployment) -> list[TraceRequest]:
+    found, most, seed = list[TraceRequest](), plant.max_len, plant.config.seed
     jobs, sketches = workload.jobs(plant.spec.vocab_size, seed), workload.sketches(seed)
-    if plant.eyes is not None and any(sketch.pictures for sketch in sketches):
-        jobs = plant.eyes.jobs(sketches, jobs, pixels=False)
+    if plant.image_processor is not None and any(sketch.pictures for sketch in sketches):
+        jobs = plant.image_processor.jobs(sketches, jobs, pixels=False)
     for time, job in zip(times, jobs):
         if len(job.prompt) + job.output > most:
             raise StartupError(
@@ -263,27 +270,27 @@ def _arriving(workload: Workload, times: Sequence[float], plant: Plant) -> list[
                 "Use a shorter workload, another model or a larger --kv-gib",
             )
         params = SamplingParams(temperature=0.0, max_tokens=job.output, ignore_eos=True, detokenize=False)
-        found.append(Arriving(time, job.prompt, params, job.media))
+        found.append(TraceRequest(time, job.prompt, params, job.media))
     return found
 
 
-def _rates(
-    plant: Plant, trace: Traces, objectives: Sequence[Objective], args: argparse.Namespace
+def _run_rates(
+    plant: SimulatedDeployment, trace: TraceAtRate, objectives: Sequence[Objective], args: argparse.Namespace
 ) -> list[dict[str, Any]]:
     rates: list[float | None] = list(args.rate or [None])
-    return [_result(plant.simulate(_checked(trace, rate)), rate, objectives) for rate in rates]
+    return [_result_record(plant.simulate(_trace_at_rate(trace, rate)), rate, objectives) for rate in rates]
 
 
-def _find(
-    plant: Plant, trace: Traces, objectives: Sequence[Objective], args: argparse.Namespace
+def _find_highest_rate(
+    plant: SimulatedDeployment, trace: TraceAtRate, objectives: Sequence[Objective], args: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """A result for each rate that was tried, ascending, with the highest: None if all of them do, or none. A rate that
     the requests can't be had for, above others that do, ends the search; `ended` says why."""
     tried: dict[float, dict[str, Any]] = {}
 
     def sustains(rate: float) -> bool:
-        outcome = plant.simulate(_checked(trace, rate), objectives)
-        tried[rate] = _result(outcome, rate, objectives)
+        outcome = plant.simulate(_trace_at_rate(trace, rate), objectives)
+        tried[rate] = _result_record(outcome, rate, objectives)
         print(f"{rate:.4g} requests/s: {'yes' if tried[rate]['meets'] else 'no'}", file=sys.stderr)
         return bool(tried[rate]["meets"])
 
@@ -299,31 +306,31 @@ def _find(
     return [{**tried[rate], "highest_rate": highest, "ended": ended} for rate in sorted(tried)]
 
 
-def _checked(trace: Traces, rate: float | None) -> list[Arriving]:
+def _trace_at_rate(trace: TraceAtRate, rate: float | None) -> list[TraceRequest]:
     try:
         return trace(rate)
     except InputError as error:
         raise StartupError(str(error), "Use a shorter workload") from error
 
 
-def _result(outcome: Outcome, rate: float | None, objectives: Sequence[Objective]) -> dict[str, Any]:
+def _result_record(outcome: SimulationResult, rate: float | None, objectives: Sequence[Objective]) -> dict[str, Any]:
     """A run as the document has it. Latencies are of requests that ended."""
-    done = [Trace(one.arrival, one.prompt, one.events) for one in outcome.served if one.done]
+    done = [Trace(one.arrival, one.prompt_len, one.token_times) for one in outcome.requests if one.done]
     run = outcome.totals
     return {
         "rate": rate,
-        "meets": meets(outcome, objectives) if objectives else None,
+        "meets": meets_objectives(outcome, objectives) if objectives else None,
         "objectives": {goal.name: goal.limit * 1000 for goal in objectives},
         **totals(done, run.seconds), **latencies(done),
-        "finished": run.finished, "steps": run.steps, "busy": run.busy, "mean_batch": run.mean_batch,
+        "finished": run.finished, "steps": run.steps, "busy": run.busy_share, "mean_batch": run.mean_batch,
         "mean_running": run.mean_running, "preemptions": run.preemptions, "swapped_bytes": run.swapped_bytes,
-        "sharing_saved": run.saved, "memory_bytes": mean_usage(outcome.moments)._asdict(),
+        "sharing_saved": run.sharing_saved, "memory_bytes": mean_usage(outcome.timeline)._asdict(),
         "moments": [{"time": m.time, "running": m.running, "waiting": m.waiting, **m.usage._asdict()}
-                    for m in outcome.moments],
+                    for m in outcome.timeline],
     }  # fmt: skip
 
 
-def show(results: Sequence[dict[str, Any]], plant: Plant) -> str:
+def format_results(results: Sequence[dict[str, Any]], plant: SimulatedDeployment) -> str:
     """A line a run, and what is to be known of the calibration."""
     head = ("rate", "requests/s", "output tok/s", "TTFT p50 ms", "p99", "normalised ms", "p99", "mean running",
             "KV used", "reserved", "internal", "external", "cached", "free", "preempted", "meets")  # fmt: skip

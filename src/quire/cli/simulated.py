@@ -12,16 +12,16 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-SHOWN = [name for name in Usage._fields if name != "free"]
+CATEGORIES = [name for name in Usage._fields if name != "free"]
 
 
-def draw(results: Sequence[dict[str, Any]]) -> Figure:
+def plot_results(results: Sequence[dict[str, Any]]) -> Figure:
     """Two panels: normalised latency (of one run: requests), and memory (over time, or by rate)."""
     fig = figure(11, 4)
     left, right = fig.subplots(1, 2)
     if len(results) == 1:
-        _requests(left, results[0]["moments"])
-        _memory(right, [m["time"] for m in results[0]["moments"]], results[0]["moments"], "seconds")
+        _plot_requests(left, results[0]["moments"])
+        _plot_memory(right, [m["time"] for m in results[0]["moments"]], results[0]["moments"], "seconds")
     else:
         runs = [run for run in results if run["normalised_s"] is not None]
         for which, colour in zip(("mean", "p99"), COLOURS):
@@ -33,11 +33,11 @@ def draw(results: Sequence[dict[str, Any]]) -> Figure:
         left.set_ylabel("normalised latency, ms a token")
         left.set_title("Latency of requests that ended")
         left.legend()
-        _memory(right, [run["rate"] for run in runs], [run["memory_bytes"] for run in runs], "requests/s")
+        _plot_memory(right, [run["rate"] for run in runs], [run["memory_bytes"] for run in runs], "requests/s")
     return fig
 
 
-def _requests(axes: Axes, moments: Sequence[dict[str, Any]]) -> None:
+def _plot_requests(axes: Axes, moments: Sequence[dict[str, Any]]) -> None:
     times = [moment["time"] for moment in moments]
     for name, colour in zip(("running", "waiting"), COLOURS):
         axes.plot(times, [moment[name] for moment in moments], color=colour, label=name)
@@ -47,11 +47,11 @@ def _requests(axes: Axes, moments: Sequence[dict[str, Any]]) -> None:
     axes.legend()
 
 
-def _memory(axes: Axes, at: Sequence[float], usages: Sequence[dict[str, Any]], label: str) -> None:
-    shares = [[100 * usage[name] / sum(usage[key] for key in Usage._fields) for usage in usages] for name in SHOWN]
-    axes.stackplot(at, shares, labels=SHOWN, colors=COLOURS)
+def _plot_memory(axes: Axes, at: Sequence[float], usages: Sequence[dict[str, Any]], label: str) -> None:
+    shares = [[100 * usage[name] / sum(usage[key] for key in Usage._fields) for usage in usages] for name in CATEGORIES]
+    axes.stackplot(at, shares, labels=CATEGORIES, colors=COLOURS)
     axes.set_ylim(0, 100)
     axes.set_xlabel(label)
     axes.set_ylabel("% of the KV memory")
     axes.set_title("Memory by category")
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncol=len(SHOWN), frameon=False)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncol=len(CATEGORIES), frameon=False)

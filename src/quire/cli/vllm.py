@@ -9,15 +9,15 @@ from typing import Any
 
 from quire.errors import StartupError
 
-OURS = ("auto", "reference", "sdpa", "native", "triton")
-BACKENDS = {**{name: name for name in OURS}, "triton_attn": "triton", "torch_sdpa": "sdpa"}
-EXECUTORS = {"mp": "process", "uni": "inline", "ray": "ray"}
-FORMATS = ("auto", "safetensors", "dummy")
-SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,9})?)([kKmMgGtT]?)")
-FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+ATTENTION_BACKENDS = ("auto", "reference", "sdpa", "native", "triton")
+BACKEND_NAMES = {**{name: name for name in ATTENTION_BACKENDS}, "triton_attn": "triton", "torch_sdpa": "sdpa"}
+EXECUTOR_NAMES = {"mp": "process", "uni": "inline", "ray": "ray"}
+LOAD_FORMATS = ("auto", "safetensors", "dummy")
+SIZE_PATTERN = re.compile(r"(\d{1,18}(?:\.\d{1,9})?)([kKmMgGtT]?)")
+SIZE_FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 # Flags that change nothing, and what is so anyway.
-NEEDLESS = {
+NO_EFFECT_FLAGS = {
     "--enable-chunked-prefill": "prompts are always computed in chunks",
     "--disable-frontend-multiprocessing": "--engine-process off gives one process",
     "--disable-log-requests": "requests are logged only with --enable-log-requests",
@@ -32,12 +32,12 @@ NEEDLESS = {
     "--no-trust-remote-code": "no code of a model's folder ever runs",
 }
 # Flags of which one value asks for what is so anyway; of others there is a reason below.
-ONLY = {
+SINGLE_VALUE_FLAGS = {
     "--data-parallel-size": ("1",), "--scheduling-policy": ("fcfs",),
     "--tokenizer-mode": ("auto", "hf"), "--config-format": ("auto", "hf"), "--runner": ("auto", "generate"),
 }  # fmt: skip
 # Beginnings of flags, and why quire has none that begin so.
-REASONS = (
+UNSUPPORTED_FLAGS = (
     ("distributed-", "ranks need no settings of torch.distributed; see --executor"),
     ("data-parallel expert-parallel enable-expert-parallel nnodes "
      "node-rank master-addr master-port ray- worker- disable-custom-all-reduce decode-context-parallel "
@@ -79,17 +79,17 @@ REASONS = (
     ("h11-", "headers have fixed limits"),
     ("no-enable-chunked-prefill", "prompts are always computed in chunks"),
 )  # fmt: skip
-SHORT = {"-dp": "--data-parallel-size",
+SHORT_FLAGS = {"-dp": "--data-parallel-size",
          "-O": "--compilation-config", "-cc": "--compilation-config",
          "-sc": "--speculative-config"}  # fmt: skip
 
 
-def size(text: str) -> int:
+def parse_size(text: str) -> int:
     """Bytes: 1k is a thousand, 1K is 1,024."""
-    found = SIZE.fullmatch(text)
+    found = SIZE_PATTERN.fullmatch(text)
     if found is None:
         raise argparse.ArgumentTypeError(f"{text[:80]!r} is no size: 2147483648, 2G (of 1024) or 2g (of 1000)")
-    return int(float(found[1]) * FACTORS[found[2]]) if "." in found[1] else int(found[1]) * FACTORS[found[2]]
+    return int(float(found[1]) * SIZE_FACTORS[found[2]]) if "." in found[1] else int(found[1]) * SIZE_FACTORS[found[2]]
 
 
 def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
@@ -97,19 +97,21 @@ def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("vLLM's names for settings of the engine")
     there = {"default": argparse.SUPPRESS}
     group.add_argument("--model", dest="vllm_model", metavar="MODEL", help="the argument MODEL", **there)
-    group.add_argument("--kv-cache-memory-bytes", type=size, metavar="N", help="--kv-gib in bytes; 2G: 2 GiB", **there)
+    group.add_argument(
+        "--kv-cache-memory-bytes", type=parse_size, metavar="N", help="--kv-gib in bytes; 2G: 2 GiB", **there
+    )
     group.add_argument("--attention-backend", metavar="NAME", help="--attention, or TRITON_ATTN, TORCH_SDPA", **there)
     group.add_argument("--distributed-executor-backend", metavar="NAME",
                        help="--executor; mp: process, uni: inline, ray: ray", **there)  # fmt: skip
-    group.add_argument("--load-format", choices=FORMATS, help="dummy: --dummy-weights", **there)
+    group.add_argument("--load-format", choices=LOAD_FORMATS, help="dummy: --dummy-weights", **there)
     group.add_argument("--enforce-eager", action="store_true", help="--no-cuda-graphs", **there)
-    for flag in NEEDLESS:
+    for flag in NO_EFFECT_FLAGS:
         parser.add_argument(flag, dest="needless", action="append_const", const=flag, help=argparse.SUPPRESS, **there)
-    for flag, values in ONLY.items():
+    for flag, values in SINGLE_VALUE_FLAGS.items():
         parser.add_argument(flag, dest=f"only{flag}", help=argparse.SUPPRESS, metavar="/".join(values), **there)
 
 
-def said_as_vllm(args: argparse.Namespace) -> dict[str, Any]:
+def vllm_settings(args: argparse.Namespace) -> dict[str, Any]:
     """EngineConfig's fields that vLLM's names set. StartupError where ours say something else."""
     given, found = vars(args), dict[str, Any]()
     if "vllm_model" in given:
@@ -120,20 +122,20 @@ def said_as_vllm(args: argparse.Namespace) -> dict[str, Any]:
     if "kv_cache_memory_bytes" in given:
         if args.kv_cache_memory_bytes < 1:
             raise StartupError(f"--kv-cache-memory-bytes is {args.kv_cache_memory_bytes}", "It must be above 0")
-        _once(given, "kv_cache_memory_bytes", "kv_gib", "kv_tokens")
+        _check_conflict(given, "kv_cache_memory_bytes", "kv_gib", "kv_tokens")
         found["kv_gib"] = args.kv_cache_memory_bytes / 2**30
     if "attention_backend" in given:
-        _once(given, "attention_backend", "attention")
-        found["attention"] = BACKENDS.get(args.attention_backend.lower())
+        _check_conflict(given, "attention_backend", "attention")
+        found["attention"] = BACKEND_NAMES.get(args.attention_backend.lower())
         if found["attention"] is None:
             cause = f"--attention-backend {args.attention_backend[:80]!r} is not in quire"
-            raise StartupError(cause, f"Choose one of: {', '.join(sorted(BACKENDS))}")
+            raise StartupError(cause, f"Choose one of: {', '.join(sorted(BACKEND_NAMES))}")
     if "distributed_executor_backend" in given:
-        _once(given, "distributed_executor_backend", "executor")
-        found["executor"] = EXECUTORS.get(args.distributed_executor_backend.lower())
+        _check_conflict(given, "distributed_executor_backend", "executor")
+        found["executor"] = EXECUTOR_NAMES.get(args.distributed_executor_backend.lower())
         if found["executor"] is None:
             cause = f"--distributed-executor-backend {args.distributed_executor_backend[:80]!r} is not in quire"
-            raise StartupError(cause, f"Choose one of: {', '.join(EXECUTORS)}")
+            raise StartupError(cause, f"Choose one of: {', '.join(EXECUTOR_NAMES)}")
     if "load_format" in given:
         if given.get("dummy_weights") and args.load_format != "dummy":
             raise StartupError(
@@ -147,35 +149,38 @@ def said_as_vllm(args: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def _once(given: dict[str, Any], name: str, *others: str) -> None:
+def _check_conflict(given: dict[str, Any], name: str, *others: str) -> None:
     for other in others:
         if other in given:
             flags = [f"--{one.replace('_', '-')}" for one in (name, other)]
             raise StartupError(f"{flags[0]} and {flags[1]} are both given", "They set the same: give one of them")
 
 
-def settled(args: argparse.Namespace) -> list[str]:
+def no_effect_notices(args: argparse.Namespace) -> list[str]:
     """What to say at start of flags that change nothing. StartupError for a value that would change something."""
-    lines = [f"{flag} changes nothing: {NEEDLESS[flag]}" for flag in dict.fromkeys(getattr(args, "needless", ()))]
-    for flag, values in ONLY.items():
+    lines = [
+        f"{flag} changes nothing: {NO_EFFECT_FLAGS[flag]}" for flag in dict.fromkeys(getattr(args, "needless", ()))
+    ]
+    for flag, values in SINGLE_VALUE_FLAGS.items():
         given = getattr(args, f"only{flag}", None)
         if given is not None and given.lower() not in values:
             raise StartupError(
-                f"{flag} is {given[:80]!r}, and quire has only {values[0]}", sentence(reason(flag) or "")
+                f"{flag} is {given[:80]!r}, and quire has only {values[0]}",
+                capitalize_first(unsupported_reason(flag) or ""),
             )
         if given is not None:
             lines.append(f"{flag} {given} changes nothing: it is never anything else")
     return lines
 
 
-def reason(flag: str) -> str | None:
+def unsupported_reason(flag: str) -> str | None:
     """Why quire has no such flag, if it is one of vLLM's that is known."""
     if not flag.startswith("-"):
         return None
-    name = SHORT.get(flag, flag).lstrip("-")
-    return next((why for starts, why in REASONS if name.startswith(tuple(starts.split()))), None)
+    name = SHORT_FLAGS.get(flag, flag).lstrip("-")
+    return next((why for starts, why in UNSUPPORTED_FLAGS if name.startswith(tuple(starts.split()))), None)
 
 
-def sentence(text: str) -> str:
+def capitalize_first(text: str) -> str:
     """With a capital, which flags have not."""
     return text[:1].upper() + text[1:]

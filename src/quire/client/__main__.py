@@ -15,47 +15,47 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.client.connections import Address
-from quire.client.load import Plan, Planned, Run
+from quire.client.load import LoadPlan, LoadRun, PlannedRequest
 
-LINE = 2**26  # bytes of a plan
+MAX_PLAN_BYTES = 2**26  # bytes of a plan
 
 
-def say(record: Mapping[str, Any]) -> None:
+def write_line(record: Mapping[str, Any]) -> None:
     """A line to stdout."""
     sys.stdout.write(json.dumps(record, separators=(",", ":")) + "\n")
 
 
-def plan_of(line: bytes) -> Plan:
+def parse_plan(line: bytes) -> LoadPlan:
     """The plan that a line holds."""
     said = json.loads(line)
-    requests = [Planned(*one) for one in said["requests"]]
-    return Plan(
+    requests = [PlannedRequest(*one) for one in said["requests"]]
+    return LoadPlan(
         Address(*said["address"]), said["head"].encode(), requests, said["slots"], said["bodies"], said["queue"]
     )
 
 
-async def serve() -> None:
+async def run_plans() -> None:
     """Plans, one after the other."""
-    lines = asyncio.StreamReader(limit=LINE)
+    lines = asyncio.StreamReader(limit=MAX_PLAN_BYTES)
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
     line = await lines.readline()
     while line:
-        plan = plan_of(line)
-        say({"ready": True})
+        plan = parse_plan(line)
+        write_line({"ready": True})
         sys.stdout.flush()
         begin = await lines.readline()
         if not begin:
             return
-        run = Run(plan, json.loads(begin)["start"])
+        run = LoadRun(plan, json.loads(begin)["start"])
         working, ahead = asyncio.create_task(run.run()), asyncio.create_task(lines.readline())
         await asyncio.wait((working, ahead), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
             working.cancel()
             return
         load = working.result()
-        for record in run.told():
-            say({"answer": record})
-        say({"load": load})
+        for record in run.to_json():
+            write_line({"answer": record})
+        write_line({"load": load})
         sys.stdout.flush()
         line = await ahead
 
@@ -64,7 +64,7 @@ def main() -> None:
     """As many open connections as the system allows this process."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    asyncio.run(serve())
+    asyncio.run(run_plans())
 
 
 if __name__ == "__main__":

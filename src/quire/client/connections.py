@@ -7,10 +7,10 @@ import ssl
 import time
 from typing import NamedTuple
 
-from quire.client.answer import Answer, BadAnswer, Reader
+from quire.client.answer import BadResponse, ResponseParser, ResponseRecord
 
-BUFFER = 65_536  # bytes read at once
-SILENCE = 600.0  # seconds without a byte after which an answer is given up
+BUFFER_BYTES = 65_536  # bytes read at once
+SILENCE_SECONDS = 600.0  # seconds without a byte after which an answer is given up
 
 
 class Address(NamedTuple):
@@ -22,14 +22,15 @@ class Address(NamedTuple):
 
 
 class Connection(asyncio.BufferedProtocol):
-    """One connection. `ask` sends a request and returns when its answer has ended, well or not. What comes is put into
+    """One connection. `request` sends a request and returns when its answer has ended, well or not. What comes is put
+    into
     `buffer`, which the connections of an event loop share: it is read before another one gets it."""
 
     def __init__(self, buffer: memoryview) -> None:
         self._buffer = buffer
-        self.usable = True
-        self.heard = 0.0  # when the last byte came
-        self._reader: Reader | None = None
+        self.is_usable = True
+        self.last_received = 0.0  # when the last byte came
+        self._reader: ResponseParser | None = None
         self._ended: asyncio.Future[None] | None = None
         self._transport: asyncio.Transport | None = None
 
@@ -37,93 +38,93 @@ class Connection(asyncio.BufferedProtocol):
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
 
-    async def ask(self, request: bytes, answer: Answer) -> None:
-        """Send `request`; what comes back is in `answer`."""
+    async def request(self, data: bytes, record: ResponseRecord) -> None:
+        """Send `data`; what comes back is in `record`."""
         assert self._transport is not None, "asked before it was connected"
         assert self._reader is None, "asked twice at once"
-        self._reader, self._ended = Reader(answer), asyncio.get_running_loop().create_future()
-        self.heard = time.monotonic()
-        self._transport.write(request)
+        self._reader, self._ended = ResponseParser(record), asyncio.get_running_loop().create_future()
+        self.last_received = time.monotonic()
+        self._transport.write(data)
         await self._ended
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._buffer
 
     def buffer_updated(self, nbytes: int) -> None:
-        now = self.heard = time.monotonic()
+        now = self.last_received = time.monotonic()
         data, reader = bytes(self._buffer[:nbytes]), self._reader
         if reader is None:  # nobody asked
             self.close()
             return
         try:
             if reader.feed(data, now):
-                self.usable = self.usable and reader.keep
-                self._end(None)
-        except BadAnswer as error:
-            self._end(str(error))
+                self.is_usable = self.is_usable and reader.keep_alive
+                self._finish_response(None)
+        except BadResponse as error:
+            self._finish_response(str(error))
             self.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.usable = False
+        self.is_usable = False
         if self._reader is not None:
             try:
-                self._reader.closed()
-                self._end(None)
-            except BadAnswer as error:
-                self._end(f"{error} ({exc})" if exc else str(error))
+                self._reader.on_close()
+                self._finish_response(None)
+            except BadResponse as error:
+                self._finish_response(f"{error} ({exc})" if exc else str(error))
 
-    def give_up(self, why: str) -> None:
+    def abort_request(self, why: str) -> None:
         """End what is under way, without an answer."""
-        self._end(why)
+        self._finish_response(why)
         self.close()
 
     def close(self) -> None:
         """No more is sent or read."""
-        self.usable = False
+        self.is_usable = False
         if self._transport is not None:
             self._transport.abort()
 
-    def _end(self, error: str | None) -> None:
+    def _finish_response(self, error: str | None) -> None:
         if self._reader is None or self._ended is None:
             return
         if error is not None:
-            self._reader.answer.error = error
+            self._reader.record.error = error
         if not self._ended.done():
             self._ended.set_result(None)
         self._reader = None
 
 
-class Connections:
-    """Open connections to the server at `address`. `busy` are those with a request under way."""
+class ConnectionPool:
+    """Open connections to the server at `address`. `in_use` are those with a request under way."""
 
     def __init__(self, address: Address) -> None:
         self._address = address
-        self._buffer = memoryview(bytearray(BUFFER))
+        self._buffer = memoryview(bytearray(BUFFER_BYTES))
         self._tls = ssl.create_default_context() if address.tls_name is not None else None
         self._idle: list[Connection] = []
-        self.busy: set[Connection] = set()
+        self.in_use: set[Connection] = set()
 
-    async def ask(self, request: bytes, answer: Answer) -> None:
-        """Send `request`, on an open connection if there is one. One that the server had already closed isn't the
+    async def request(self, data: bytes, record: ResponseRecord) -> None:
+        """Send `data`, on an open connection if there is one. One that the server had already closed isn't the
         request's failure: it is sent again, on a new one."""
         while True:
             used_before = bool(self._idle)
             try:
                 connection = self._idle.pop() if used_before else await self._connect()
             except OSError as error:
-                answer.error = f"no connection: {error.strerror or error}"
+                record.error = f"no connection: {error.strerror or error}"
                 return
-            if not connection.usable:
+            if not connection.is_usable:
                 continue
-            self.busy.add(connection)
+            self.in_use.add(connection)
             try:
-                await connection.ask(request, answer)
+                await connection.request(data, record)
             finally:
-                self.busy.discard(connection)
-            if connection.usable:
+                self.in_use.discard(connection)
+            if connection.is_usable:
                 self._idle.append(connection)
-            elif used_before and answer.error is not None and not answer.status:
-                answer.error = None
+            elif used_before and record.error is not None and not record.status:
+                record.error = None
                 continue
             else:
                 connection.close()
@@ -136,10 +137,10 @@ class Connections:
         )
         return connection
 
-    def end_silent(self, now: float) -> None:
+    def abort_silent(self, now: float) -> None:
         """Give up answers of which nothing came for SILENCE seconds."""
-        for connection in [one for one in self.busy if now - one.heard > SILENCE]:
-            connection.give_up(f"nothing came for {SILENCE:g} s")
+        for connection in [one for one in self.in_use if now - one.last_received > SILENCE_SECONDS]:
+            connection.abort_request(f"nothing came for {SILENCE_SECONDS:g} s")
 
     def close(self) -> None:
         """Close those that wait for a request."""

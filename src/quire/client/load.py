@@ -14,14 +14,16 @@ import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from quire.client.answer import Answer
-from quire.client.connections import Address, Connections
-from quire.client.watch import Watch
+from quire.client.answer import ResponseRecord
+from quire.client.connections import Address, ConnectionPool
+from quire.client.watch import EventLoopMonitor
 
-RECORD = struct.Struct("<QQQ")  # a request in the queue: its number, and where its bytes begin and how many they are
+QUEUE_RECORD = struct.Struct(
+    "<QQQ"
+)  # a request in the queue: its number, and where its bytes begin and how many they are
 
 
-class Planned(NamedTuple):
+class PlannedRequest(NamedTuple):
     """A request: where it is in the file of bodies, and when it is due, in seconds from the start."""
 
     number: int
@@ -30,35 +32,36 @@ class Planned(NamedTuple):
     due: float | None = None
 
 
-class Plan(NamedTuple):
-    """What one client does in one run. `head` is the request's line and headers, but for its length. With `slots`,
+class LoadPlan(NamedTuple):
+    """What one client does in one run. `head` is the request's line and headers, but for its length. With
+    `concurrency`,
     so many requests of the queue are under way at any time; else `requests` are sent, in order of time."""
 
     address: Address
     head: bytes
-    requests: list[Planned]
-    slots: int
-    bodies: int
-    queue: int
+    requests: list[PlannedRequest]
+    concurrency: int
+    bodies_fd: int
+    queue_fd: int
 
 
-class Run:
+class LoadRun:
     """One plan, from `start` (time.monotonic) on."""
 
-    def __init__(self, plan: Plan, start: float) -> None:
+    def __init__(self, plan: LoadPlan, start: float) -> None:
         self.plan, self.start = plan, start
-        self.answers: list[Answer] = []
-        self._connections = Connections(plan.address)
+        self.records: list[ResponseRecord] = []
+        self._connections = ConnectionPool(plan.address)
 
     async def run(self) -> dict[str, Any]:
-        """All of it: how busy this client was. Then `answers` holds an answer for every request."""
+        """All of it: how busy this client was. Then `records` holds an answer for every request."""
         gc.collect()
         gc.disable()  # its passes would be lag; what a run leaves is bounded by its requests
         try:
             await asyncio.sleep(max(0.0, self.start - time.monotonic()))
-            watch = Watch(self._connections.end_silent)
-            if self.plan.slots:
-                await asyncio.gather(*(self._slot() for _ in range(self.plan.slots)))
+            watch = EventLoopMonitor(self._connections.abort_silent)
+            if self.plan.concurrency:
+                await asyncio.gather(*(self._run_slot() for _ in range(self.plan.concurrency)))
             else:
                 await self._send_on_time()
             return watch.stop()
@@ -73,36 +76,37 @@ class Run:
             early = self.start + planned.due - time.monotonic()
             if early > 0:
                 await asyncio.sleep(early)
-            under_way.append(asyncio.create_task(self._ask(planned)))
+            under_way.append(asyncio.create_task(self._send_request(planned)))
         await asyncio.gather(*under_way)
 
-    async def _slot(self) -> None:
-        for planned in self._queued():
-            await self._ask(planned)
+    async def _run_slot(self) -> None:
+        for planned in self._queued_requests():
+            await self._send_request(planned)
 
-    def _queued(self) -> Iterator[Planned]:
-        while record := os.read(self.plan.queue, RECORD.size):
-            yield Planned(*RECORD.unpack(record))
+    def _queued_requests(self) -> Iterator[PlannedRequest]:
+        while record := os.read(self.plan.queue_fd, QUEUE_RECORD.size):
+            yield PlannedRequest(*QUEUE_RECORD.unpack(record))
 
-    async def _ask(self, planned: Planned) -> None:
-        answer = Answer(planned.number, None if planned.due is None else self.start + planned.due)
-        self.answers.append(answer)
-        body = os.pread(self.plan.bodies, planned.size, planned.offset)
+    async def _send_request(self, planned: PlannedRequest) -> None:
+        answer = ResponseRecord(planned.number, None if planned.due is None else self.start + planned.due)
+        self.records.append(answer)
+        body = os.pread(self.plan.bodies_fd, planned.size, planned.offset)
         request = b"%sContent-Length: %d\r\n\r\n%s" % (self.plan.head, len(body), body)
         answer.sent = time.monotonic()
-        await self._connections.ask(request, answer)
+        await self._connections.request(request, answer)
 
-    def told(self) -> Iterator[dict[str, Any]]:
+    def to_json(self) -> Iterator[dict[str, Any]]:
         """Every answer as a record for JSON: times are microseconds from the start, those of chunks each from the one
         before it."""
-        for answer in self.answers:
+        for answer in self.records:
             sent = round((answer.sent - self.start) * 1e6)
             times, before = [], sent
-            for moment in answer.times:
+            for moment in answer.chunk_times:
                 now = round((moment - self.start) * 1e6)
                 times.append(now - before)
                 before = now
             yield {
-                "number": answer.number, "sent": sent, "times": times, "counts": list(answer.counts),
-                "prompt": answer.prompt, "tokens": answer.tokens, "status": answer.status, "error": answer.error,
+                "number": answer.number, "sent": sent, "times": times, "counts": list(answer.token_counts),
+                "prompt": answer.prompt_tokens, "tokens": answer.completion_tokens, "status": answer.status,
+                "error": answer.error,
             }  # fmt: skip

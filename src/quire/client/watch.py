@@ -8,49 +8,50 @@ from array import array
 from collections.abc import Callable
 from typing import Any
 
-BEAT = 0.01  # seconds between two looks at the clock
-WINDOW = 0.5  # seconds over which the share of a core is taken
+SAMPLE_INTERVAL = 0.01  # seconds between two looks at the clock
+WINDOW_SECONDS = 0.5  # seconds over which the share of a core is taken
 
 
-class Watch:
-    """The lag of the event loop, looked at every BEAT seconds, and the process's CPU time by windows. `each` is called
+class EventLoopMonitor:
+    """The lag of the event loop, looked at every BEAT seconds, and the process's CPU time by windows. `on_window` is
+    called
     once a window, with the time."""
 
-    def __init__(self, each: Callable[[float], None] = lambda now: None) -> None:
-        self._each = each
+    def __init__(self, on_window: Callable[[float], None] = lambda now: None) -> None:
+        self._on_window = on_window
         self._lags = array("d")
-        self._shares = array("d")
+        self._cpu_shares = array("d")
         self._loop = asyncio.get_running_loop()
         self._began = self._window = time.monotonic()
         self._cpu = self._cpu_window = time.process_time()
-        self._due = self._began + BEAT
-        self._timer = self._loop.call_later(BEAT, self._beat)
+        self._due = self._began + SAMPLE_INTERVAL
+        self._timer = self._loop.call_later(SAMPLE_INTERVAL, self._sample)
 
-    def _beat(self) -> None:
+    def _sample(self) -> None:
         now = time.monotonic()
         self._lags.append(max(0.0, now - self._due))
-        if now - self._window >= WINDOW:
+        if now - self._window >= WINDOW_SECONDS:
             self._close_window(now)
-            self._each(now)
-        self._due = now + BEAT
-        self._timer = self._loop.call_later(BEAT, self._beat)
+            self._on_window(now)
+        self._due = now + SAMPLE_INTERVAL
+        self._timer = self._loop.call_later(SAMPLE_INTERVAL, self._sample)
 
     def _close_window(self, now: float) -> None:
         cpu = time.process_time()
-        self._shares.append((cpu - self._cpu_window) / (now - self._window))
+        self._cpu_shares.append((cpu - self._cpu_window) / (now - self._window))
         self._window, self._cpu_window = now, cpu
 
     def stop(self) -> dict[str, Any]:
         """What was seen: `cpu_s`, `seconds`, `busiest` (the greatest share of a core in a window), and the lag."""
         self._timer.cancel()
         now = time.monotonic()
-        if now - self._window >= WINDOW / 2 or not self._shares:
+        if now - self._window >= WINDOW_SECONDS / 2 or not self._cpu_shares:
             self._close_window(now)
         lags = sorted(self._lags) or [0.0]
         return {
             "cpu_s": time.process_time() - self._cpu,
             "seconds": now - self._began,
-            "busiest": max(self._shares),
+            "busiest": max(self._cpu_shares),
             "lag_p99_s": lags[(len(lags) - 1) * 99 // 100],
             "lag_max_s": lags[-1],
         }

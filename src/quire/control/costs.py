@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class Costs(NamedTuple):
+class PreemptionCosts(NamedTuple):
     """Seconds. A swap moves every page out and in; a recomputation runs the tokens through the model once more."""
 
     swap_fixed: float
@@ -17,19 +17,19 @@ class Costs(NamedTuple):
     compute_token: float
     compute_pair: float  # a token that attends to another
 
-    def swap(self, held_bytes: int) -> float:
+    def swap_seconds(self, held_bytes: int) -> float:
         """To move `held_bytes` out and back."""
         return self.swap_fixed + held_bytes * self.swap_byte
 
-    def recompute(self, tokens: int, pairs: float) -> float:
+    def recompute_seconds(self, tokens: int, pairs: float) -> float:
         """To compute `tokens` again, which attend to `pairs` positions in all."""
         return self.compute_fixed + tokens * self.compute_token + pairs * self.compute_pair
 
-    def cheaper(self, held_bytes: int, tokens: int, lengths: list[int]) -> str:
+    def cheaper_mode(self, held_bytes: int, tokens: int, lengths: list[int]) -> str:
         """ "swap" or "recompute", for sequences of these `lengths` that hold `tokens` different tokens."""
         pairs = sum(length * length for length in lengths) / 2 * (tokens / max(sum(lengths), 1))
-        return "swap" if self.swap(held_bytes) < self.recompute(tokens, pairs) else "recompute"
+        return "swap" if self.swap_seconds(held_bytes) < self.recompute_seconds(tokens, pairs) else "recompute"
 
 
-DEFAULT = Costs(1e-4, 1 / 5e9, 1e-3, 2.5e-4, 1e-8)
+DEFAULT_COSTS = PreemptionCosts(1e-4, 1 / 5e9, 1e-3, 2.5e-4, 1e-8)
 """Where nothing was measured: a small model on a few CPU cores."""

@@ -8,71 +8,72 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from operator import add
 
-from quire.control.matching import follow, jump
+from quire.control.matching import advance_grammar, append_forced_tokens
 from quire.control.request import Request, Sequence
 from quire.vocabulary.method import Advance, Branch, Choice, Context, Ending, Method
 from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.plan import Row, Sampled
+from quire.vocabulary.plan import SeqSlice, SliceResult
 
 
-def append(
-    request: Request, seq: Sequence, sampled: Sampled, draw: int, eos_ids: frozenset[int], max_len: int
+def append_token(
+    request: Request, seq: Sequence, sampled: SliceResult, sample_index: int, eos_ids: frozenset[int], max_len: int
 ) -> tuple[int, ...]:
-    """Append the token of `draw` to `seq` and decide whether it ends there; the same of tokens that its grammar leaves
+    """Append the token of `sample_index` to `seq` and decide whether it ends there; the same of tokens that its
+    grammar leaves
     no choice about. What was appended."""
-    token = sampled.tokens[draw]
+    token = sampled.tokens[sample_index]
     seq.tokens.append(token)
-    if sampled.tops:
-        seq.cumulative_logprob += sampled.tops[draw].logprob
-        if request.params.ranked and request.params.top >= 0:
-            seq.tops.append(sampled.tops[draw])
+    if sampled.top_logprobs:
+        seq.cumulative_logprob += sampled.top_logprobs[sample_index].logprob
+        if request.params.returns_best_of and request.params.num_logprobs >= 0:
+            seq.top_logprobs.append(sampled.top_logprobs[sample_index])
     if sampled.error:
-        seq.finish, seq.stop_reason = "error", sampled.error
+        seq.finish_reason, seq.stop_reason = "error", sampled.error
         return (token,)
-    seq.finish, seq.stop_reason = stop(request, seq, token, eos_ids, max_len)
+    seq.finish_reason, seq.stop_reason = check_stop(request, seq, token, eos_ids, max_len)
     if seq.matcher is None:
         return (token,)
-    run = follow(request, seq, token, eos_ids)
+    run = advance_grammar(request, seq, token, eos_ids)
     if not run:
         return (token,)
     start = len(seq.tokens) - 1
-    jump(seq, run, eos_ids, lambda drawn: stop(request, seq, drawn, eos_ids, max_len))
+    append_forced_tokens(seq, run, eos_ids, lambda drawn: check_stop(request, seq, drawn, eos_ids, max_len))
     return tuple(seq.tokens[start:])
 
 
-def top_of(request: Request, eos_ids: frozenset[int]) -> int:
+def resolve_num_logprobs(request: Request, eos_ids: frozenset[int]) -> int:
     """How many most likely tokens a row returns with its sample; -1: no log-probabilities at all."""
-    top = request.params.top
+    top = request.params.num_logprobs
     if request.method is not None:
-        return max(top, request.method.top(context_of(request.params, request.max_tokens, eos_ids)))
-    return max(top, 0) if request.params.ranked else top
+        return max(top, request.method.top(method_context(request.params, request.max_tokens, eos_ids)))
+    return max(top, 0) if request.params.returns_best_of else top
 
 
-def score(row: Row, seq: Sequence, sampled: Sampled) -> None:
+def record_prompt_logprobs(seq_slice: SeqSlice, seq: Sequence, sampled: SliceResult) -> None:
     """Take in what a row says of its prompt's tokens. A recomputed prompt is scored again: what came first counts."""
-    for i, top in enumerate(sampled.scores):
-        if row.start + i == len(seq.prompt_tops):
-            seq.prompt_tops.append(top)
+    for i, top in enumerate(sampled.prompt_logprobs):
+        if seq_slice.start + i == len(seq.prompt_logprobs):
+            seq.prompt_logprobs.append(top)
 
 
-def pooled(request: Request, seq: Sequence, row: Row, sampled: Sampled) -> bool:
+def record_pooled(request: Request, seq: Sequence, seq_slice: SeqSlice, sampled: SliceResult) -> bool:
     """Take in what a row of a request with pooling brought; whether the sequence ends there. After a preemption that
     dropped it its rows come again, from the first on where all of them count."""
-    if seq.finish is not None:
+    if seq.finish_reason is not None:
         return False
     if sampled.error:
-        seq.finish, seq.stop_reason = "error", sampled.error
+        seq.finish_reason, seq.stop_reason = "error", sampled.error
     elif sampled.pooled:
-        added = row.start > 0 and request.params.pooling == "mean"
+        added = seq_slice.start > 0 and request.params.pooling == "mean"
         seq.pooled = tuple(map(add, seq.pooled, sampled.pooled)) if added else sampled.pooled
-    if seq.finish is None and seq.computed == seq.prompt_len:
-        seq.finish = "stop"
+    if seq.finish_reason is None and seq.computed == seq.prompt_len:
+        seq.finish_reason = "stop"
         if request.params.pooling == "mean":
             seq.pooled = tuple(total / seq.prompt_len for total in seq.pooled)
-    return seq.finish is not None
+    return seq.finish_reason is not None
 
 
-def stop(
+def check_stop(
     request: Request, seq: Sequence, token: int, eos_ids: frozenset[int], max_len: int
 ) -> tuple[str | None, int | None]:
     """Why a sequence ends after `token`: ("stop", None) at an end token, ("stop", id) at a stop token, "length"."""
@@ -88,14 +89,14 @@ def stop(
     return None, None
 
 
-def method_of(params: SamplingParams) -> Method | None:
+def new_method(params: SamplingParams) -> Method | None:
     """A fresh method for a request, or None: each branch goes on by itself."""
     if params.beam_width is not None:
         return BeamSearch(params.beam_width, params.length_penalty, params.early_stopping)
     return params.method() if params.method is not None else None
 
 
-def context_of(params: SamplingParams, max_tokens: int, eos_ids: frozenset[int]) -> Context:
+def method_context(params: SamplingParams, max_tokens: int, eos_ids: frozenset[int]) -> Context:
     """What a method may know of a request that may generate `max_tokens`."""
     ends = frozenset[int]() if params.ignore_eos else eos_ids
     return Context(ends, frozenset(params.stop_token_ids or ()), params.min_tokens, max_tokens)
@@ -141,7 +142,7 @@ class BeamSearch:
         for rank, (total, parent, token, logprob) in enumerate(best):
             if rank >= self.width == len(choices):
                 break
-            reason = _reason(token, outputs, context)
+            reason = _finish_reason(token, outputs, context)
             if reason is None:
                 if len(choices) < self.width:
                     running = total if running is None else running
@@ -151,11 +152,11 @@ class BeamSearch:
                 stopped = token if reason == "stop" and token not in context.eos_ids else None
                 endings.append(Ending(-parent, token, logprob, score, reason, stopped))
         self.scores = sorted([*self.scores, *(ending.score for ending in endings)], reverse=True)[: self.width]
-        if running is None or self._settled(running, outputs, context):
+        if running is None or self._cannot_improve(running, outputs, context):
             choices = []
         return Advance(tuple(choices), tuple(endings))
 
-    def _settled(self, running: float, outputs: int, context: Context) -> bool:
+    def _cannot_improve(self, running: float, outputs: int, context: Context) -> bool:
         """No live branch can change the results."""
         if len(self.scores) < self.width:
             return False
@@ -166,7 +167,7 @@ class BeamSearch:
         return attainable <= self.scores[-1]
 
 
-def _reason(token: int, outputs: int, context: Context) -> str | None:
+def _finish_reason(token: int, outputs: int, context: Context) -> str | None:
     if token in context.eos_ids or token in context.stop_ids:
         return "stop"
     return "length" if outputs >= context.max_tokens else None

@@ -10,21 +10,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from quire.errors import InputError, Overloaded, PromptTooLong, shown
-from quire.vocabulary.media import Medium, Pixels
+from quire.errors import InputError, Overloaded, PromptTooLong, short_repr
+from quire.vocabulary.media import ImageItem, ImagePixels
 from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.pictures import MAX_SIDE, Grid, Tiling
-from quire.vocabulary.specs import Geometry
+from quire.vocabulary.pictures import MAX_IMAGE_SIDE, ImageTiling, TileGrid
+from quire.vocabulary.specs import KVCacheConfig
 
 MAX_SALT = 1024
-PROMPTS = 16  # of the requests that wait, on an average
-BEYOND = 8  # ids behind the vocabulary, which stand for pictures alone: an embedding has rows for so many (Mllama)
+PROMPTS_PER_REQUEST = 16  # of the requests that wait, on an average
+EXTRA_TOKEN_IDS = (
+    8  # ids behind the vocabulary, which stand for pictures alone: an embedding has rows for so many (Mllama)
+)
 
-Fits = Callable[[list[int], int], bool]
+FitsFunction = Callable[[list[int], int], bool]
 """Whether branches that reach these lengths, with a common prompt of so many tokens, fit into an empty memory."""
 
 
-class Limits(NamedTuple):
+class EngineLimits(NamedTuple):
     """Of one engine."""
 
     vocab_size: int
@@ -36,9 +38,9 @@ class Limits(NamedTuple):
     def check_queue(self, more: int, batches: int, waiting: int) -> None:
         """Check that a batch of `more` requests may join `waiting` requests of so many `batches`. A batch counts once.
         Overloaded if there is no room now, InputError if the batch is too large for an empty queue."""
-        most = self.max_queued * PROMPTS
+        most = self.max_queued * PROMPTS_PER_REQUEST
         if 1 < more > most:
-            each = f"{PROMPTS} for each of --max-num-queued-reqs"
+            each = f"{PROMPTS_PER_REQUEST} for each of --max-num-queued-reqs"
             raise InputError(
                 f"there are {more} prompts, but at most {most} may wait ({each}): send fewer at once", "prompt"
             )
@@ -58,11 +60,11 @@ class Limits(NamedTuple):
                 "prompt",
             )
 
-    def settled(self, params: SamplingParams, pooling: str, partial: bool) -> SamplingParams:
+    def resolved(self, params: SamplingParams, pooling: str, keeps_partial_prompt: bool) -> SamplingParams:
         """Parameters that an engine can follow, words in them being token ids; with `pooling` if they leave it open.
-        InputError otherwise. `partial`: layers keep a part of each prompt, or its tokens see all of it."""
+        InputError otherwise. `keeps_partial_prompt`: layers keep a part of each prompt, or its tokens see all of it."""
         params.check_vocabulary(self.vocab_size)
-        if params.prompt_logprobs is not None and partial:
+        if params.prompt_logprobs is not None and keeps_partial_prompt:
             raise InputError(
                 f"prompt_logprobs is {params.prompt_logprobs}, and the model's layers keep a part of each prompt, or "
                 "each of its tokens sees all of it: it couldn't be scored again after a preemption, or not at all",
@@ -90,20 +92,22 @@ class Limits(NamedTuple):
                 f"dimensions must be between 1 and {self.hidden}, got {str(dimensions)[:40]}", "dimensions"
             )
 
-    def tokens(self, prompt: Sequence[int], media: Sequence[Medium] = ()) -> list[int]:
+    def check_prompt(self, prompt: Sequence[int], images: Sequence[ImageItem] = ()) -> list[int]:
         """The prompt's tokens. InputError (PromptTooLong) if there is none, or one that isn't, or too many. Where its
         pictures stand, ids may lie beyond the vocabulary: no output has these."""
         self.check_length(len(prompt))
         for i, token in enumerate(prompt):
             if type(token) is not int or not 0 <= token < self.vocab_size:
-                beyond = type(token) is int and 0 <= token < self.vocab_size + BEYOND
-                if beyond and any(one.start <= i < one.end for one in media):
+                beyond = type(token) is int and 0 <= token < self.vocab_size + EXTRA_TOKEN_IDS
+                if beyond and any(one.start <= i < one.end for one in images):
                     continue
                 shown, most = repr(token)[:40], self.vocab_size - 1
                 raise InputError(f"prompt token {i} is {shown}; token ids are integers from 0 to {most}", "prompt")
         return list(prompt)
 
-    def max_tokens(self, prompt_len: int, params: SamplingParams, width: int, max_seqs: int, fits: Fits) -> int:
+    def resolve_max_tokens(
+        self, prompt_len: int, params: SamplingParams, width: int, max_seqs: int, fits: FitsFunction
+    ) -> int:
         """Tokens that a request of `width` branches may generate: what it asks for, cut to the model's length; if it
         doesn't ask, cut to what the memory holds too. InputError if more than `max_seqs` branches would run,
         PromptTooLong if nothing fits."""
@@ -128,53 +132,56 @@ class Limits(NamedTuple):
         return wanted
 
 
-def check_media(media: Sequence[Medium], tokens: Sequence[int], geometry: Geometry) -> None:
+def check_images(images: Sequence[ImageItem], tokens: Sequence[int], kv_config: KVCacheConfig) -> None:
     """InputError for pictures that a model hasn't eyes for, or that don't stand in the prompt one behind another."""
-    if media and not geometry.sees:
-        raise InputError(f"there are {len(media)} pictures, and the model or its memory has no place for any", "media")
+    if images and not kv_config.has_images:
+        raise InputError(f"there are {len(images)} pictures, and the model or its memory has no place for any", "media")
     end = 0
-    for i, medium in enumerate(media):
-        if not end <= medium.start < medium.end <= len(tokens) or min(medium.rows, medium.parts) < 1:
+    for i, medium in enumerate(images):
+        if not end <= medium.start < medium.end <= len(tokens) or min(medium.num_embeds, medium.num_parts) < 1:
             raise InputError(
-                f"picture {i} stands at tokens {medium.start} to {medium.end} with {medium.rows} rows of "
-                f"{medium.parts} parts, in a prompt of {len(tokens)} tokens, behind token {end}",
+                f"picture {i} stands at tokens {medium.start} to {medium.end} with {medium.num_embeds} rows of "
+                f"{medium.num_parts} parts, in a prompt of {len(tokens)} tokens, behind token {end}",
                 "media",
             )
-        if geometry.sight and medium.rows != medium.tokens:
-            raise InputError(f"picture {i} has {medium.rows} rows for {medium.tokens} tokens", "media")
+        if kv_config.sight and medium.num_embeds != medium.num_tokens:
+            raise InputError(f"picture {i} has {medium.num_embeds} rows for {medium.num_tokens} tokens", "media")
         end = medium.end
 
 
-def check_pixels(i: int, medium: Medium, pixels: Pixels, tiling: Tiling, joins: bool) -> None:
-    """InputError unless these are the pixels of a picture that `tiling` cuts so, or with `joins` of some that are seen
+def check_pixels(i: int, image: ImageItem, pixels: ImagePixels, tiling: ImageTiling, is_joined: bool) -> None:
+    """InputError unless these are the pixels of a picture that `tiling` cuts so, or with `is_joined` of some that are
+    seen
     as one; and the prompt's picture `i` takes as much as these do."""
-    size, numbers = len(Grid._fields), pixels.grid
-    grids = [Grid(*numbers[at : at + size]) for at in range(0, len(numbers) - size + 1, size)]
-    known = 1 <= len(grids) == len(numbers) / size and (joins or len(grids) == 1)
-    if not known or not all(_cut(grid, tiling) for grid in grids):
-        raise InputError(f"picture {i} is cut as {shown(numbers)}, which the model doesn't do", "media")
-    shape = sum(map(tiling.tiles, grids)), tiling.tile, tiling.tile, 3
+    size, numbers = len(TileGrid._fields), pixels.grid
+    grids = [TileGrid(*numbers[at : at + size]) for at in range(0, len(numbers) - size + 1, size)]
+    known = 1 <= len(grids) == len(numbers) / size and (is_joined or len(grids) == 1)
+    if not known or not all(_is_valid_grid(grid, tiling) for grid in grids):
+        raise InputError(f"picture {i} is cut as {short_repr(numbers)}, which the model doesn't do", "media")
+    shape = sum(map(tiling.num_tiles, grids)), tiling.tile_size, tiling.tile_size, 3
     if pixels.shape != shape or len(pixels.data) != math.prod(shape):
         raise InputError(
-            f"picture {i} has {len(pixels.data)} bytes of shape {shown(pixels.shape)}; cut as it is, it has {shape}",
+            f"picture {i} has {len(pixels.data)} bytes of shape {short_repr(pixels.shape)}; cut as it is, it has "
+            f"{shape}",
             "media",
         )
-    rows, parts = sum(map(tiling.rows, grids)), sum(map(tiling.parts, grids))
-    takes = len(grids) if joins else rows, rows, parts
-    if (medium.tokens, medium.rows, medium.parts) != takes:
+    rows, parts = sum(map(tiling.num_embeds, grids)), sum(map(tiling.num_parts, grids))
+    takes = len(grids) if is_joined else rows, rows, parts
+    if (image.num_tokens, image.num_embeds, image.num_parts) != takes:
         raise InputError(
-            f"picture {i} has {medium.tokens} tokens, {medium.rows} rows and {medium.parts} parts; cut as it is, it "
+            f"picture {i} has {image.num_tokens} tokens, {image.num_embeds} rows and {image.num_parts} parts; cut as "
+            f"it is, it "
             f"has {takes[0]}, {rows} and {parts}",
             "media",
         )
 
 
-def _cut(grid: Grid, tiling: Tiling) -> bool:
+def _is_valid_grid(grid: TileGrid, tiling: ImageTiling) -> bool:
     """Whether a picture of this size is cut so."""
     sides = grid.height, grid.width
-    if not all(1 <= side <= MAX_SIDE for side in sides):
+    if not all(1 <= side <= MAX_IMAGE_SIDE for side in sides):
         return False
-    return any(tiling.grid(*sides, alone) == grid for alone in (True, False))
+    return any(tiling.choose_grid(*sides, alone) == grid for alone in (True, False))
 
 
 def check_salt(salt: str) -> None:

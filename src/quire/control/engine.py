@@ -12,36 +12,36 @@ from collections.abc import Sequence as Seq
 from functools import partial
 from typing import Any, NamedTuple
 
-from quire.control.checked import Checked, checked_method
-from quire.control.decoding import context_of
-from quire.control.edge import Limits, check_media, check_salt
-from quire.control.matching import masks_of
-from quire.control.outcomes import Outcomes, Output, Stats
-from quire.control.pictures import Pictures
-from quire.control.recent import Recent
-from quire.control.recovery import Restarts, recover
+from quire.control.checked import CheckedMethod, make_checked_method
+from quire.control.decoding import method_context
+from quire.control.edge import EngineLimits, check_images, check_salt
+from quire.control.matching import build_masks
+from quire.control.outcomes import BranchOutput, EngineStats, OutputBuilder
+from quire.control.pictures import ImageRegistry
+from quire.control.recent import StepHistory
+from quire.control.recovery import RunnerRestarter, recover
 from quire.control.request import Request, Sequence
-from quire.control.rest import PREFIX, Rest
-from quire.control.runners import Holding, Runner
+from quire.control.rest import PREFIX_PARAMS, SleepController
+from quire.control.runners import DeferredMaskRunner, Runner
 from quire.control.scheduler import Scheduler
-from quire.control.turns import Turns
+from quire.control.turns import SharedMemoryGroup
 from quire.errors import EngineDead, InputError, PrefixesFull, PrefixTaken, PromptTooLong, RanksLost
-from quire.vocabulary.media import Medium, Pixels
+from quire.vocabulary.media import ImageItem, ImagePixels
 from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.pictures import Tiling
+from quire.vocabulary.pictures import ImageTiling
 from quire.vocabulary.plan import StepPlan
 from quire.vocabulary.seeds import branch_seed
-from quire.vocabulary.structured import Maker
+from quire.vocabulary.structured import GrammarCompiler
 
 
-class Accepted(NamedTuple):
+class ValidatedRequest(NamedTuple):
     """A request that passed every check and isn't queued yet."""
 
     tokens: list[int]
     max_tokens: int
     width: int
-    method: Checked | None
-    media: tuple[Medium, ...]
+    method: CheckedMethod | None
+    images: tuple[ImageItem, ...]
 
 
 class Engine:
@@ -51,36 +51,36 @@ class Engine:
         self,
         scheduler: Scheduler,
         runner: Runner,
-        limits: Limits,
+        limits: EngineLimits,
         *,
         clock: Callable[[], float],
         seed: int = 0,
         depth: int | None = None,
-        tiling: Tiling | None = None,
+        tiling: ImageTiling | None = None,
         pooling: str = "last",
     ) -> None:
         """`tiling` is how the model's pictures are cut; None: they are taken as they come. `pooling`: that of requests
         that leave it to the engine."""
         self.scheduler, self.runner, self.limits, self.clock = scheduler, runner, limits, clock
-        self.pooling, self.pictures = pooling, Pictures(tiling)
+        self.pooling, self.image_registry = pooling, ImageRegistry(tiling)
         self.depth = depth or runner.depth
         self.seed = seed
         self.requests: dict[str, Request] = {}
-        self.flight: deque[tuple[StepPlan, Any]] = deque()
-        self.held = False  # the last of them waits for masks
-        scheduler.late = self.depth > 1 and isinstance(runner, Holding)
-        self.outbox: list[Output] = []  # outputs that no step brought: aborts
-        self.stats = Stats()
-        self.recent: Recent | None = None  # the last steps, while somebody watches
-        self.outcomes = Outcomes(self.stats)
-        self.added = self.batches = 0
-        self.ended = 0  # requests, those ended by a stop string aside
-        self.turns: Turns | None = None  # with engines that have the memory in common
-        self.restarts: Restarts | None = None  # what to do once the runner is lost; None: nothing
-        self.again: set[str] = set()  # requests that compute registered prefixes once more
-        self.prefixes: dict[str, int] = {}  # registered ones, and those being computed: their lengths
-        self.rest = Rest(self)
-        self.grammars: Maker | None = None  # where fronts send forms of outputs to it
+        self.in_flight: deque[tuple[StepPlan, Any]] = deque()
+        self.is_awaiting_masks = False  # the last of them waits for masks
+        scheduler.deferred_masks = self.depth > 1 and isinstance(runner, DeferredMaskRunner)
+        self.pending_outputs: list[BranchOutput] = []  # outputs that no step brought: aborts
+        self.stats = EngineStats()
+        self.step_history: StepHistory | None = None  # the last steps, while somebody watches
+        self.output_builder = OutputBuilder(self.stats)
+        self.num_added = self.num_batches = 0
+        self.num_ended = 0  # requests, those ended by a stop string aside
+        self.shared_memory_group: SharedMemoryGroup | None = None  # with engines that have the memory in common
+        self.restarter: RunnerRestarter | None = None  # what to do once the runner is lost; None: nothing
+        self.prefix_recompute_ids: set[str] = set()  # requests that compute registered prefixes once more
+        self.prefix_lengths: dict[str, int] = {}  # registered ones, and those being computed: their lengths
+        self.sleep_controller = SleepController(self)
+        self.grammar_compiler: GrammarCompiler | None = None  # where fronts send forms of outputs to it
 
     # In
 
@@ -92,14 +92,20 @@ class Engine:
         *,
         salt: str = "",
         prefix: str | None = None,
-        waits: bool = False,
-        media: tuple[Medium, ...] = (),
-        pixels: Seq[Pixels] = (),
+        may_wait: bool = False,
+        images: tuple[ImageItem, ...] = (),
+        pixels: Seq[ImagePixels] = (),
     ) -> None:
-        """Queue a request. Raises InputError (PromptTooLong) or Overloaded, and then nothing changed. `waits`: its
+        """Queue a request. Raises InputError (PromptTooLong) or Overloaded, and then nothing changed. `may_wait`: its
         method may leave its branches to whoever added it (text.session)."""
         self.add_all(
-            [(id, prompt)], params, salt=salt, prefix=prefix, waits=waits, media=[media] if media else (), pixels=pixels
+            [(id, prompt)],
+            params,
+            salt=salt,
+            prefix=prefix,
+            may_wait=may_wait,
+            images=[images] if images else (),
+            pixels=pixels,
         )
 
     def add_all(
@@ -109,75 +115,83 @@ class Engine:
         *,
         salt: str = "",
         prefix: str | None = None,
-        waits: bool = False,
-        media: Seq[tuple[Medium, ...]] = (),
-        pixels: Seq[Pixels] = (),
+        may_wait: bool = False,
+        images: Seq[tuple[ImageItem, ...]] = (),
+        pixels: Seq[ImagePixels] = (),
         client: str = "",
     ) -> None:
         """Queue a request for each (id, prompt), all or none. Raises as `add`. They are one batch of `client`'s: see
-        quire.control.queue. `media` are the pictures of each prompt,
+        quire.control.queue. `images` are the pictures of each prompt,
         where there are any, and `pixels` those of all of them; the runner gets what it hasn't. `params` are resolved
         already (see quire.text.stream): words are token ids here."""
-        self.rest.check_awake()
+        self.sleep_controller.check_awake()
         waiting = self.scheduler.waiting
-        self.limits.check_queue(len(prompts), waiting.batches, len(waiting))
+        self.limits.check_queue(len(prompts), waiting.num_batches, len(waiting))
         check_salt(salt)
-        params = self.limits.settled(params, self.pooling, self.scheduler.part is not None)
-        accepted: dict[str, Accepted] = {}
+        params = self.limits.resolved(params, self.pooling, self.scheduler.clip_chunk is not None)
+        accepted: dict[str, ValidatedRequest] = {}
         for i, (id, prompt) in enumerate(prompts):
             if id in self.requests or id in accepted:
                 raise InputError(f"request id {id[:80]!r} is in use", "request_id")
-            accepted[id] = self._accept(prompt, params, waits, tuple(media[i]) if media else ())
-        if media:
-            joins = not self.scheduler.memory.geometry.sight
-            self.pictures.check([one.media for one in accepted.values()], pixels, joins)
-        self.batches += 1
+            accepted[id] = self._validate(prompt, params, may_wait, tuple(images[i]) if images else ())
+        if images:
+            joins = not self.scheduler.memory.kv_config.sight
+            self.image_registry.check([one.images for one in accepted.values()], pixels, joins)
+        self.num_batches += 1
         for id, one in accepted.items():
-            self._queue(id, one, params, salt, prefix, client)
-        for picture in self.pictures.keep(pixels):
-            self.say(self.runner.see, picture)
+            self._enqueue(id, one, params, salt, prefix, client)
+        for picture in self.image_registry.take_new(pixels):
+            self.send_to_runner(self.runner.add_image, picture)
 
-    def _accept(self, prompt: Seq[int], params: SamplingParams, waits: bool, media: tuple[Medium, ...]) -> Accepted:
-        geometry = self.scheduler.memory.geometry
-        tokens = self.limits.tokens(prompt, () if geometry.sight else media)
-        if media and params.prompt_logprobs is not None and max(tokens) >= self.limits.vocab_size:
+    def _validate(
+        self, prompt: Seq[int], params: SamplingParams, may_wait: bool, images: tuple[ImageItem, ...]
+    ) -> ValidatedRequest:
+        geometry = self.scheduler.memory.kv_config
+        tokens = self.limits.check_prompt(prompt, () if geometry.sight else images)
+        if images and params.prompt_logprobs is not None and max(tokens) >= self.limits.vocab_size:
             raise InputError(
                 f"prompt_logprobs is {params.prompt_logprobs}, and token {max(tokens)}, which stands for a picture, is "
                 f"none of the {self.limits.vocab_size} that have log-probabilities",
                 "prompt_logprobs",
             )
-        method = checked_method(params, self.limits.vocab_size, waits)
+        method = make_checked_method(params, self.limits.vocab_size, may_wait)
         width = params.width if method is None else method.width
         fits, max_seqs = self.scheduler.memory.fits, self.scheduler.max_seqs
-        check_media(media, tokens, geometry)
-        if media:
-            fits = partial(fits, media=media)
-        if geometry.both_ways and len(tokens) > self.scheduler.budget:
+        check_images(images, tokens, geometry)
+        if images:
+            fits = partial(fits, images=images)
+        if geometry.both_ways and len(tokens) > self.scheduler.token_budget:
             raise PromptTooLong(
                 f"the prompt has {len(tokens)} tokens, which attend to one another both ways: one step computes all of "
-                f"them, and a step has {self.scheduler.budget} at most (--max-num-batched-tokens)",
+                f"them, and a step has {self.scheduler.token_budget} at most (--max-num-batched-tokens)",
                 "prompt",
             )
-        max_tokens = self.limits.max_tokens(len(tokens), params, width, max_seqs, fits)
+        max_tokens = self.limits.resolve_max_tokens(len(tokens), params, width, max_seqs, fits)
         if method is not None:
-            method.settle(context_of(params, max_tokens, self.scheduler.eos_ids))
-        return Accepted(tokens, max_tokens, width, method, media)
+            method.resolve_top(method_context(params, max_tokens, self.scheduler.eos_ids))
+        return ValidatedRequest(tokens, max_tokens, width, method, images)
 
-    def _queue(
-        self, id: str, accepted: Accepted, params: SamplingParams, salt: str, prefix: str | None, client: str = ""
+    def _enqueue(
+        self,
+        id: str,
+        validated: ValidatedRequest,
+        params: SamplingParams,
+        salt: str,
+        prefix: str | None,
+        client: str = "",
     ) -> None:
-        seed = params.seed % 2**63 if params.seed is not None else branch_seed(self.seed, self.added << 20)
-        self.added += 1
-        seq = Sequence(self.scheduler.new_id(), accepted.tokens, seed=seed, salt=salt)
-        seq.media = accepted.media
-        seq.matcher = None if params.grammar is None else params.grammar.matcher()
-        seq.branches, seq.final = accepted.width - 1, len(accepted.tokens) + accepted.max_tokens
+        seed = params.seed % 2**63 if params.seed is not None else branch_seed(self.seed, self.num_added << 20)
+        self.num_added += 1
+        seq = Sequence(self.scheduler.new_seq_id(), validated.tokens, seed=seed, cache_salt=salt)
+        seq.images = validated.images
+        seq.matcher = None if params.grammar is None else params.grammar.new_matcher()
+        seq.num_forks, seq.max_total_len = validated.width - 1, len(validated.tokens) + validated.max_tokens
         if params.prompt_logprobs is not None or params.pooling == "mean":  # all of its rows count
-            seq.reusable = 0
-        request = Request(id, seq, params, arrival=self.clock(), max_tokens=accepted.max_tokens)
-        request.method, request.prefix, request.media = accepted.method, prefix, accepted.media
-        request.client, request.batch = client, self.batches
-        self.pictures.came(accepted.media)
+            seq.max_prefix_hit = 0
+        request = Request(id, seq, params, arrival_time=self.clock(), max_tokens=validated.max_tokens)
+        request.method, request.prefix_name, request.images = validated.method, prefix, validated.images
+        request.client, request.batch_id = client, self.num_batches
+        self.image_registry.add_request(validated.images)
         self.requests[id] = request
         self.scheduler.add(request)
 
@@ -187,10 +201,10 @@ class Engine:
         if request is None:
             return
         request.aborted = True
-        told = [seq for seq in request.live if seq.finish is None]
+        told = [seq for seq in request.live_seqs if seq.finish_reason is None]
         for seq in told:
             self.scheduler.finish(request, seq, "abort")
-        self.outbox += self.told(self.outcomes.aborted(request, told))
+        self.pending_outputs += self.finish_outputs(self.output_builder.build_aborted(request, told))
 
     def stop(self, id: str, branch: int, reason: str) -> bool | None:
         """End a branch whose text has a stop string, as its reader found: no output tells of it. Unknown ones and those
@@ -200,202 +214,216 @@ class Engine:
         What a method's readers see before its end is what all its branches agree on, so all of them end."""
         request = self.requests.get(id)
         if request is not None and request.method is not None:
-            return self._stop_all(request, reason)
-        seq = next((seq for seq in request.live if seq.index == branch), None) if request is not None else None
-        if request is None or seq is None or seq.finish is not None:
+            return self._stop_branches(request, reason)
+        seq = (
+            next((seq for seq in request.live_seqs if seq.branch_index == branch), None)
+            if request is not None
+            else None
+        )
+        if request is None or seq is None or seq.finish_reason is not None:
             return False
-        if any(_awaits(other, seq) for other in request.live):
+        if any(_waits_for_prefix_of(other, seq) for other in request.live_seqs):
             return None
         self.scheduler.finish(request, seq, "stop", reason)
-        ended = self.outcomes.stopped(request, seq)
+        ended = self.output_builder.record_stop(request, seq)
         if ended:
-            self._forget(request)
+            self._remove_request(request)
         return ended
 
-    def _forget(self, request: Request) -> None:
+    def _remove_request(self, request: Request) -> None:
         """A request has ended. The runner keeps no picture that only this one had."""
         del self.requests[request.id]
-        for key in self.pictures.left(request.media):
-            self.say(self.runner.forget, key)
+        for key in self.image_registry.remove_request(request.images):
+            self.send_to_runner(self.runner.remove_image, key)
 
-    def say(self, say: Callable[[Any], None], what: Any) -> None:
+    def send_to_runner(self, send: Callable[[Any], None], item: Any) -> None:
         """Say what the runner is to keep. To one that is lost it will be said when there is another one."""
         try:
-            say(what)
+            send(item)
         except RanksLost:
-            if self.restarts is None:
+            if self.restarter is None:
                 raise
 
-    def _stop_all(self, request: Request, reason: str) -> bool:
+    def _stop_branches(self, request: Request, reason: str) -> bool:
         request.aborted = True  # no more is told of it
-        for seq in [seq for seq in request.live if seq.finish is None]:
+        for seq in [seq for seq in request.live_seqs if seq.finish_reason is None]:
             self.scheduler.finish(request, seq, "stop", reason)
-        self.outcomes.stopped_together(request)
-        self._forget(request)
+        self.output_builder.record_stop_of_all(request)
+        self._remove_request(request)
         return True
 
     def register_prefix(self, name: str, tokens: Seq[int]) -> None:
         """Compute `tokens` and pin them as the prefix `name` (PagedAttention §4.4); an output of request "prefix:NAME"
         tells when it is ready, or by finish_reason "error" that it is not. PrefixTaken, PrefixesFull, or as `add`."""
         memory = self.scheduler.memory
-        if self.scheduler.part is not None:
+        if self.scheduler.clip_chunk is not None:
             raise PrefixesFull(
                 f"the prefix {name[:60]!r} can't be kept: what is left of a prompt in this model depends on all of it",
                 "prefix",
             )
-        if name in self.prefixes:
+        if name in self.prefix_lengths:
             raise PrefixTaken(f"a prefix called {name[:60]!r} is registered already", "name")
-        if memory.prefixes is None or not memory.prefixes.room(len(tokens)):
+        if memory.prefix_cache is None or not memory.prefix_cache.can_pin(len(tokens)):
             raise PrefixesFull(
                 f"a prefix of {len(tokens)} tokens exceeds what is left of what is kept for prefixes (--prefix-tokens)",
                 "prefix",
             )
-        self.add(f"prefix:{name}", tokens, PREFIX, prefix=name)
-        self.prefixes[name] = len(tokens)
+        self.add(f"prefix:{name}", tokens, PREFIX_PARAMS, prefix=name)
+        self.prefix_lengths[name] = len(tokens)
 
-    def compute_prefix(self, name: str, tokens: Seq[int]) -> None:
+    def recompute_prefix(self, name: str, tokens: Seq[int]) -> None:
         """Again, as the memory has lost it; whatever waits in the queue."""
-        self._queue(f"prefix:{name}", self._accept(tokens, PREFIX, False, ()), PREFIX, "", name)
+        self._enqueue(f"prefix:{name}", self._validate(tokens, PREFIX_PARAMS, False, ()), PREFIX_PARAMS, "", name)
 
     def release_prefix(self, name: str) -> bool:
         """Let go of a prefix. False if there is none of that name."""
-        if self.prefixes.pop(name, None) is None:
+        if self.prefix_lengths.pop(name, None) is None:
             return False
-        if self.rest.prefixes.pop(name, None) is not None:  # it is to be computed when the engine wakes up
+        if (
+            self.sleep_controller.saved_prefixes.pop(name, None) is not None
+        ):  # it is to be computed when the engine wakes up
             return True
         request = self.requests.get(f"prefix:{name}")
-        if request is not None and request.prefix == name:
+        if request is not None and request.prefix_name == name:
             self.abort(request.id)
-        assert self.scheduler.memory.prefixes is not None, "a prefix was registered where none is kept"
-        self.scheduler.memory.prefixes.unpin(name)
+        assert self.scheduler.memory.prefix_cache is not None, "a prefix was registered where none is kept"
+        self.scheduler.memory.prefix_cache.unpin(name)
         return True
 
     def reset_prefix_cache(self) -> int:
         """Forget every cached prefix and picture; registered prefixes stay. Requests that run keep what they hold, and
         nobody else finds it. Returns the number of pages that were emptied."""
-        prefixes = self.scheduler.memory.prefixes
+        prefixes = self.scheduler.memory.prefix_cache
         return 0 if prefixes is None else prefixes.reset()
 
     # Step
 
     @property
-    def unfinished(self) -> bool:
+    def has_unfinished_requests(self) -> bool:
         """There is work or output left."""
-        return bool(self.outbox) or self.scheduler.unfinished
+        return bool(self.pending_outputs) or self.scheduler.has_unfinished_requests
 
-    def step(self) -> list[Output]:
+    def step(self) -> list[BranchOutput]:
         """Plan and submit until `depth` steps are in flight, then take in the oldest. Returns what it brought: nothing
         if all that is left waits for its caller, or for engines that have the memory in common. EngineDead if nothing
         can be done and nobody is waited for; Overloaded if those engines wait for their callers."""
-        outputs, self.outbox = self.outbox, []
-        if self.turns is not None and self.turns.passes(self):
+        outputs, self.pending_outputs = self.pending_outputs, []
+        if self.shared_memory_group is not None and self.shared_memory_group.should_skip_step(self):
             return outputs
         try:
             idle = not self._advance(outputs) and not outputs
         except RanksLost as lost:
             return outputs + recover(self, lost)
-        if idle and self.scheduler.unfinished and not any(map(_waits, self.scheduler.running)):
-            self._stuck()
+        if idle and self.scheduler.has_unfinished_requests and not any(map(_waits_for_caller, self.scheduler.running)):
+            self._handle_no_progress()
         return outputs
 
-    def check(self) -> None:
-        """While nothing is to be done: notice a runner, which has a `check`, that is lost, and go on with another."""
+    def check_runner(self) -> None:
+        """While nothing is to be done: notice a runner, which has a `check_runner`, that is lost, and go on with "
+        "another."""
         try:
             self.runner.check()  # type: ignore[attr-defined]
         except RanksLost as lost:
-            self.outbox += recover(self, lost)
+            self.pending_outputs += recover(self, lost)
 
-    def ahead(self) -> bool:
+    def step_for_others(self) -> bool:
         """A step for the sake of others, whose outputs the next `step` returns. Whether there was anything to do."""
-        return self._advance(self.outbox)
+        return self._advance(self.pending_outputs)
 
-    def _advance(self, outputs: list[Output]) -> bool:
+    def _advance(self, outputs: list[BranchOutput]) -> bool:
         """Plan and submit, and add what the oldest step in flight brings to `outputs`. False if there is none."""
-        while len(self.flight) < self.depth and not self.held:
+        while len(self.in_flight) < self.depth and not self.is_awaiting_masks:
             plan = self.scheduler.schedule()
             if plan is None:
                 break
-            self._planned(plan)
+            self._record_plan(plan)
             self._submit(plan)
-        if not self.flight:
+        if not self.in_flight:
             return False
-        plan, ticket = self.flight.popleft()
+        plan, ticket = self.in_flight.popleft()
         result = self.runner.collect(ticket)
         self.stats.step_seconds += result.seconds
-        self.stats.idle_seconds += result.idle
-        self.stats.computed_tokens += sum(len(row.tokens) for row in plan.rows)
-        if self.recent is not None:
-            self.recent.collected(self.stats.steps - len(self.flight), result.seconds)
+        self.stats.idle_seconds += result.idle_seconds
+        self.stats.computed_tokens += sum(len(row.tokens) for row in plan.slices)
+        if self.step_history is not None:
+            self.step_history.record_result(self.stats.steps - len(self.in_flight), result.seconds)
         events = self.scheduler.update(plan, result)
-        if self.held and len(self.flight) == 1:
-            self._release()
-        outputs += self.told(self.outcomes.of(events, self.clock()))
+        if self.is_awaiting_masks and len(self.in_flight) == 1:
+            self._submit_masks()
+        outputs += self.finish_outputs(self.output_builder.build(events, self.clock()))
         return True
 
     def _submit(self, plan: StepPlan) -> None:
         """Hand a plan to the runner. What the rows of a grammar may draw depends on all tokens before: with steps in
         flight they begin, and draw once those are taken in."""
-        if not self.scheduler.late or not self.scheduler.matched:
-            self.flight.append((plan, self.runner.submit(plan)))
+        if not self.scheduler.deferred_masks or not self.scheduler.num_grammar_requests:
+            self.in_flight.append((plan, self.runner.submit(plan)))
             return
-        assert isinstance(self.runner, Holding), "masks may be late"
-        self.held = True
-        self.flight.append((plan, self.runner.hold(plan)))
-        if len(self.flight) == 1:
-            self._release()
+        assert isinstance(self.runner, DeferredMaskRunner), "masks may be late"
+        self.is_awaiting_masks = True
+        self.in_flight.append((plan, self.runner.submit_without_masks(plan)))
+        if len(self.in_flight) == 1:
+            self._submit_masks()
 
-    def _release(self) -> None:
-        assert isinstance(self.runner, Holding), "masks may be late"
-        plan, ticket = self.flight.pop()
-        self.flight.append((plan, self.runner.release(ticket, masks_of(plan.rows, self.scheduler.by_slot))))
-        self.held = False
+    def _submit_masks(self) -> None:
+        assert isinstance(self.runner, DeferredMaskRunner), "masks may be late"
+        plan, ticket = self.in_flight.pop()
+        self.in_flight.append(
+            (plan, self.runner.submit_masks(ticket, build_masks(plan.slices, self.scheduler.by_slot)))
+        )
+        self.is_awaiting_masks = False
 
-    def _stuck(self) -> None:
+    def _handle_no_progress(self) -> None:
         """Nothing can be planned: others hold the memory, or something is wrong."""
-        if self.turns is None or len(self.turns.engines) == 1:
+        if self.shared_memory_group is None or len(self.shared_memory_group.engines) == 1:
             raise EngineDead(f"no progress: {len(self.scheduler.waiting)} requests wait and nothing can be planned")
-        self.turns.give_way(self)
+        self.shared_memory_group.yield_to_others(self)
 
-    def _planned(self, plan: StepPlan) -> None:
+    def _record_plan(self, plan: StepPlan) -> None:
         self.stats.steps += 1
-        self.stats.rows += len(plan.rows)
-        if self.recent is not None:
-            self.recent.planned(self.stats.steps, plan)
-        for birth in plan.births:
+        self.stats.rows += len(plan.slices)
+        if self.step_history is not None:
+            self.step_history.record_plan(self.stats.steps, plan)
+        for birth in plan.new_slots:
             # Whoever was swapped in without a row, a step being in flight, may have left again, its slot be another's.
             resident = self.scheduler.by_slot.get(birth.slot)
-            if birth.parent >= 0 or resident is None or resident[1].id != birth.seq:
+            if birth.parent_slot >= 0 or resident is None or resident[1].id != birth.seq_id:
                 continue
             request = resident[0]
-            if request.scheduled is None:
-                request.scheduled = self.clock()
+            if request.scheduled_time is None:
+                request.scheduled_time = self.clock()
                 self.stats.prompt_tokens += birth.prompt_len
 
-    def told(self, outputs: list[Output]) -> list[Output]:
-        """Forget the requests that these outputs end, and prefixes not registered; nobody hears of those in `again`."""
-        asked = [output for output in outputs if output.request not in self.again] if self.again else outputs
+    def finish_outputs(self, outputs: list[BranchOutput]) -> list[BranchOutput]:
+        """Forget the requests that these outputs end, and prefixes not registered; nobody hears of those in "
+        "`prefix_recompute_ids`."""
+        asked = (
+            [output for output in outputs if output.request_id not in self.prefix_recompute_ids]
+            if self.prefix_recompute_ids
+            else outputs
+        )
         for output in outputs:
             if output.done:
-                self.ended += 1
-                self.again.discard(output.request)
-                request = self.requests[output.request]
-                self._forget(request)
-                if request.prefix is not None and output.finish_reason in ("abort", "error"):
-                    self.prefixes.pop(request.prefix, None)
+                self.num_ended += 1
+                self.prefix_recompute_ids.discard(output.request_id)
+                request = self.requests[output.request_id]
+                self._remove_request(request)
+                if request.prefix_name is not None and output.finish_reason in ("abort", "error"):
+                    self.prefix_lengths.pop(request.prefix_name, None)
         return asked
 
     def close(self) -> None:
         """Release the runner. The engine can't be used afterwards."""
-        self.flight.clear()
+        self.in_flight.clear()
         self.runner.close()
 
 
-def _awaits(other: Sequence, seq: Sequence) -> bool:
+def _waits_for_prefix_of(other: Sequence, seq: Sequence) -> bool:
     """`seq` is still to compute what `other` shares with it."""
-    computing = seq.sibling is not None or seq.planned < other.planned
-    return other.sibling is seq and other.finish is None and computing
+    computing = seq.prefix_source is not None or seq.planned < other.planned
+    return other.prefix_source is seq and other.finish_reason is None and computing
 
 
-def _waits(request: Request) -> bool:
+def _waits_for_caller(request: Request) -> bool:
     """Its branches have all that they asked for: whoever added it says how they go on."""
-    return request.method is not None and len(request.candidates) == len(request.live)
+    return request.method is not None and len(request.candidates) == len(request.live_seqs)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from quire.vocabulary.media import Pixels
-from quire.vocabulary.plan import Mask, StepPlan, StepResult
-from quire.vocabulary.specs import Geometry
+from quire.vocabulary.media import ImagePixels
+from quire.vocabulary.plan import StepPlan, StepResult, TokenBitmask
+from quire.vocabulary.specs import KVCacheConfig
 
 
 class Runner(Protocol):
@@ -15,15 +15,15 @@ class Runner(Protocol):
 
     depth: int
 
-    def bind(self, geometry: Geometry) -> None:
+    def bind(self, kv_config: KVCacheConfig) -> None:
         """Allocate the tensors of a memory."""
         ...
 
-    def see(self, pixels: Pixels) -> None:
+    def add_image(self, pixels: ImagePixels) -> None:
         """Keep a picture: plans that are submitted from now on may encode it."""
         ...
 
-    def forget(self, key: bytes) -> None:
+    def remove_image(self, key: bytes) -> None:
         """No plan that isn't submitted yet encodes this picture. Unknown ones pass."""
         ...
 
@@ -42,7 +42,7 @@ class Runner(Protocol):
 
 
 @runtime_checkable
-class Sleeping(Protocol):
+class SleepableRunner(Protocol):
     """A runner that can let go of its memory and take it back. No step is in flight when it is asked to."""
 
     def sleep(self, level: int) -> None:
@@ -57,14 +57,14 @@ class Sleeping(Protocol):
 
 
 @runtime_checkable
-class Holding(Protocol):
+class DeferredMaskRunner(Protocol):
     """A runner that can begin a step before it is known what its rows may draw, so that masks are made while the device
     computes."""
 
-    def hold(self, plan: StepPlan) -> Any:
-        """As `submit`, but for the draws; no plan follows before `release`."""
+    def submit_without_masks(self, plan: StepPlan) -> Any:
+        """As `submit`, but for the draws; no plan follows before `submit_masks`."""
         ...
 
-    def release(self, ticket: Any, masks: tuple[Mask, ...]) -> Any:
+    def submit_masks(self, ticket: Any, masks: tuple[TokenBitmask, ...]) -> Any:
         """Go on with a step that is held; its ticket."""
         ...

@@ -9,52 +9,60 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from quire.errors import Overloaded
-from quire.vocabulary.plan import Table
+from quire.vocabulary.plan import TableWrite
 
 if TYPE_CHECKING:
     from quire.control.engine import Engine
 
 
-class Turns:
-    """The engines of a memory. `short` are those that found no room, and what had ended elsewhere then."""
+class SharedMemoryGroup:
+    """The engines of a memory. `blocked` are those that found no room, and what had ended elsewhere then."""
 
     def __init__(self) -> None:
         self.engines: list[Engine] = []
-        self.short: dict[Engine, int] = {}
+        self.blocked: dict[Engine, int] = {}
 
     def add(self, engine: Engine) -> None:
         """It has a part of the memory."""
         self.engines.append(engine)
-        engine.turns = self
+        engine.shared_memory_group = self
         memory = engine.scheduler.memory
-        engine.scheduler.pressing = lambda: any(type(entry) is not Table for entry in getattr(memory, "entries", ()))
+        engine.scheduler.memory_contended = lambda: any(
+            type(entry) is not TableWrite for entry in getattr(memory, "page_ops", ())
+        )
 
-    def leave(self, engine: Engine) -> None:
+    def remove(self, engine: Engine) -> None:
         """It has none any more."""
         self.engines.remove(engine)
-        self.short.pop(engine, None)
+        self.blocked.pop(engine, None)
 
-    def passes(self, engine: Engine) -> bool:
+    def should_skip_step(self, engine: Engine) -> bool:
         """Whether the engine lets this step go by: it was short, and nothing has ended elsewhere. The others went on
         instead."""
-        if engine.scheduler.unfinished and self.short.get(engine) == self._ended(engine) and self._others(engine):
+        if (
+            engine.scheduler.has_unfinished_requests
+            and self.blocked.get(engine) == self._ended_elsewhere(engine)
+            and self._step_others(engine)
+        ):
             return True
-        self.short.pop(engine, None)
+        self.blocked.pop(engine, None)
         return False
 
-    def give_way(self, engine: Engine) -> None:
+    def yield_to_others(self, engine: Engine) -> None:
         """The engine found no room, with nothing in memory that it could preempt. The others go on; Overloaded if they
         can't, as they wait for their callers."""
-        self.short[engine] = self._ended(engine)
-        if not self._others(engine):
-            self.short.pop(engine)
+        self.blocked[engine] = self._ended_elsewhere(engine)
+        if not self._step_others(engine):
+            self.blocked.pop(engine)
             raise Overloaded(
                 "models that share the KV memory hold it, and wait for their callers: leave their sessions"
             )
 
-    def _others(self, engine: Engine) -> bool:
-        went = [other.ahead() for other in self.engines if other is not engine]  # all of them, not up to the first
+    def _step_others(self, engine: Engine) -> bool:
+        went = [
+            other.step_for_others() for other in self.engines if other is not engine
+        ]  # all of them, not up to the first
         return any(went)
 
-    def _ended(self, engine: Engine) -> int:
-        return sum(other.ended for other in self.engines if other is not engine)
+    def _ended_elsewhere(self, engine: Engine) -> int:
+        return sum(other.num_ended for other in self.engines if other is not engine)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 
 from quire.control.memory import Account
-from quire.vocabulary.specs import Geometry
+from quire.vocabulary.specs import KVCacheConfig
 
 
-def cache_facts(geometry: Geometry, max_len: int, account: Account) -> dict[str, object]:
+def kv_cache_info(geometry: KVCacheConfig, max_len: int, account: Account) -> dict[str, object]:
     """vLLM's names, and ours: `num_blocks` and `page_bytes` of each pool of pages, or of each group of layers where all
     have all of the memory in common, in large pages of `large_page_bytes`. `num_gpu_blocks` times `block_size`
     is the size in tokens, of which every layer takes a place."""
@@ -20,7 +20,7 @@ def cache_facts(geometry: Geometry, max_len: int, account: Account) -> dict[str,
         "page_bytes": [group.page_bytes for group in pools.values()],
     }
     if geometry.large_bytes:
-        tokens = geometry.in_large_pages()
+        tokens = geometry.tokens_in_large_pages()
     else:
         tokens = min(len(ids) // users[ids] // group.run_pages * group.run_tokens for ids, group in pools.items())
     facts: dict[str, object] = {name: ",".join(map(str, dict.fromkeys(sizes))) for name, sizes in shape.items()}

@@ -8,85 +8,93 @@ from collections.abc import Iterator
 
 from quire.control.engine import Engine
 from quire.errors import EngineDead, InputError, NotIdle, Overloaded
-from quire.link.messages import Answer, Care
+from quire.link.messages import AdminRequest, Reply
 
 RETRY_AFTER = 10  # seconds, after a wake-up that failed
 log = logging.getLogger("quire")
 
 
-class Caring:
+class AdminOps:
     """On the thread of `engine`. A sleep that waits for requests to end is answered once they have."""
 
     def __init__(self, engine: Engine) -> None:
-        self.engine, self.rest = engine, engine.rest
-        self._waiting: tuple[int, Care] | None = None  # a front, and the sleep that it asked for
+        self.engine, self.sleep_controller = engine, engine.sleep_controller
+        self._pending_sleep: tuple[int, AdminRequest] | None = None  # a front, and the sleep that it asked for
 
-    def do(self, front: int, message: Care) -> Answer | None:
+    def handle(self, client_index: int, message: AdminRequest) -> Reply | None:
         """The answer; None: it comes later."""
         try:
             if message.what == "reset":
-                return Answer(message.key, value=self.engine.reset_prefix_cache())
-            if message.what == "sleep" and not self._sleep(front, message):
+                return Reply(message.key, value=self.engine.reset_prefix_cache())
+            if message.what == "sleep" and not self._request_sleep(client_index, message):
                 return None
             if message.what == "wake":
-                self._wake(message)
-            return self._said(message.key)
+                self._wake_up(message)
+            return self._status_reply(message.key)
         except Exception as error:
-            return self._failed(message, error)
+            return self._error_reply(message, error)
 
-    def _failed(self, message: Care, error: Exception) -> Answer:
+    def _error_reply(self, message: AdminRequest, error: Exception) -> Reply:
         """What is told of it: what was asked wrongly, or that the log knows. An engine that is dead raises."""
         if isinstance(error, InputError):
-            return Answer(message.key, error)
+            return Reply(message.key, error)
         if isinstance(error, EngineDead):
             raise error
-        log.error("%s failed (level %d, away: %s)", message.what, self.rest.level, self.rest.away, exc_info=error)
+        log.error(
+            "%s failed (level %d, away: %s)",
+            message.what,
+            self.sleep_controller.level,
+            self.sleep_controller.released_tags,
+            exc_info=error,
+        )
         text = f"{message.what} failed: the log says why, and GET /is_sleeping how the engine is now"
-        return Answer(message.key, Overloaded(text, RETRY_AFTER))
+        return Reply(message.key, Overloaded(text, RETRY_AFTER))
 
-    def _sleep(self, front: int, message: Care) -> bool:
+    def _request_sleep(self, client_index: int, message: AdminRequest) -> bool:
         """Whether it does; else it waits."""
-        self.rest.check_level(message.level)
-        if self._waiting is not None:
+        self.sleep_controller.check_level(message.level)
+        if self._pending_sleep is not None:
             raise NotIdle("the engine is about to sleep already, once its requests have ended")
-        if message.mode == "refuse" or not self.engine.unfinished:
-            self._fall(message)
+        if message.mode == "refuse" or not self.engine.has_unfinished_requests:
+            self._enter_sleep(message)
             return True
         if message.mode == "abort":
             for id in list(self.engine.requests):
                 self.engine.abort(id)
-        self._waiting, self.rest.soon = (front, message), True
+        self._pending_sleep, self.sleep_controller.is_sleep_pending = (client_index, message), True
         return False
 
-    def _fall(self, message: Care) -> None:
-        before = self.rest.level
-        self.rest.sleep(message.level)
-        if self.rest.level != before:
-            log.warning("the engine sleeps (level %d)", self.rest.level)
+    def _enter_sleep(self, message: AdminRequest) -> None:
+        before = self.sleep_controller.level
+        self.sleep_controller.sleep(message.level)
+        if self.sleep_controller.level != before:
+            log.warning("the engine sleeps (level %d)", self.sleep_controller.level)
 
-    def _wake(self, message: Care) -> None:
-        self.rest.soon = False  # whoever waits for the sleep is told in `fall_asleep`
-        before = self.rest.level
-        self.rest.wake(message.tags)
-        if before and not self.rest.level:
+    def _wake_up(self, message: AdminRequest) -> None:
+        self.sleep_controller.is_sleep_pending = False  # whoever waits for the sleep is told in `fall_asleep`
+        before = self.sleep_controller.level
+        self.sleep_controller.wake(message.tags)
+        if before and not self.sleep_controller.level:
             log.warning("the engine is awake")
 
-    def fall_asleep(self) -> Iterator[tuple[int, Answer]]:
+    def finish_pending_sleep(self) -> Iterator[tuple[int, Reply]]:
         """The answer to a sleep that waited, and whose it is, if it is time."""
-        if self._waiting is None or (self.rest.soon and self.engine.unfinished):
+        if self._pending_sleep is None or (
+            self.sleep_controller.is_sleep_pending and self.engine.has_unfinished_requests
+        ):
             return
-        (front, message), self._waiting = self._waiting, None
-        if not self.rest.soon:
-            yield front, Answer(message.key, NotIdle("the engine was woken up before it slept"))
+        (front, message), self._pending_sleep = self._pending_sleep, None
+        if not self.sleep_controller.is_sleep_pending:
+            yield front, Reply(message.key, NotIdle("the engine was woken up before it slept"))
             return
-        self.rest.soon = False
+        self.sleep_controller.is_sleep_pending = False
         try:
-            self._fall(message)
-            yield front, self._said(message.key)
+            self._enter_sleep(message)
+            yield front, self._status_reply(message.key)
         except Exception as error:
-            yield front, self._failed(message, error)
+            yield front, self._error_reply(message, error)
 
-    def _said(self, key: int) -> Answer:
+    def _status_reply(self, key: int) -> Reply:
         """How it is."""
-        level, away = self.rest.level, self.rest.away
-        return Answer(key, value=json.dumps({"is_sleeping": level > 0, "level": level, "away": away}))
+        level, away = self.sleep_controller.level, self.sleep_controller.released_tags
+        return Reply(key, value=json.dumps({"is_sleeping": level > 0, "level": level, "away": away}))

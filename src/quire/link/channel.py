@@ -13,23 +13,24 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
-from quire.link.frames import Frames
+from quire.link.frames import FrameCodec
 
-AT_ONCE = 1 << 18  # bytes that are read at once
-MOST_WAITING = 1 << 28  # bytes that wait for the other side
+READ_SIZE = 1 << 18  # bytes that are read at once
+MAX_QUEUED_BYTES = 1 << 28  # bytes that wait for the other side
 log = logging.getLogger("quire.link")
 
 
 class Channel:
-    """Sends on `connection`, whose other side is called `name` in the log. Reading is the owner's. `drained` is called,
+    """Sends on `connection`, whose other side is called `name` in the log. Reading is the owner's. `on_drained` is
+    called,
     on the channel's thread, whenever nothing waits any more."""
 
-    def __init__(self, connection: socket.socket, name: str, drained: Callable[[], None] | None = None) -> None:
-        self.connection, self.name, self._drained = connection, name, drained
-        self._frames = Frames()
+    def __init__(self, connection: socket.socket, name: str, on_drained: Callable[[], None] | None = None) -> None:
+        self.connection, self.name, self._on_drained = connection, name, on_drained
+        self._frames = FrameCodec()
         self._lock = threading.Condition()
-        self._waiting: deque[bytes] = deque()
-        self._held = 0  # bytes
+        self._queue: deque[bytes] = deque()
+        self._queued_bytes = 0  # bytes
         self._open = True
         self._sender: threading.Thread | None = None
 
@@ -38,72 +39,72 @@ class Channel:
         with self._lock:
             if not self._open:
                 return False
-            frame = self._frames.write(kind, body)
-            sent = 0 if self._waiting else self._try(frame)
+            frame = self._frames.encode(kind, body)
+            sent = 0 if self._queue else self._try_send(frame)
             if sent < len(frame):
-                self._wait_with(frame[sent:])
+                self._enqueue(frame[sent:])
             return self._open
 
     @property
-    def held(self) -> int:
+    def queued_bytes(self) -> int:
         """Bytes that wait for the other side."""
-        return self._held
+        return self._queued_bytes
 
     def close(self, timeout: float = 1.0) -> None:
         """Send what waits, for so many seconds at the most, then nothing more."""
         with self._lock:
-            self._lock.wait_for(lambda: not (self._waiting and self._open), timeout)
-            self._shut()
+            self._lock.wait_for(lambda: not (self._queue and self._open), timeout)
+            self._shut_down()
 
-    def _try(self, frame: bytes) -> int:
+    def _try_send(self, frame: bytes) -> int:
         try:
             return self.connection.send(frame, socket.MSG_DONTWAIT)
         except (BlockingIOError, InterruptedError):
             return 0
         except OSError:  # the other side is gone: whoever reads hears of it
-            self._shut()
+            self._shut_down()
             return len(frame)
 
-    def _wait_with(self, rest: bytes) -> None:
-        if self._held + len(rest) > MOST_WAITING:
+    def _enqueue(self, rest: bytes) -> None:
+        if self._queued_bytes + len(rest) > MAX_QUEUED_BYTES:
             log.error("%s doesn't read what it is sent: %d bytes wait for it, at most %d may; it is left alone",
-                      self.name, self._held, MOST_WAITING)  # fmt: skip
-            self._shut()
+                      self.name, self._queued_bytes, MAX_QUEUED_BYTES)  # fmt: skip
+            self._shut_down()
             return
-        self._waiting.append(rest)
-        self._held += len(rest)
+        self._queue.append(rest)
+        self._queued_bytes += len(rest)
         if self._sender is None:
-            self._sender = threading.Thread(target=self._send_waiting, name="quire-link", daemon=True)
+            self._sender = threading.Thread(target=self._send_loop, name="quire-link", daemon=True)
             self._sender.start()
         self._lock.notify_all()
 
-    def _send_waiting(self) -> None:
+    def _send_loop(self) -> None:
         while True:
             with self._lock:
-                self._lock.wait_for(lambda: self._waiting or not self._open)
+                self._lock.wait_for(lambda: self._queue or not self._open)
                 if not self._open:
                     return
-                rest = self._waiting[0]
+                rest = self._queue[0]
             try:
                 self.connection.sendall(rest)
             except OSError:
                 with self._lock:
-                    self._shut()
+                    self._shut_down()
                 return
             with self._lock:
                 if not self._open:
                     return
-                self._waiting.popleft()
-                self._held -= len(rest)
-                drained = None if self._waiting else self._drained
+                self._queue.popleft()
+                self._queued_bytes -= len(rest)
+                drained = None if self._queue else self._on_drained
                 self._lock.notify_all()
             if drained is not None:
                 drained()
 
-    def _shut(self) -> None:
+    def _shut_down(self) -> None:
         self._open = False
-        self._waiting.clear()
-        self._held = 0
+        self._queue.clear()
+        self._queued_bytes = 0
         with suppress(OSError):
             self.connection.shutdown(socket.SHUT_RDWR)
         self._lock.notify_all()

@@ -11,19 +11,19 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-YOUNG = 50_000  # objects made and not freed between two collections of the youngest
+GC_THRESHOLD = 50_000  # objects made and not freed between two collections of the youngest
 
 
-def spare_the_loaded() -> None:
+def freeze_loaded_objects() -> None:
     """Call once everything is loaded: the collector leaves it alone from then on, and comes less often."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(YOUNG, 20, 50)
+    gc.set_threshold(GC_THRESHOLD, 20, 50)
     gc.enable()
 
 
 @contextmanager
-def paused() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """While torch is imported and a model is built: each collection would look at what the ones before it found to
     stay, a tenth of the time. Afterwards the collector is as it was, and what was made meanwhile counts as old: the
     next collection would look at all of it."""

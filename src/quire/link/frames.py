@@ -25,51 +25,52 @@ from quire.errors import (
     StartupError,
     UnknownPrefix,
 )
-from quire.link.media_frames import read_media, write_media
+from quire.link.media_frames import read_images, write_images
 from quire.link.messages import (
-    CARES,
-    MODES,
-    MOST_ID,
-    MOST_NUMBER,
-    MOST_REQUESTS,
-    MOST_TAGS,
-    Abort,
-    Add,
-    Answer,
-    Asked,
-    Care,
-    Died,
-    FromEngine,
-    FromFront,
-    Look,
-    Prefixes,
-    Register,
-    Release,
-    Stepped,
-    Stop,
+    ADMIN_OPERATIONS,
+    MAX_ID_CHARS,
+    MAX_NUMBER,
+    MAX_REQUESTS,
+    MAX_TAGS,
+    SLEEP_MODES,
+    AbortRequests,
+    AddRequests,
+    AdminRequest,
+    ClientMessage,
+    EngineExited,
+    EngineMessage,
+    ListPrefixes,
+    NewRequest,
+    RegisterPrefix,
+    ReleasePrefix,
+    Reply,
+    SnapshotRequest,
+    StepOutputs,
+    StopBranch,
 )
-from quire.link.stepped import read_stepped, write_stepped
-from quire.vocabulary.columns import MOST_BYTES, Reader, WireError, write_ints, write_runs
+from quire.link.stepped import read_step_outputs, write_step_outputs
+from quire.vocabulary.columns import MAX_FRAME_BYTES, FrameReader, WireError, write_ints, write_runs
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.structured import Structured
 
 VERSION = 1
 HEAD = struct.Struct("<BBHII")  # version, kind, 0, number, bytes of the body
-MOST_JSON = 1 << 24  # bytes
-MOST_TEXT = 1 << 16  # characters of an error
-MOST_CLIENT = 64  # characters of a client's name
+MAX_JSON_BYTES = 1 << 24  # bytes
+MAX_ERROR_CHARS = 1 << 16  # characters of an error
+MAX_CLIENT_CHARS = 64  # characters of a client's name
 COUNT = struct.Struct("<I")
-STOP = struct.Struct("<III")  # number, branch, bytes of the reason
+STOP_HEAD = struct.Struct("<III")  # number, branch, bytes of the reason
 KINDS = (
-    HELLO, ADD, ABORT, STOPPED, REGISTER, RELEASE, PREFIXES, PING, READY, FAILED, ANSWER, STEPPED, DIED, PONG, LOOK,
-    CARE,
+    INIT, ADD, ABORT, STOP, REGISTER_PREFIX, RELEASE_PREFIX, LIST_PREFIXES, PING, READY, START_FAILED, REPLY,
+    STEP_OUTPUTS, ENGINE_EXITED, PONG, SNAPSHOT,
+    ADMIN,
 ) = range(1, 17)  # fmt: skip
-ERRORS: dict[str, type[InputError]] = {
+INPUT_ERRORS: dict[str, type[InputError]] = {
     kind.__name__: kind for kind in (InputError, PromptTooLong, PrefixTaken, PrefixesFull, UnknownPrefix, NotIdle)
 }
 # Of parameters: the front's own. The form of an output goes as it is, to be compiled there.
-UNSENT = ("stop", "bad_words", "method", "stop_automaton", "structured_outputs", "grammar")
-DEFAULTS = {field.name: field.default for field in fields(SamplingParams) if field.name not in UNSENT}
+NOT_SENT_PARAMS = ("stop", "bad_words", "method", "stop_automaton", "structured_outputs", "grammar")
+DEFAULTS = {field.name: field.default for field in fields(SamplingParams) if field.name not in NOT_SENT_PARAMS}
 T = TypeVar("T")
 
 
@@ -80,7 +81,7 @@ class Frame(NamedTuple):
     body: memoryview
 
 
-class Frames:
+class FrameCodec:
     """The frames of one direction of a connection: numbers those that are written, and checks those that are read,
     which are of these `kinds`."""
 
@@ -89,17 +90,17 @@ class Frames:
         self._written = self._read = 0
         self._buffer = bytearray()
 
-    def write(self, kind: int, body: bytes) -> bytes:
+    def encode(self, kind: int, body: bytes) -> bytes:
         """The next frame. WireError beyond MOST_BYTES."""
-        if len(body) > MOST_BYTES:
-            raise WireError("frame", f"{len(body)} bytes, at most {MOST_BYTES} are sent")
+        if len(body) > MAX_FRAME_BYTES:
+            raise WireError("frame", f"{len(body)} bytes, at most {MAX_FRAME_BYTES} are sent")
         self._written += 1
         return HEAD.pack(VERSION, kind, 0, self._written & 0xFFFFFFFF, len(body)) + body
 
-    def feed(self, data: bytes) -> Iterator[Frame]:
+    def decode(self, data: bytes) -> Iterator[Frame]:
         """Frames that `data`, which came, completes. WireError for what is none."""
         if not self._buffer and len(data) >= HEAD.size:
-            kind, length = self._head(HEAD.unpack_from(data))
+            kind, length = self._check_head(HEAD.unpack_from(data))
             if len(data) == HEAD.size + length:  # as most come: one, and whole
                 self._read += 1
                 yield Frame(kind, memoryview(data)[HEAD.size :])
@@ -108,7 +109,7 @@ class Frames:
         at = 0
         try:
             while len(self._buffer) - at >= HEAD.size:
-                kind, length = self._head(HEAD.unpack_from(self._buffer, at))
+                kind, length = self._check_head(HEAD.unpack_from(self._buffer, at))
                 end = at + HEAD.size + length
                 if len(self._buffer) < end:
                     break
@@ -118,7 +119,7 @@ class Frames:
         finally:
             del self._buffer[:at]
 
-    def _head(self, head: tuple[int, ...]) -> tuple[int, int]:
+    def _check_head(self, head: tuple[int, ...]) -> tuple[int, int]:
         version, kind, zero, number, length = head
         if version != VERSION:
             raise WireError("version", f"it is {version}, only {VERSION} is read")
@@ -126,8 +127,8 @@ class Frames:
             raise WireError("kind", f"{kind} is no kind of frame")
         if number != (self._read + 1) & 0xFFFFFFFF:
             raise WireError("number", f"it is {number}, and {self._read + 1} comes next")
-        if length > MOST_BYTES:
-            raise WireError("length", f"{length} bytes are announced, at most {MOST_BYTES} are read")
+        if length > MAX_FRAME_BYTES:
+            raise WireError("length", f"{length} bytes are announced, at most {MAX_FRAME_BYTES} are read")
         return kind, length
 
 
@@ -141,8 +142,8 @@ def write_json(value: Any) -> bytes:
 
 def read_json(body: memoryview) -> dict[str, Any]:
     """The object in a body of JSON. WireError for anything else."""
-    if len(body) > MOST_JSON:
-        raise WireError("JSON", f"{len(body)} bytes, at most {MOST_JSON} are read")
+    if len(body) > MAX_JSON_BYTES:
+        raise WireError("JSON", f"{len(body)} bytes, at most {MAX_JSON_BYTES} are read")
     try:
         found = json.loads(bytes(body))
     except (ValueError, RecursionError) as error:
@@ -152,7 +153,7 @@ def read_json(body: memoryview) -> dict[str, Any]:
     return found
 
 
-def field(data: Mapping[str, Any], name: str, kind: type[T]) -> T:
+def read_field(data: Mapping[str, Any], name: str, kind: type[T]) -> T:
     """A field of an object that must be of that type. WireError if it isn't."""
     value = data.get(name)
     if type(value) is not kind:
@@ -160,51 +161,51 @@ def field(data: Mapping[str, Any], name: str, kind: type[T]) -> T:
     return value
 
 
-def number(data: Mapping[str, Any], name: str) -> int:
+def read_uint32(data: Mapping[str, Any], name: str) -> int:
     """A field that is an integer from 0 to 2**32 - 1."""
-    value = field(data, name, int)
-    if not 0 <= value <= MOST_NUMBER:
-        raise WireError(name, f"{value} is none from 0 to {MOST_NUMBER}")
+    value = read_field(data, name, int)
+    if not 0 <= value <= MAX_NUMBER:
+        raise WireError(name, f"{value} is none from 0 to {MAX_NUMBER}")
     return value
 
 
 # What fronts send
 
 
-def write_front(message: FromFront) -> tuple[int, bytes]:
+def write_client_message(message: ClientMessage) -> tuple[int, bytes]:
     """The kind and body of a front's message. InputError for parameters that can't be sent."""
     match message:
-        case Add(key, requests, params, salt, pixels, client):
+        case AddRequests(key, requests, params, salt, pixels, client):
             head = write_json({
                 "key": key, "salt": salt, "client": client, "numbers": [asked.number for asked in requests],
-                "ids": [asked.id for asked in requests], "params": sent_params(params),
+                "ids": [asked.id for asked in requests], "params": params_to_json(params),
             })  # fmt: skip
             prompts = write_runs([asked.prompt for asked in requests], "prompts")
             media = [asked.media for asked in requests]
-            pictures = write_media(media, pixels) if any(media) else ()
+            pictures = write_images(media, pixels) if any(media) else ()
             return ADD, b"".join((COUNT.pack(len(head)), head, *prompts, *pictures))
-        case Abort(None):
+        case AbortRequests(None):
             return ABORT, COUNT.pack(0xFFFFFFFF)
-        case Abort(numbers):
+        case AbortRequests(numbers):
             assert numbers is not None, "those of all are said above"
             return ABORT, COUNT.pack(len(numbers)) + write_ints(numbers, "numbers", "q")
-        case Stop(number, branch, reason):
+        case StopBranch(number, branch, reason):
             text = reason.encode("utf-8", "surrogatepass")
-            return STOPPED, STOP.pack(number, branch, len(text)) + text
-        case Register(key, number, name, tokens):
+            return STOP, STOP_HEAD.pack(number, branch, len(text)) + text
+        case RegisterPrefix(key, number, name, tokens):
             head = write_json({"key": key, "number": number, "name": name})
-            return REGISTER, b"".join((COUNT.pack(len(head)), head, *write_runs([tokens], "tokens")))
-        case Release(key, name):
-            return RELEASE, write_json({"key": key, "name": name})
-        case Prefixes(key):
-            return PREFIXES, write_json({"key": key})
-        case Look(key):
-            return LOOK, write_json({"key": key})
-        case Care():
-            return CARE, write_json(message._asdict())
+            return REGISTER_PREFIX, b"".join((COUNT.pack(len(head)), head, *write_runs([tokens], "tokens")))
+        case ReleasePrefix(key, name):
+            return RELEASE_PREFIX, write_json({"key": key, "name": name})
+        case ListPrefixes(key):
+            return LIST_PREFIXES, write_json({"key": key})
+        case SnapshotRequest(key):
+            return SNAPSHOT, write_json({"key": key})
+        case AdminRequest():
+            return ADMIN, write_json(message._asdict())
 
 
-def read_front(frame: Frame) -> FromFront:
+def read_client_message(frame: Frame) -> ClientMessage:
     """A front's message. WireError for what is none; InputError for parameters that are refused."""
     read = READERS.get(frame.kind)
     if read is None:
@@ -212,100 +213,101 @@ def read_front(frame: Frame) -> FromFront:
     return read(frame.body)
 
 
-def _split(body: memoryview) -> tuple[dict[str, Any], Reader]:
+def _split(body: memoryview) -> tuple[dict[str, Any], FrameReader]:
     """The JSON that a body begins with, and the rest."""
-    reader = Reader(body)
-    (size,) = reader.take(COUNT, "size")
+    reader = FrameReader(body)
+    (size,) = reader.unpack(COUNT, "size")
     at = reader.skip(size, "head")
     return read_json(body[at : at + size]), reader
 
 
-def _read_add(body: memoryview) -> Add:
+def _read_add(body: memoryview) -> AddRequests:
     head, reader = _split(body)
-    ids, numbers = field(head, "ids", list), field(head, "numbers", list)
-    if not 0 < len(ids) == len(numbers) <= MOST_REQUESTS:
-        raise WireError("ids", f"{len(ids)} of them, for {len(numbers)} numbers; at most {MOST_REQUESTS} are read")
-    if not all(type(id) is str and 0 < len(id) <= MOST_ID for id in ids):
+    ids, numbers = read_field(head, "ids", list), read_field(head, "numbers", list)
+    if not 0 < len(ids) == len(numbers) <= MAX_REQUESTS:
+        raise WireError("ids", f"{len(ids)} of them, for {len(numbers)} numbers; at most {MAX_REQUESTS} are read")
+    if not all(type(id) is str and 0 < len(id) <= MAX_ID_CHARS for id in ids):
         raise WireError("ids", "one is no text, or too long")
-    if not all(type(one) is int and 0 <= one <= MOST_NUMBER for one in numbers):
-        raise WireError("numbers", f"one is none from 0 to {MOST_NUMBER}")
-    prompts = list(reader.runs(len(ids), "prompts"))
-    media, pixels = read_media(reader, prompts) if reader.at < reader.end else ([()] * len(ids), ())
-    _at_end(reader)
-    asked = tuple(map(Asked, numbers, ids, prompts, media))
-    if len(client := field(head, "client", str)) > MOST_CLIENT:
-        raise WireError("client", f"it has {len(client)} characters; at most {MOST_CLIENT} are read")
-    params = read_params(field(head, "params", dict))
-    return Add(number(head, "key"), asked, params, field(head, "salt", str), pixels, client)
+    if not all(type(one) is int and 0 <= one <= MAX_NUMBER for one in numbers):
+        raise WireError("numbers", f"one is none from 0 to {MAX_NUMBER}")
+    prompts = list(reader.read_runs(len(ids), "prompts"))
+    media, pixels = read_images(reader, prompts) if reader.offset < reader.end else ([()] * len(ids), ())
+    _check_at_end(reader)
+    asked = tuple(map(NewRequest, numbers, ids, prompts, media))
+    if len(client := read_field(head, "client", str)) > MAX_CLIENT_CHARS:
+        raise WireError("client", f"it has {len(client)} characters; at most {MAX_CLIENT_CHARS} are read")
+    params = params_from_json(read_field(head, "params", dict))
+    return AddRequests(read_uint32(head, "key"), asked, params, read_field(head, "salt", str), pixels, client)
 
 
-def add_key(frame: Frame) -> int:
+def read_add_key(frame: Frame) -> int:
     """The key of an Add whose parameters are refused."""
-    return number(_split(frame.body)[0], "key")
+    return read_uint32(_split(frame.body)[0], "key")
 
 
-def _read_abort(body: memoryview) -> Abort:
-    reader = Reader(body)
-    (count,) = reader.take(COUNT, "count")
-    numbers = None if count == 0xFFFFFFFF else reader.ints(count, "numbers")
-    _at_end(reader)
-    return Abort(numbers)
+def _read_abort(body: memoryview) -> AbortRequests:
+    reader = FrameReader(body)
+    (count,) = reader.unpack(COUNT, "count")
+    numbers = None if count == 0xFFFFFFFF else reader.read_ints(count, "numbers")
+    _check_at_end(reader)
+    return AbortRequests(numbers)
 
 
-def _read_stop(body: memoryview) -> Stop:
-    reader = Reader(body)
-    request, branch, size = reader.take(STOP, "stop")
+def _read_stop(body: memoryview) -> StopBranch:
+    reader = FrameReader(body)
+    request, branch, size = reader.unpack(STOP_HEAD, "stop")
     at = reader.skip(size, "reason")
-    _at_end(reader)
+    _check_at_end(reader)
     try:
-        return Stop(request, branch, bytes(body[at : at + size]).decode("utf-8", "surrogatepass"))
+        return StopBranch(request, branch, bytes(body[at : at + size]).decode("utf-8", "surrogatepass"))
     except UnicodeDecodeError as error:
         raise WireError("reason", f"no UTF-8: {error.reason}") from error
 
 
-def _read_register(body: memoryview) -> Register:
+def _read_register_prefix(body: memoryview) -> RegisterPrefix:
     head, reader = _split(body)
-    [tokens] = reader.runs(1, "tokens")
-    _at_end(reader)
-    return Register(number(head, "key"), number(head, "number"), field(head, "name", str), tokens)
+    [tokens] = reader.read_runs(1, "tokens")
+    _check_at_end(reader)
+    return RegisterPrefix(read_uint32(head, "key"), read_uint32(head, "number"), read_field(head, "name", str), tokens)
 
 
-def _read_release(body: memoryview) -> Release:
+def _read_release_prefix(body: memoryview) -> ReleasePrefix:
     data = read_json(body)
-    return Release(number(data, "key"), field(data, "name", str))
+    return ReleasePrefix(read_uint32(data, "key"), read_field(data, "name", str))
 
 
-def _read_prefixes(body: memoryview) -> Prefixes:
-    return Prefixes(number(read_json(body), "key"))
+def _read_list_prefixes(body: memoryview) -> ListPrefixes:
+    return ListPrefixes(read_uint32(read_json(body), "key"))
 
 
-def _read_look(body: memoryview) -> Look:
-    return Look(number(read_json(body), "key"))
+def _read_snapshot_request(body: memoryview) -> SnapshotRequest:
+    return SnapshotRequest(read_uint32(read_json(body), "key"))
 
 
-def _read_care(body: memoryview) -> Care:
+def _read_admin_request(body: memoryview) -> AdminRequest:
     data = read_json(body)
-    what = field(data, "what", str)
-    if what not in CARES:
+    what = read_field(data, "what", str)
+    if what not in ADMIN_OPERATIONS:
         raise WireError("what", f"{what[:60]!r} is nothing that is done")
-    mode, tags = field(data, "mode", str), field(data, "tags", list)
-    if mode not in MODES or len(tags) > MOST_TAGS or not all(type(tag) is str for tag in tags):
+    mode, tags = read_field(data, "mode", str), read_field(data, "tags", list)
+    if mode not in SLEEP_MODES or len(tags) > MAX_TAGS or not all(type(tag) is str for tag in tags):
         raise WireError("mode", "it is none, or the tags are no texts")
-    return Care(number(data, "key"), what, number(data, "level"), mode, tuple(tags))
+    return AdminRequest(read_uint32(data, "key"), what, read_uint32(data, "level"), mode, tuple(tags))
 
 
-def _at_end(reader: Reader) -> None:
-    if reader.at != reader.end:
-        raise reader.error("frame", f"{reader.end - reader.at} bytes follow its end")
+def _check_at_end(reader: FrameReader) -> None:
+    if reader.offset != reader.end:
+        raise reader.error("frame", f"{reader.end - reader.offset} bytes follow its end")
 
 
-READERS: dict[int, Callable[[memoryview], FromFront]] = {
-    ADD: _read_add, ABORT: _read_abort, STOPPED: _read_stop, REGISTER: _read_register, RELEASE: _read_release,
-    PREFIXES: _read_prefixes, LOOK: _read_look, CARE: _read_care,
+READERS: dict[int, Callable[[memoryview], ClientMessage]] = {
+    ADD: _read_add, ABORT: _read_abort, STOP: _read_stop, REGISTER_PREFIX: _read_register_prefix,
+    RELEASE_PREFIX: _read_release_prefix,
+    LIST_PREFIXES: _read_list_prefixes, SNAPSHOT: _read_snapshot_request, ADMIN: _read_admin_request,
 }  # fmt: skip
 
 
-def sent_params(params: SamplingParams) -> dict[str, Any]:
+def params_to_json(params: SamplingParams) -> dict[str, Any]:
     """What the engine must know of parameters, as JSON: those that aren't the defaults. InputError for a method, which
     is a program."""
     if params.method is not None:
@@ -316,7 +318,7 @@ def sent_params(params: SamplingParams) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value != DEFAULTS[name]}
 
 
-def read_params(data: dict[str, Any]) -> SamplingParams:
+def params_from_json(data: dict[str, Any]) -> SamplingParams:
     """Parameters, checked as everybody's are."""
     if unknown := next((name for name in data if name not in DEFAULTS), None):
         raise WireError("params", f"there is no {unknown[:60]!r}")
@@ -335,32 +337,36 @@ def read_params(data: dict[str, Any]) -> SamplingParams:
 # What the engine sends
 
 
-def write_engine(message: FromEngine) -> tuple[int, bytes]:
+def write_engine_message(message: EngineMessage) -> tuple[int, bytes]:
     """The kind and body of the engine's message."""
     match message:
-        case Stepped():
-            return STEPPED, write_stepped(message)
-        case Answer(key, error, value):
-            said = None if error is None else write_error(error)
-            return ANSWER, write_json({"key": key, "error": said, "value": value})
-        case Died(error):
-            return DIED, write_json(write_error(error))
+        case StepOutputs():
+            return STEP_OUTPUTS, write_step_outputs(message)
+        case Reply(key, error, value):
+            said = None if error is None else error_to_json(error)
+            return REPLY, write_json({"key": key, "error": said, "value": value})
+        case EngineExited(error):
+            return ENGINE_EXITED, write_json(error_to_json(error))
 
 
-def read_engine(frame: Frame) -> FromEngine:
+def read_engine_message(frame: Frame) -> EngineMessage:
     """The engine's message. WireError for what is none."""
-    if frame.kind == STEPPED:
-        return read_stepped(frame.body)
+    if frame.kind == STEP_OUTPUTS:
+        return read_step_outputs(frame.body)
     data = read_json(frame.body)
-    if frame.kind == DIED:
-        return Died(read_error(data))
-    if frame.kind != ANSWER:
+    if frame.kind == ENGINE_EXITED:
+        return EngineExited(error_from_json(data))
+    if frame.kind != REPLY:
         raise WireError("kind", f"{frame.kind} is nothing that an engine sends now")
     error, value = data.get("error"), data.get("value")
-    return Answer(number(data, "key"), None if error is None else read_error(field(data, "error", dict)), _value(value))
+    return Reply(
+        read_uint32(data, "key"),
+        None if error is None else error_from_json(read_field(data, "error", dict)),
+        _read_reply_value(value),
+    )
 
 
-def _value(value: Any) -> int | str | tuple[dict[str, int], tuple[str, ...]] | None:
+def _read_reply_value(value: Any) -> int | str | tuple[dict[str, int], tuple[str, ...]] | None:
     match value:
         case None | int() | str():
             return value
@@ -369,28 +375,32 @@ def _value(value: Any) -> int | str | tuple[dict[str, int], tuple[str, ...]] | N
     raise WireError("value", f"a {type(value).__name__} is no answer")
 
 
-def write_error(error: BaseException) -> dict[str, Any]:
+def error_to_json(error: BaseException) -> dict[str, Any]:
     """An error as JSON: its kind, as far as readers know it, and what it says."""
-    text = str(error)[:MOST_TEXT]
+    text = str(error)[:MAX_ERROR_CHARS]
     match error:
         case StartupError():
-            return {"kind": "StartupError", "text": error.cause[:MOST_TEXT], "remedy": error.remedy[:MOST_TEXT]}
+            return {
+                "kind": "StartupError",
+                "text": error.cause[:MAX_ERROR_CHARS],
+                "remedy": error.remedy[:MAX_ERROR_CHARS],
+            }
         case Overloaded():
             return {"kind": "Overloaded", "text": text, "retry_after": error.retry_after}
-        case InputError() if type(error).__name__ in ERRORS:
+        case InputError() if type(error).__name__ in INPUT_ERRORS:
             return {"kind": type(error).__name__, "text": text, "param": error.param}
         case EngineDead():
             return {"kind": "EngineDead", "text": text}
     return {"kind": "EngineDead", "text": f"{type(error).__name__}: {text}"}
 
 
-def read_error(data: dict[str, Any]) -> Exception:
+def error_from_json(data: dict[str, Any]) -> Exception:
     """The error that JSON says."""
-    kind, text, param = field(data, "kind", str), field(data, "text", str), data.get("param")
-    if kind in ERRORS:
-        return ERRORS[kind](text, param if isinstance(param, str) else None)
+    kind, text, param = read_field(data, "kind", str), read_field(data, "text", str), data.get("param")
+    if kind in INPUT_ERRORS:
+        return INPUT_ERRORS[kind](text, param if isinstance(param, str) else None)
     if kind == "Overloaded":
-        return Overloaded(text, number(data, "retry_after"))
+        return Overloaded(text, read_uint32(data, "retry_after"))
     if kind == "StartupError":
-        return StartupError(text, field(data, "remedy", str))
+        return StartupError(text, read_field(data, "remedy", str))
     return EngineDead(text)

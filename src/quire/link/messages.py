@@ -9,51 +9,51 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from quire.control.edge import Limits
+from quire.control.edge import EngineLimits
 from quire.control.engine import Engine
 from quire.control.memory import Account
-from quire.control.outcomes import Output, Stats
-from quire.link.cache import cache_facts
-from quire.vocabulary.media import Medium, Pixels
+from quire.control.outcomes import BranchOutput, EngineStats
+from quire.link.cache import kv_cache_info
+from quire.vocabulary.media import ImageItem, ImagePixels
 from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.plan import Mapped, RankUse
+from quire.vocabulary.plan import MappingStats, RankUsage
 
-MOST_NUMBER = 2**32 - 1  # of a request or a question
-MOST_REQUESTS = 1 << 16  # of one message
-MOST_ID = 1024  # characters of a request's name
-MOST_TAGS = 16  # of a wake-up
+MAX_NUMBER = 2**32 - 1  # of a request or a question
+MAX_REQUESTS = 1 << 16  # of one message
+MAX_ID_CHARS = 1024  # characters of a request's name
+MAX_TAGS = 16  # of a wake-up
 
 # From a front
 
 
-class Asked(NamedTuple):
+class NewRequest(NamedTuple):
     """A request: its number, its name among all, its prompt, and the pictures in that."""
 
     number: int
     id: str
     prompt: Sequence[int]
-    media: tuple[Medium, ...] = ()
+    media: tuple[ImageItem, ...] = ()
 
 
-class Add(NamedTuple):
+class AddRequests(NamedTuple):
     """Queue all of these, or none. Their parameters are resolved: words are token ids. `pixels` are those of all their
     pictures, each once. `client`, at most MOST_CLIENT characters, is whoever has a common share of the engine."""
 
     key: int
-    requests: tuple[Asked, ...]
+    requests: tuple[NewRequest, ...]
     params: SamplingParams
     salt: str = ""
-    pixels: tuple[Pixels, ...] = ()
+    pixels: tuple[ImagePixels, ...] = ()
     client: str = ""
 
 
-class Abort(NamedTuple):
+class AbortRequests(NamedTuple):
     """End requests whose clients left; None: all of this front's."""
 
     numbers: tuple[int, ...] | None
 
 
-class Stop(NamedTuple):
+class StopBranch(NamedTuple):
     """A branch's text has a stop string: end it. It isn't told any more."""
 
     number: int
@@ -61,7 +61,7 @@ class Stop(NamedTuple):
     reason: str
 
 
-class Register(NamedTuple):
+class RegisterPrefix(NamedTuple):
     """Compute a prefix and keep it; it is told of as a request of that number."""
 
     key: int
@@ -70,20 +70,20 @@ class Register(NamedTuple):
     tokens: Sequence[int]
 
 
-class Release(NamedTuple):
+class ReleasePrefix(NamedTuple):
     """Let go of a prefix. The answer says whether there was one."""
 
     key: int
     name: str
 
 
-class Prefixes(NamedTuple):
+class ListPrefixes(NamedTuple):
     """Which prefixes are there?"""
 
     key: int
 
 
-class Look(NamedTuple):
+class SnapshotRequest(NamedTuple):
     """What is in memory, page by page? The answer is JSON (control.scene), which begins with `took`, the seconds of
     processor time that looking took, and writing the answer, and sending the one before; and `busy`, the engine's
     processor time a second since somebody looked before."""
@@ -91,7 +91,7 @@ class Look(NamedTuple):
     key: int
 
 
-class Care(NamedTuple):
+class AdminRequest(NamedTuple):
     """Look after the engine: do `what`, one of CARES. "reset" forgets cached prefixes; the answer is how many pages
     were emptied. "sleep" and "wake" are those of control.rest, for a `level` and `tags`; the answer to them and to
     "rest" is JSON, how it is then. A sleep with requests under way is refused, or waits for their end, or has them end,
@@ -104,14 +104,23 @@ class Care(NamedTuple):
     tags: tuple[str, ...] = ()
 
 
-CARES = ("reset", "sleep", "wake", "rest")
-MODES = ("refuse", "wait", "abort")
-FromFront = Add | Abort | Stop | Register | Release | Prefixes | Look | Care
+ADMIN_OPERATIONS = ("reset", "sleep", "wake", "rest")
+SLEEP_MODES = ("refuse", "wait", "abort")
+ClientMessage = (
+    AddRequests
+    | AbortRequests
+    | StopBranch
+    | RegisterPrefix
+    | ReleasePrefix
+    | ListPrefixes
+    | SnapshotRequest
+    | AdminRequest
+)
 
 # From the engine
 
 
-class Answer(NamedTuple):
+class Reply(NamedTuple):
     """Of a question: what went wrong, if anything did; else what was asked."""
 
     key: int
@@ -119,7 +128,7 @@ class Answer(NamedTuple):
     value: int | str | tuple[dict[str, int], tuple[str, ...]] | None = None
 
 
-class Progress(NamedTuple):
+class RequestProgress(NamedTuple):
     """How far a request has come, in seconds of CLOCK_MONOTONIC: told with its first output, and with its last."""
 
     number: int
@@ -130,7 +139,7 @@ class Progress(NamedTuple):
     preemptions: int
 
 
-class Queues(NamedTuple):
+class QueueSizes(NamedTuple):
     """Requests that wait for their first step, are in memory, or in host memory; `deferred` of those that wait, until
     another one has computed a common prefix; `batches` that those that wait are of."""
 
@@ -141,68 +150,71 @@ class Queues(NamedTuple):
     batches: int = 0
 
 
-class Facts(NamedTuple):
+class EngineMetrics(NamedTuple):
     """What is so, and what was counted since the start."""
 
     account: Account
-    stats: Stats
+    stats: EngineStats
     preempted: Mapping[str, int]  # requests, by the way it was done
     seconds: float = 0.0  # of processor time, of the engine's thread, or of its process where it has one
-    mapped: Mapped = Mapped()
-    ranks: tuple[RankUse, ...] = ()  # where the model is in processes of its own
+    mapped: MappingStats = MappingStats()
+    ranks: tuple[RankUsage, ...] = ()  # where the model is in processes of its own
     asleep: int = 0  # the level; 0: it is awake
 
 
-class Stepped(NamedTuple):
+class StepOutputs(NamedTuple):
     """What a step brought for one front, at `now` of CLOCK_MONOTONIC. `outputs` are by the requests' numbers. The first
     front learns how many tokens were `computed`."""
 
     now: float
-    queues: Queues
+    queues: QueueSizes
     computed: int
-    progress: Sequence[Progress]
-    outputs: Sequence[tuple[int, Output]]
-    facts: Facts | None = None
+    progress: Sequence[RequestProgress]
+    outputs: Sequence[tuple[int, BranchOutput]]
+    facts: EngineMetrics | None = None
 
 
-class Died(NamedTuple):
+class EngineExited(NamedTuple):
     """The engine's loop ended, and why. Nothing follows."""
 
     error: BaseException
 
 
-FromEngine = Answer | Stepped | Died
+EngineMessage = Reply | StepOutputs | EngineExited
 
 
-class Ready(NamedTuple):
+class EngineReady(NamedTuple):
     """What a front must know of an engine that was built. `lines` are its memory plan, `notices` what is said at start;
     `cache` are facts of the KV memory by vLLM's names."""
 
-    limits: Limits
+    limits: EngineLimits
     lines: tuple[str, ...]
     notices: tuple[str, ...]
     cache: Mapping[str, object]
-    facts: Facts
+    facts: EngineMetrics
 
 
-def queues_of(engine: Engine) -> Queues:
+def queue_sizes(engine: Engine) -> QueueSizes:
     """As they are now."""
     scheduler = engine.scheduler
     waiting = scheduler.waiting
-    return Queues(len(waiting), len(scheduler.running), len(scheduler.swapped), scheduler.deferred, waiting.batches)
+    return QueueSizes(
+        len(waiting), len(scheduler.running), len(scheduler.swapped), scheduler.num_prefix_waiters, waiting.num_batches
+    )
 
 
-def facts_of(engine: Engine, seconds: float = 0.0) -> Facts:
+def collect_metrics(engine: Engine, seconds: float = 0.0) -> EngineMetrics:
     """As they are now; asked on the engine's thread."""
     scheduler = engine.scheduler
-    mapped = getattr(engine.runner, "mapped", None) or Mapped()
+    mapped = getattr(engine.runner, "mapping_stats", None) or MappingStats()
     ranks = getattr(engine.runner, "used", ())
-    return Facts(scheduler.memory.account(), engine.stats.copy(), dict(scheduler.preempted), seconds, mapped, ranks,
-                 engine.rest.level)  # fmt: skip
+    return EngineMetrics(scheduler.memory.account(), engine.stats.copy(), dict(scheduler.preemption_counts), seconds,
+    mapped, ranks,
+                 engine.sleep_controller.level)  # fmt: skip
 
 
-def described(engine: Engine, lines: list[str], notices: tuple[str, ...]) -> Ready:
+def engine_ready(engine: Engine, lines: list[str], notices: tuple[str, ...]) -> EngineReady:
     """What fronts must know of an engine."""
     memory = engine.scheduler.memory
-    cache = cache_facts(memory.geometry, engine.limits.max_len, memory.account())
-    return Ready(engine.limits, tuple(lines), notices, cache, facts_of(engine))
+    cache = kv_cache_info(memory.kv_config, engine.limits.max_len, memory.account())
+    return EngineReady(engine.limits, tuple(lines), notices, cache, collect_metrics(engine))

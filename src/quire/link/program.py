@@ -19,187 +19,192 @@ from typing import TYPE_CHECKING
 
 from quire.control.engine import Engine
 from quire.errors import InputError, StartupError
-from quire.link.backlog import Backlog
-from quire.link.channel import AT_ONCE, MOST_WAITING, Channel
-from quire.link.child import leave, spare_signals
-from quire.link.collector import spare_the_loaded
+from quire.link.backlog import OutputBuffer
+from quire.link.channel import MAX_QUEUED_BYTES, READ_SIZE, Channel
+from quire.link.child import exit_now, ignore_signals
+from quire.link.collector import freeze_loaded_objects
 from quire.link.frames import (
-    FAILED,
-    HELLO,
+    INIT,
     PING,
     PONG,
     READY,
+    START_FAILED,
     Frame,
-    Frames,
-    add_key,
-    read_front,
-    write_engine,
-    write_error,
+    FrameCodec,
+    error_to_json,
+    read_add_key,
+    read_client_message,
+    write_engine_message,
     write_json,
 )
-from quire.link.hello import Hello, read_hello, write_pulse, write_ready
-from quire.link.host import Host, Left
-from quire.link.lane import Lane
-from quire.link.messages import Answer, Died, FromEngine, Ready, Stepped, described
-from quire.link.pulse import SILENT
-from quire.link.stacks import stacks
+from quire.link.hello import EngineInitMessage, read_engine_init, write_heartbeat, write_ready
+from quire.link.host import ClientLeft, EngineLoop
+from quire.link.lane import GrammarQueue
+from quire.link.messages import EngineExited, EngineMessage, EngineReady, Reply, StepOutputs, engine_ready
+from quire.link.pulse import SILENCE_SECONDS
+from quire.link.stacks import format_thread_stacks
 from quire.vocabulary.columns import WireError
 from quire.vocabulary.structured import Grammar, Structured
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
-    from quire.source import Source
-    from quire.text.grammars import Grammars
+    from quire.source import Checkpoint
+    from quire.text.grammars import GrammarCompiler
 
-LAGS = 1 << 22  # bytes that wait for a front: from then on its outputs are merged, until none wait
+LAG_BYTES = 1 << 22  # bytes that wait for a front: from then on its outputs are merged, until none wait
 END_SECONDS = 20.0  # for the end once no front is left; then it is forced
 log = logging.getLogger("quire.link")
 
-Build = Callable[[Hello], tuple[Engine, Ready]]
+EngineBuilder = Callable[[EngineInitMessage], tuple[Engine, EngineReady]]
 
 
-class Side:
+class ClientConnection:
     """A front, as the engine's process has it: a thread reads what it sends."""
 
-    def __init__(self, front: int, connection: socket.socket) -> None:
-        self.front, self.connection = front, connection
-        self.channel = Channel(connection, f"front {front}", self._caught_up)
-        self.frames = Frames()
-        self._telling, self._backlog = threading.Lock(), Backlog()
-        self._unread: list[Frame] = []
-        self._pinged = self._said = False
+    def __init__(self, client_index: int, connection: socket.socket) -> None:
+        self.client_index, self.connection = client_index, connection
+        self.channel = Channel(connection, f"front {client_index}", self._flush_output_buffer)
+        self.frames = FrameCodec()
+        self._send_lock, self._output_buffer = threading.Lock(), OutputBuffer()
+        self._unread_frames: list[Frame] = []
+        self._has_pinged = self._silence_logged = False
 
-    def next(self, timeout: float | None = None) -> Frame | None:
+    def read_frame(self, timeout: float | None = None) -> Frame | None:
         """The next frame; None when there is none after `timeout` seconds. EOFError when the front is gone."""
         poll = select.poll()
         poll.register(self.connection, select.POLLIN)
-        while not self._unread:
+        while not self._unread_frames:
             if not poll.poll(None if timeout is None else timeout * 1000):
                 return None
-            data = self.connection.recv(AT_ONCE)
+            data = self.connection.recv(READ_SIZE)
             if not data:
                 raise EOFError
-            self._unread += self.frames.feed(data)
-            self._unread.reverse()
-        return self._unread.pop()
+            self._unread_frames += self.frames.decode(data)
+            self._unread_frames.reverse()
+        return self._unread_frames.pop()
 
-    def serve(self, host: Host) -> None:
-        """Hand what the front sends to `host`, until the front is gone."""
-        lane = Lane(self.front, host, self.tell)
+    def serve(self, engine_loop: EngineLoop) -> None:
+        """Hand what the front sends to `engine_loop`, until the front is gone."""
+        lane = GrammarQueue(self.client_index, engine_loop, self.send)
         try:
             while True:
-                frame = self.next(SILENT)
+                frame = self.read_frame(SILENCE_SECONDS)
                 if frame is None:
-                    self._silent()
+                    self._log_silence()
                 elif frame.kind == PING:
-                    self._ping(host)
+                    self._handle_ping(engine_loop)
                 else:
-                    self._take(lane, frame)
+                    self._handle_frame(lane, frame)
         except (EOFError, ConnectionError):
             pass
         except Exception as error:
             known = isinstance(error, OSError | WireError)
-            log.error("front %d is left: %s", self.front, error, exc_info=None if known else error)
+            log.error("front %d is left: %s", self.client_index, error, exc_info=None if known else error)
         finally:
             self.channel.close(0)
             lane.close()
-            host.send(self.front, Left())
+            engine_loop.enqueue(self.client_index, ClientLeft())
 
-    def _take(self, lane: Lane, frame: Frame) -> None:
+    def _handle_frame(self, lane: GrammarQueue, frame: Frame) -> None:
         try:
-            lane.take(read_front(frame))
+            lane.submit(read_client_message(frame))
         except InputError as error:  # of parameters that no honest front sends
-            self.tell(Answer(add_key(frame), error))
+            self.send(Reply(read_add_key(frame), error))
 
-    def _ping(self, host: Host) -> None:
-        if self._said:
-            log.warning("front %d is heard of again", self.front)
-        self._pinged, self._said = True, False
-        self.channel.send(PONG, write_pulse(host.health(), time.monotonic()))
+    def _handle_ping(self, host: EngineLoop) -> None:
+        if self._silence_logged:
+            log.warning("front %d is heard of again", self.client_index)
+        self._has_pinged, self._silence_logged = True, False
+        self.channel.send(PONG, write_heartbeat(host.health(), time.monotonic()))
 
-    def _silent(self) -> None:
-        if self._pinged and not self._said:
-            self._said = True
-            log.error("front %d has not been heard of for %g s", self.front, SILENT)
+    def _log_silence(self) -> None:
+        if self._has_pinged and not self._silence_logged:
+            self._silence_logged = True
+            log.error("front %d has not been heard of for %g s", self.client_index, SILENCE_SECONDS)
 
-    def tell(self, message: FromEngine) -> None:
+    def send(self, message: EngineMessage) -> None:
         """Send a message, or merge it with what waits for a front that lags. One that is too large, or more than may
         wait, ends the connection, not the engine."""
-        with self._telling:
-            rest: FromEngine | None = message
-            if isinstance(message, Stepped) and (self._backlog or self.channel.held > LAGS):
-                if not self._backlog:
-                    log.warning("front %d lags: %d bytes wait for it, and outputs to come are put together", self.front,
-                                self.channel.held)  # fmt: skip
-                rest = self._backlog.add(message)
-                if self._backlog.size > MOST_WAITING:
-                    log.error("front %d is left: more waits for it than %d bytes", self.front, MOST_WAITING)
+        with self._send_lock:
+            rest: EngineMessage | None = message
+            if isinstance(message, StepOutputs) and (self._output_buffer or self.channel.queued_bytes > LAG_BYTES):
+                if not self._output_buffer:
+                    log.warning("front %d lags: %d bytes wait for it, and outputs to come are put together",
+                    self.client_index,
+                                self.channel.queued_bytes)  # fmt: skip
+                rest = self._output_buffer.add(message)
+                if self._output_buffer.held_bytes > MAX_QUEUED_BYTES:
+                    log.error("front %d is left: more waits for it than %d bytes", self.client_index, MAX_QUEUED_BYTES)
                     self.channel.close(0)
-                    self._backlog = Backlog()
-            elif isinstance(message, Died):
-                self._send(*self._backlog.take())
+                    self._output_buffer = OutputBuffer()
+            elif isinstance(message, EngineExited):
+                self._write_messages(*self._output_buffer.drain())
             if rest is not None:
-                self._send(rest)
+                self._write_messages(rest)
 
-    def _caught_up(self) -> None:
+    def _flush_output_buffer(self) -> None:
         """On the channel's thread: nothing waits but the backlog."""
-        with self._telling:
-            self._send(*self._backlog.take())
+        with self._send_lock:
+            self._write_messages(*self._output_buffer.drain())
 
-    def _send(self, *messages: FromEngine) -> None:
+    def _write_messages(self, *messages: EngineMessage) -> None:
         try:
             for message in messages:
-                self.channel.send(*write_engine(message))
+                self.channel.send(*write_engine_message(message))
         except WireError as error:
-            log.error("front %d is left, as it can't be told: %s", self.front, error)
+            log.error("front %d is left, as it can't be told: %s", self.client_index, error)
             self.channel.close(0)
 
 
-def watch(host: Host) -> None:
+def log_stalls(engine_loop: EngineLoop) -> None:
     """Say once, with all stacks, that the loop stalled, and that it moves on if it does."""
     stalled = False
     while True:
         time.sleep(0.5)
-        health = host.health()
+        health = engine_loop.health()
         if health.stalled and not stalled:
-            log.error("the engine stalled: %s; all threads of its process:\n%s", health.why, stacks())
+            log.error("the engine stalled: %s; all threads of its process:\n%s", health.why, format_thread_stacks())
         elif stalled and not health.stalled:
             log.warning("the engine moves on")
         stalled = health.stalled
 
 
-def run(build: Build, connections: list[socket.socket]) -> int:
+def serve_clients(build: EngineBuilder, connections: list[socket.socket]) -> int:
     """Serve fronts over `connections`, of which the first says what to build. The exit status."""
-    spare_signals()
-    sides = [Side(front, connection) for front, connection in enumerate(connections)]
+    ignore_signals()
+    sides = [ClientConnection(front, connection) for front, connection in enumerate(connections)]
     try:
-        frame = sides[0].next()
+        frame = sides[0].read_frame()
         assert frame is not None, "without a timeout"
-        if frame.kind != HELLO:
+        if frame.kind != INIT:
             raise WireError("kind", f"{frame.kind} comes before a hello")
-        hello = read_hello(frame.body)
+        hello = read_engine_init(frame.body)
     except (EOFError, OSError):
         return 1
     logging.getLogger().setLevel(hello.log_level)
     building = threading.Event()
-    threading.Thread(target=_end_without, args=(connections[0], building), name="quire-parent", daemon=True).start()
+    threading.Thread(
+        target=_exit_with_client, args=(connections[0], building), name="quire-parent", daemon=True
+    ).start()
     try:
         engine, ready = build(hello)
         building.set()
     except BaseException as error:  # a library may end the thread too, by SystemExit
-        sides[0].channel.send(FAILED, write_json(write_error(_failure(error))))
+        sides[0].channel.send(START_FAILED, write_json(error_to_json(_to_startup_error(error))))
         sides[0].channel.close()
         return 1
-    host = Host(engine, lambda front, message: sides[front].tell(message), hello.stall_after, time.process_time)
-    host.fronts = list(range(len(sides)))
-    spare_the_loaded()
+    host = EngineLoop(engine, lambda front, message: sides[front].send(message), hello.stall_after, time.process_time)
+    host.client_indices = list(range(len(sides)))
+    freeze_loaded_objects()
     readers = []
     for side in sides:
         side.channel.send(READY, write_ready(ready))
-        readers.append(threading.Thread(target=side.serve, args=(host,), name=f"quire-front-{side.front}", daemon=True))
+        readers.append(
+            threading.Thread(target=side.serve, args=(host,), name=f"quire-front-{side.client_index}", daemon=True)
+        )
         readers[-1].start()
-    threading.Thread(target=_end_after, args=(readers,), name="quire-end", daemon=True).start()
-    threading.Thread(target=watch, args=(host,), name="quire-watch", daemon=True).start()
+    threading.Thread(target=_exit_after_clients, args=(readers,), name="quire-end", daemon=True).start()
+    threading.Thread(target=log_stalls, args=(host,), name="quire-watch", daemon=True).start()
     ended = host.run()
     for side in sides:
         side.channel.close()
@@ -208,7 +213,7 @@ def run(build: Build, connections: list[socket.socket]) -> int:
     return 1 if ended is not None else 0
 
 
-def _failure(error: BaseException) -> StartupError:
+def _to_startup_error(error: BaseException) -> StartupError:
     """Why nothing was built, for who waits. What nobody foresaw is in the log with its traceback."""
     if isinstance(error, StartupError):
         return error
@@ -218,7 +223,7 @@ def _failure(error: BaseException) -> StartupError:
     return StartupError(cause, "What it wrote to the log says more")
 
 
-def _end_without(connection: socket.socket, built: threading.Event) -> None:
+def _exit_with_client(connection: socket.socket, built: threading.Event) -> None:
     """While the model loads: the process ends with its front, which may be killed meanwhile."""
     poll = select.poll()
     poll.register(connection, getattr(select, "POLLRDHUP", select.POLLHUP))
@@ -227,55 +232,57 @@ def _end_without(connection: socket.socket, built: threading.Event) -> None:
             os._exit(1)
 
 
-def _end_after(readers: list[threading.Thread]) -> None:
+def _exit_after_clients(readers: list[threading.Thread]) -> None:
     """Once no front is left the process ends, also when a step hangs."""
     for reader in readers:
         reader.join()
     faulthandler.dump_traceback_later(END_SECONDS, exit=True, file=sys.__stderr__ or sys.stderr)
 
 
-def build_model(hello: Hello) -> tuple[Engine, Ready]:
+def build_model(hello: EngineInitMessage) -> tuple[Engine, EngineReady]:
     """The engine of a model."""
     from quire.build import build_engine
-    from quire.reserve import reserve
-    from quire.source import read_source
+    from quire.reserve import preallocate_weights
+    from quire.source import read_checkpoint
 
     config = hello.config
-    source = read_source(config)
-    reserve(config, source)
+    source = read_checkpoint(config)
+    preallocate_weights(config, source)
     engine, plan, notices = build_engine(config, source, hello.named, hello.progress)
-    engine.grammars = LateGrammars(config, source, engine)
-    return engine, described(engine, plan.lines(), notices)
+    engine.grammar_compiler = LazyGrammars(config, source, engine)
+    return engine, engine_ready(engine, plan.to_lines(), notices)
 
 
-class LateGrammars:
+class LazyGrammars:
     """Makes grammars in the engine's process: fronts send the forms of outputs, which they have checked and tried. The
     tokenizer is read with the first."""
 
-    def __init__(self, config: EngineConfig, source: Source, engine: Engine) -> None:
+    def __init__(self, config: EngineConfig, source: Checkpoint, engine: Engine) -> None:
         self._config, self._source, self._engine = config, source, engine
         self._lock = threading.Lock()
-        self._grammars: Grammars | None = None
+        self._grammars: GrammarCompiler | None = None
 
-    def held(self, asked: Structured) -> Grammar | None:
+    def get_cached(self, structured: Structured) -> Grammar | None:
         """The grammar, if it costs nothing to get it."""
-        return None if self._grammars is None else self._grammars.held(asked)
+        return None if self._grammars is None else self._grammars.get_cached(structured)
 
-    def get(self, asked: Structured) -> Grammar:
+    def get(self, structured: Structured) -> Grammar:
         """Its grammar."""
         with self._lock:
             if self._grammars is None:
-                self._grammars = self._made()
-        return self._grammars.get(asked)
+                self._grammars = self._load()
+        return self._grammars.get(structured)
 
-    def _made(self) -> Grammars:
+    def _load(self) -> GrammarCompiler:
         from quire.source import read_tokenizer
-        from quire.text.grammars import Grammars
+        from quire.text.grammars import GrammarCompiler
 
         tokenizer = read_tokenizer(self._config, self._source)
         if tokenizer is None:
             raise InputError("structured output needs a tokenizer to make a grammar of it", "structured_outputs")
-        return Grammars(tokenizer, self._engine.limits.vocab_size, tuple(self._engine.scheduler.eos_ids), trusted=True)
+        return GrammarCompiler(
+            tokenizer, self._engine.limits.vocab_size, tuple(self._engine.scheduler.eos_ids), trusted=True
+        )
 
 
 def import_torch() -> None:
@@ -286,7 +293,7 @@ def import_torch() -> None:
         log.warning("torch can't be imported", exc_info=True)
 
 
-def main(build: Build | None = None) -> None:
+def main(build: EngineBuilder | None = None) -> None:
     """The arguments are the numbers of the connections' file descriptors. Without a `build` of its own it's a model's:
     torch is imported while the front finds out what it wants."""
     gc.disable()  # until all is loaded
@@ -294,4 +301,4 @@ def main(build: Build | None = None) -> None:
     if build is None:
         threading.Thread(target=import_torch, name="quire-imports", daemon=True).start()
     connections = [socket.socket(fileno=int(number)) for number in sys.argv[1:]]
-    leave(run(build or build_model, connections))
+    exit_now(serve_clients(build or build_model, connections))

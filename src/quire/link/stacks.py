@@ -6,15 +6,15 @@ import sys
 import threading
 import traceback
 
-FRAMES = 40  # of a thread, the innermost ones
+MAX_FRAMES = 40  # of a thread, the innermost ones
 
 
-def stacks() -> str:
+def format_thread_stacks() -> str:
     """The stacks of all threads, the main one's first."""
     threads = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != threading.main_thread().ident)
     parts = [
-        f"{threads.get(ident, 'a thread of a library')}:\n{''.join(traceback.format_stack(frame)[-FRAMES:])}"
+        f"{threads.get(ident, 'a thread of a library')}:\n{''.join(traceback.format_stack(frame)[-MAX_FRAMES:])}"
         for ident, frame in frames
     ]
     return "\n".join(parts).rstrip()

@@ -8,20 +8,20 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-NAME = "TRITON_CACHE_DIR"
+TRITON_CACHE_DIR = "TRITON_CACHE_DIR"
 
 
-def cache_apart() -> dict[str, str]:
+def triton_cache_environment() -> dict[str, str]:
     """The variable that names a folder of this user's alone, among temporary files, where a home can't be written; else
     nothing, and so where somebody else has such a folder: what is in it is run."""
-    if NAME in os.environ or _writable():
+    if TRITON_CACHE_DIR in os.environ or _writable():
         return {}
     folder = Path(tempfile.gettempdir()) / f"quire-triton-{os.getuid()}"
     with suppress(OSError):
         folder.mkdir(mode=0o700, exist_ok=True)
         found = folder.lstat()
         if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077:
-            return {NAME: str(folder)}
+            return {TRITON_CACHE_DIR: str(folder)}
     return {}
 
 

@@ -11,120 +11,142 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from quire.data.kernels.peer_sizes import BYTES
+from quire.data.kernels.peer_sizes import KERNEL_BYTES
 from quire.errors import PeerLost
-from quire.parallel.group import Group
-from quire.parallel.shared import AT_START, SharedExchange
-from quire.vocabulary.layout import Part
+from quire.parallel.group import NcclCommunicator
+from quire.parallel.shared import START_FACTOR, SharedMemoryExchange
+from quire.vocabulary.layout import Shard
 
 if TYPE_CHECKING:
-    from quire.parallel.carrier import Carrier
+    from quire.parallel.carrier import CopyEngineAllReduce
 
-LARGE = 16 << 20
+NCCL_MIN_BYTES = 16 << 20
 """Bytes from which on sums are NCCL's, or carried, where a product is computed in pieces."""
-REHEARSED = 1 << 20  # bytes of `Peers.more`, for a row
+WARMUP_BYTES = 1 << 20  # bytes of `Peers.more`, for a row
 
 
 class DeviceExchange:
     """One rank's end (see quire.data.layers.exchange). `peers` are a kernels.triton.reduce.Peers, None where GPUs don't
-    reach each other; `group` is None where NCCL must not be used; `host` is where processes meet outside of steps."""
+    reach each other; `nccl` is None where NCCL must not be used; `host_exchange` is where processes meet outside of
+    steps."""
 
-    def __init__(self, part: Part, device: torch.device, host: SharedExchange, peers: Any, group: Group | None) -> None:
-        assert peers is not None or group is not None, "ranks have something to meet through"
-        self.part, self.device, self.host, self.group = part, device, host, group
+    def __init__(
+        self,
+        shard: Shard,
+        device: torch.device,
+        host_exchange: SharedMemoryExchange,
+        peers: Any,
+        nccl: NcclCommunicator | None,
+    ) -> None:
+        assert peers is not None or nccl is not None, "ranks have something to meet through"
+        self.shard, self.device, self.host_exchange, self.nccl = shard, device, host_exchange, nccl
         self.peers, self._error = peers, None if peers is None else peers.error
-        self.alone, self.pdl = False, False
-        self.carrier: Carrier | None = None
+        self.is_warming_up, self.pdl = False, False
+        self.copy_engine: CopyEngineAllReduce | None = None
         if peers is not None:
             from quire.data.kernels.triton import reduce
-            from quire.data.kernels.triton.launch import early
+            from quire.data.kernels.triton.launch import supports_pdl
 
-            self.kernels, self.pdl = reduce, device.type == "cuda" and early(device)
-            if peers.more:
-                from quire.parallel.carrier import carrier_of
+            self.kernels, self.pdl = reduce, device.type == "cuda" and supports_pdl(device)
+            if peers.copy_bytes:
+                from quire.parallel.carrier import make_copy_engine_all_reduce
 
-                self.carrier = carrier_of(peers, device)
+                self.copy_engine = make_copy_engine_all_reduce(peers, device)
 
-    def add(self, x: Tensor) -> Tensor:
+    def all_reduce(self, x: Tensor) -> Tensor:
         """See quire.data.layers.exchange."""
-        if self.carrier is not None and self.carrier.delta is not None:
-            if self.carrier.delta is x:
-                return self.carrier.finish(None, None, None, 0.0, None)
-            self.carrier.drop()
-        if self._through_group(x):
-            return x if self.alone or self.group is None else self.group.add(x)
+        if self.copy_engine is not None and self.copy_engine.pending_delta is not None:
+            if self.copy_engine.pending_delta is x:
+                return self.copy_engine.finish(None, None, None, 0.0, None)
+            self.copy_engine.finish_and_discard()
+        if self._uses_nccl(x):
+            return x if self.is_warming_up or self.nccl is None else self.nccl.all_reduce(x)
         dense = x.contiguous()
         rows = dense.view(-1, x.shape[-1])
-        if not self.kernels.shape_of(self.part.ranks, rows.shape[1], x.itemsize).parts:  # too long for rows
+        if not self.kernels.exchange_shape(
+            self.shard.tp_size, rows.shape[1], x.itemsize
+        ).two_shot_rows:  # too long for rows
             rows = dense.view(-1, 64)
-        self.kernels.add(self.peers, rows, pdl=self.pdl)
+        self.kernels.all_reduce(self.peers, rows, pdl=self.pdl)
         return x if dense is x else x.copy_(dense)
 
-    def normed(
-        self, x: Tensor, delta: Tensor, weight: Tensor, bias: Tensor | None, eps: float, behind: Tensor | None = None
+    def all_reduce_norm(
+        self,
+        x: Tensor,
+        delta: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        post_norm_weight: Tensor | None = None,
     ) -> Tensor | None:
         """x [T, size] += the sum of all ranks' delta, in place, and the norm of that, in one launch: see
-        kernels.triton.reduce.add_norm. None where that isn't done: `add` comes first then."""
-        if self.carrier is not None:
-            if self.carrier.delta is delta:
-                return self.carrier.finish(x, weight, bias, eps, behind)
-            self.carrier.drop()
-            if self.alone:
-                self.carrier.rehearse(self.peers, x, delta, weight, bias, eps, behind)
-        if self._through_group(x) or not self.kernels.shape_of(self.part.ranks, x.shape[1], x.itemsize).parts:
+        kernels.triton.reduce.add_norm. None where that isn't done: `all_reduce` comes first then."""
+        if self.copy_engine is not None:
+            if self.copy_engine.pending_delta is delta:
+                return self.copy_engine.finish(x, weight, bias, eps, post_norm_weight)
+            self.copy_engine.finish_and_discard()
+            if self.is_warming_up:
+                self.copy_engine.warm_up(self.peers, x, delta, weight, bias, eps, post_norm_weight)
+        if (
+            self._uses_nccl(x)
+            or not self.kernels.exchange_shape(self.shard.tp_size, x.shape[1], x.itemsize).two_shot_rows
+        ):
             return None
-        return self.kernels.add_norm(self.peers, x, delta, weight, bias, eps, behind=behind, pdl=self.pdl)
+        return self.kernels.all_reduce_norm(
+            self.peers, x, delta, weight, bias, eps, post_norm_weight=post_norm_weight, pdl=self.pdl
+        )
 
-    def pieces(self, rows: int, nbytes: int) -> tuple[slice, ...]:
+    def split_rows(self, rows: int, nbytes: int) -> tuple[slice, ...]:
         """In what pieces a product is to be computed that is to be added up over ranks, of so many rows and bytes in
-        all, each of which `send` is then given; none: as a whole, and nothing is sent before `add` or `normed`."""
-        if self.carrier is None or self.alone or nbytes <= LARGE:
+        all, each of which `send_rows` is then given; none: as a whole, and nothing is sent before `all_reduce` or
+        `all_reduce_norm`."""
+        if self.copy_engine is None or self.is_warming_up or nbytes <= NCCL_MIN_BYTES:
             return ()
-        return self.carrier.pieces(rows, nbytes)
+        return self.copy_engine.split_rows(rows, nbytes)
 
-    def send(self, delta: Tensor, rows: slice) -> None:
-        """Begin to exchange these rows of delta, the next of its `pieces`."""
-        assert self.carrier is not None, "there are no pieces without"
-        self.carrier.send(delta, rows)
+    def send_rows(self, delta: Tensor, rows: slice) -> None:
+        """Begin to exchange these rows of delta, the next of its `overlap_chunks`."""
+        assert self.copy_engine is not None, "there are no pieces without"
+        self.copy_engine.send_rows(delta, rows)
 
-    def gather(self, x: Tensor) -> Tensor:
+    def all_gather(self, x: Tensor) -> Tensor:
         """See quire.data.layers.exchange."""
         if self.peers is not None:
-            return self.kernels.gather(self.peers, x, pdl=self.pdl)
-        if self.alone or self.group is None:
-            return x.expand(self.part.ranks, *x.shape).contiguous()
-        return self.group.gather(x)
+            return self.kernels.all_gather(self.peers, x, pdl=self.pdl)
+        if self.is_warming_up or self.nccl is None:
+            return x.expand(self.shard.tp_size, *x.shape).contiguous()
+        return self.nccl.all_gather(x)
 
-    def largest(self, x: Tensor) -> Tensor:
+    def all_reduce_max(self, x: Tensor) -> Tensor:
         """See SharedExchange, through which it goes: nothing is captured, and no time counts."""
-        return self.host.largest(x)
+        return self.host_exchange.all_reduce_max(x)
 
-    def _through_group(self, x: Tensor) -> bool:
+    def _uses_nccl(self, x: Tensor) -> bool:
         """Whether sums like x are not taken through peers' memory."""
         if self.peers is None:
             return True
-        return x.nbytes > LARGE and self.group is not None and not self.group.ordered
+        return x.nbytes > NCCL_MIN_BYTES and self.nccl is not None and not self.nccl.is_ordered
 
-    def check(self) -> None:
+    def check_peers(self) -> None:
         """PeerLost if a kernel has waited in vain."""
         if self._error is not None and (missed := int(self._error[0])):
             raise PeerLost(f"rank {missed - 1} has said nothing in a step")
 
     @contextmanager
-    def rehearsing(self) -> Iterator[None]:
+    def warming_up(self) -> Iterator[None]:
         """Within, steps may run in any threads and in any order: nobody is met, and sums are of no use. It ends for all
         ranks together."""
         peers = self.peers
         if peers is not None:
-            scratch = torch.zeros(BYTES + REHEARSED, dtype=torch.uint8, device=self.device)
+            scratch = torch.zeros(KERNEL_BYTES + WARMUP_BYTES, dtype=torch.uint8, device=self.device)
             table = torch.full_like(peers.table, scratch.data_ptr())
             counters, error = torch.zeros_like(peers.counters), torch.zeros_like(peers.counters)
-            self.peers = peers._replace(table=table, counters=counters, error=error, polls=0, more=REHEARSED)
-        self.alone = True
+            self.peers = peers._replace(table=table, counters=counters, error=error, polls=0, copy_bytes=WARMUP_BYTES)
+        self.is_warming_up = True
         try:
             yield
         finally:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
-            self.alone, self.peers = False, peers
-            self.host.meet(AT_START)
+            self.is_warming_up, self.peers = False, peers
+            self.host_exchange.barrier(START_FACTOR)

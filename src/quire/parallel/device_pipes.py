@@ -15,33 +15,36 @@ from torch import Tensor
 
 from quire.errors import StartupError
 from quire.parallel import peer_memory
-from quire.parallel.peer_memory import HANDLE, PeerError
-from quire.parallel.pipes import Pipes
-from quire.vocabulary.layout import Part
-from quire.vocabulary.stages import INBOX
+from quire.parallel.peer_memory import HANDLE_BYTES, PeerError
+from quire.parallel.pipes import StagePipes
+from quire.vocabulary.layout import Shard
+from quire.vocabulary.stages import STAGE_BUFFER_STEPS
 
-HEAD = 4096  # bytes before the slots, for flags
-DONE = b"\1"
+FLAG_BYTES = 4096  # bytes before the slots, for flags
+ACK = b"\1"
 
 
-class DevicePipes(Pipes):
+class DeviceStagePipes(StagePipes):
     """One rank's ends, as Pipes."""
 
-    def __init__(self, part: Part, descriptors: Sequence[int], seconds: float, device: torch.device, room: int) -> None:
-        """`room`: bytes of the longest step's rows. StartupError where GPUs don't reach each other's memory. Returns
+    def __init__(
+        self, shard: Shard, descriptors: Sequence[int], seconds: float, device: torch.device, slot_bytes: int
+    ) -> None:
+        """`slot_bytes`: bytes of the longest step's rows. StartupError where GPUs don't reach each other's memory.
+        Returns
         once the stage behind is here too."""
-        super().__init__(part, descriptors, seconds)
-        self.device, self.room, self.done = device, -(-room // 256) * 256, 0
+        super().__init__(shard, descriptors, seconds)
+        self.device, self.slot_bytes, self.acknowledged = device, -(-slot_bytes // 256) * 256, 0
         try:
-            if self._before is not None:
-                nbytes = HEAD + 2 * INBOX * self.room
-                self._own, handle = peer_memory.export(nbytes)
-                self._inbox = peer_memory.tensor(self._own, nbytes, device)
-                self._wait(self._before.sendall, handle)
-            if self._behind is not None:
-                found = bytearray(HANDLE)
-                self._fill(self._behind, memoryview(found))
-                self._other = peer_memory.opened(bytes(found))
+            if self._previous is not None:
+                nbytes = FLAG_BYTES + 2 * STAGE_BUFFER_STEPS * self.slot_bytes
+                self._inbox_address, handle = peer_memory.export(nbytes)
+                self._inbox = peer_memory.as_tensor(self._inbox_address, nbytes, device)
+                self._blocking_call(self._previous.sendall, handle)
+            if self._next is not None:
+                found = bytearray(HANDLE_BYTES)
+                self._receive_into(self._next, memoryview(found))
+                self._next_inbox_address = peer_memory.open_handle(bytes(found))
         except PeerError as error:
             raise StartupError(
                 f"a stage's GPU doesn't reach another one's memory: {error}", "Use GPUs with peer access, or --tp"
@@ -49,34 +52,38 @@ class DevicePipes(Pipes):
 
     def send(self, x: Tensor, delta: Tensor | None) -> None:
         """See Pipes; behind what the current stream computes."""
-        assert self._behind is not None, "the last stage has none behind it"
-        while self.given - self.done >= INBOX:
-            self._fill(self._behind, memoryview(bytearray(len(DONE))))
-            self.done += 1
-        slot, stream = (self.given + 1) % INBOX, self._stream()
+        assert self._next is not None, "the last stage has none behind it"
+        while self.num_sent - self.acknowledged >= STAGE_BUFFER_STEPS:
+            self._receive_into(self._next, memoryview(bytearray(len(ACK))))
+            self.acknowledged += 1
+        slot, stream = (self.num_sent + 1) % STAGE_BUFFER_STEPS, self._current_stream()
         both = [x] if delta is None else [x, delta]
         for i, tensor in enumerate(both):
             dense = tensor.contiguous()
-            assert dense.nbytes <= self.room, f"{dense.nbytes} bytes are more than the {self.room} of a step"
-            peer_memory.copy(self._other + self._at(slot, i), dense.data_ptr(), dense.nbytes, stream)
-        peer_memory.write(self._other + 8 * slot, self.given + 1, stream)
-        self._say(x, len(both))
+            assert dense.nbytes <= self.slot_bytes, (
+                f"{dense.nbytes} bytes are more than the {self.slot_bytes} of a step"
+            )
+            peer_memory.copy(
+                self._next_inbox_address + self._slot_offset(slot, i), dense.data_ptr(), dense.nbytes, stream
+            )
+        peer_memory.stream_write_value(self._next_inbox_address + 8 * slot, self.num_sent + 1, stream)
+        self._send_head(x, len(both))
 
     def receive(self, rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """See Pipes. What is returned is there when the current stream gets to it, until the step after next is
         sent."""
-        assert self._before is not None, "the first stage has none before it"
-        if self.taken:
-            self._wait(self._before.sendall, DONE)
-        more = self._hear(rows, columns, dtype)
-        slot, nbytes = self.taken % INBOX, rows * columns * dtype.itemsize
-        peer_memory.wait(self._own + 8 * slot, self.taken, self._stream())
-        places = (self._at(slot, i) for i in range(2))
+        assert self._previous is not None, "the first stage has none before it"
+        if self.num_received:
+            self._blocking_call(self._previous.sendall, ACK)
+        more = self._receive_head(rows, columns, dtype)
+        slot, nbytes = self.num_received % STAGE_BUFFER_STEPS, rows * columns * dtype.itemsize
+        peer_memory.stream_wait_value(self._inbox_address + 8 * slot, self.num_received, self._current_stream())
+        places = (self._slot_offset(slot, i) for i in range(2))
         x, delta = (self._inbox[at : at + nbytes].view(dtype).view(rows, columns) for at in places)
         return x, delta if more else None
 
-    def _at(self, slot: int, place: int) -> int:
-        return HEAD + (2 * slot + place) * self.room
+    def _slot_offset(self, slot: int, place: int) -> int:
+        return FLAG_BYTES + (2 * slot + place) * self.slot_bytes
 
-    def _stream(self) -> int:
+    def _current_stream(self) -> int:
         return int(torch.cuda.current_stream(self.device).cuda_stream)

@@ -9,7 +9,7 @@ from contextlib import suppress
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-HANDLE = 64  # bytes of a CUipcMemHandle
+HANDLE_BYTES = 64  # bytes of a CUipcMemHandle
 LAZY_PEER_ACCESS, NATIVE_ATOMIC = 1, 3  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, CU_DEVICE_P2P_ATTRIBUTE_...
 
 
@@ -17,10 +17,10 @@ class PeerError(Exception):
     """A call that CUDA's driver refused."""
 
 
-class Handle(ctypes.Structure):
+class IpcHandle(ctypes.Structure):
     """A CUipcMemHandle, which is passed by value."""
 
-    _fields_ = [("reserved", ctypes.c_ubyte * HANDLE)]
+    _fields_ = [("reserved", ctypes.c_ubyte * HANDLE_BYTES)]
 
 
 @lru_cache
@@ -45,16 +45,16 @@ def _call(name: str, *arguments: Any) -> None:
         raise PeerError(f"{name}: {(text.value or b'?').decode()}")
 
 
-class Exported(NamedTuple):
+class ExportedMemory(NamedTuple):
     """A piece of this rank's memory, and by what other processes open it."""
 
     address: int
     handle: bytes
 
 
-def export(nbytes: int) -> Exported:
+def export(nbytes: int) -> ExportedMemory:
     """`nbytes` of the current device, zeros. PeerError if there are not so many, or they can't be exported."""
-    address, handle = ctypes.c_uint64(), Handle()
+    address, handle = ctypes.c_uint64(), IpcHandle()
     _call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(nbytes))
     try:
         _call("cuMemsetD8_v2", address, ctypes.c_ubyte(0), ctypes.c_size_t(nbytes))
@@ -63,13 +63,13 @@ def export(nbytes: int) -> Exported:
     except PeerError:
         free(address.value)
         raise
-    return Exported(address.value, bytes(handle.reserved))
+    return ExportedMemory(address.value, bytes(handle.reserved))
 
 
-def opened(handle: bytes) -> int:
+def open_handle(handle: bytes) -> int:
     """The address of another process's memory. PeerError if it can't be reached from here."""
     address = ctypes.c_uint64()
-    theirs = Handle.from_buffer_copy(handle)
+    theirs = IpcHandle.from_buffer_copy(handle)
     _call("cuIpcOpenMemHandle_v2", ctypes.byref(address), theirs, ctypes.c_uint(LAZY_PEER_ACCESS))
     return address.value
 
@@ -91,24 +91,24 @@ def copy(target: int, source: int, nbytes: int, stream: int) -> None:
     _call("cuMemcpyDtoDAsync_v2", target, source, nbytes, stream)
 
 
-def write(address: int, value: int, stream: int) -> None:
+def stream_write_value(address: int, value: int, stream: int) -> None:
     """Write 8 bytes, on a stream: whoever sees them sees what came before on the stream, too."""
     _call("cuStreamWriteValue64_v2", stream, address, value, 0)
 
 
-def wait(address: int, value: int, stream: int) -> None:
+def stream_wait_value(address: int, value: int, stream: int) -> None:
     """On a stream, wait until the 8 bytes there are at least `value`, whoever writes them."""
     _call("cuStreamWaitValue64_v2", stream, address, value, 0)
 
 
-def tensor(address: int, nbytes: int, device: Any) -> Any:
+def as_tensor(address: int, nbytes: int, device: Any) -> Any:
     """Memory of this process's on a GPU, as bytes of torch's, which doesn't own it."""
     import torch
 
-    return torch.as_tensor(_Array(address, nbytes), device=device)
+    return torch.as_tensor(_CudaArray(address, nbytes), device=device)
 
 
-class _Array:
+class _CudaArray:
     """What torch asks of another library's array on a GPU."""
 
     def __init__(self, address: int, nbytes: int) -> None:
@@ -116,7 +116,7 @@ class _Array:
         self.__cuda_array_interface__ = said
 
 
-def atomics(here: int, there: int) -> bool:
+def has_native_atomics(here: int, there: int) -> bool:
     """Whether device `here` changes device `there`'s memory atomically, as it does over NVLink."""
     value = ctypes.c_int()
     _call("cuDeviceGetP2PAttribute", ctypes.byref(value), NATIVE_ATOMIC, here, there)

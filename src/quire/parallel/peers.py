@@ -9,47 +9,47 @@ import torch
 
 from quire.data.kernels import peer_sizes
 from quire.parallel import peer_memory
-from quire.parallel.peer_memory import HANDLE, PeerError
-from quire.parallel.shared import SharedExchange
-from quire.vocabulary.layout import Part
+from quire.parallel.peer_memory import HANDLE_BYTES, PeerError
+from quire.parallel.shared import SharedMemoryExchange
+from quire.vocabulary.layout import Shard
 
 
-def open_peers(
-    part: Part, device: torch.device, indices: Sequence[int], host: SharedExchange, seconds: float
+def open_peer_buffers(
+    shard: Shard, device: torch.device, indices: Sequence[int], host: SharedMemoryExchange, seconds: float
 ) -> tuple[Any, str]:
     """A kernels.triton.reduce.Peers, or None and why there is none, alike on all ranks. `indices`: the ranks' GPUs."""
     from quire.data.kernels.triton import carried, reduce
 
     try:
-        why = _unreachable(part, indices)
+        why = _unreachable(shard, indices)
     except PeerError as error:  # a driver that doesn't say
         why = str(error)
-    mine, nbytes = b"", peer_sizes.peer_bytes(part.ranks)
-    more = nbytes - peer_sizes.BYTES
+    mine, nbytes = b"", peer_sizes.peer_bytes(shard.tp_size)
+    more = nbytes - peer_sizes.KERNEL_BYTES
     if not why:
         try:
             address, mine = peer_memory.export(nbytes)
         except PeerError as error:
             why = str(error)
-    handles = host.gather(torch.tensor(list(mine.ljust(HANDLE, b"\0")), dtype=torch.uint8))
-    if not _all_well(why, host):
+    handles = host.all_gather(torch.tensor(list(mine.ljust(HANDLE_BYTES, b"\0")), dtype=torch.uint8))
+    if not _all_ranks_ok(why, host):
         if mine:
             peer_memory.free(address)
-        return None, _first(why, host)
+        return None, _first_reason(why, host)
     addresses: list[int] = []
     try:
-        for rank in range(part.ranks):
+        for rank in range(shard.tp_size):
             theirs = bytes(handles[rank].tolist())
-            addresses.append(address if rank == part.rank else peer_memory.opened(theirs))
+            addresses.append(address if rank == shard.tp_rank else peer_memory.open_handle(theirs))
             if more:  # where it is refused, it is so now
-                peer_memory.write(addresses[-1] + carried.flag_at(0, 0), 0, 0)
+                peer_memory.stream_write_value(addresses[-1] + carried.flag_offset(0, 0), 0, 0)
     except PeerError as error:
         why = str(error)
-    if not _all_well(why, host):
+    if not _all_ranks_ok(why, host):
         for one in addresses:
             if one != address:
                 peer_memory.close(one)
-        why = _first(why, host)
+        why = _first_reason(why, host)
         peer_memory.free(address)
         return None, why
     polls = min(int(seconds * reduce.POLLS), 2**31 - 1)
@@ -58,30 +58,30 @@ def open_peers(
         1, dtype=torch.int64, pin_memory=device.type == "cuda"
     )  # the host reads it without asking the device
     table = torch.tensor(addresses, dtype=torch.int64, device=device)
-    return reduce.Peers(table, counters, word, part.rank, part.ranks, polls, tuple(addresses), more), ""
+    return reduce.PeerBuffers(table, counters, word, shard.tp_rank, shard.tp_size, polls, tuple(addresses), more), ""
 
 
-def _unreachable(part: Part, indices: Sequence[int]) -> str:
+def _unreachable(shard: Shard, indices: Sequence[int]) -> str:
     """Why this rank's GPU doesn't reach another one's memory, if so."""
-    here = indices[part.rank]
-    if part.ranks > peer_sizes.MOST:
-        return f"more than {peer_sizes.MOST} ranks"
+    here = indices[shard.tp_rank]
+    if shard.tp_size > peer_sizes.MAX_PEERS:
+        return f"more than {peer_sizes.MAX_PEERS} ranks"
     if 2 * torch.cuda.get_device_properties(here).multi_processor_count < peer_sizes.PROGRAMS:
         return f"GPU {here} has fewer than {peer_sizes.PROGRAMS // 2} multiprocessors"
     for there in set(indices) - {here}:
         if not torch.cuda.can_device_access_peer(here, there):
             return f"GPU {here} has no access to the memory of GPU {there}"
-        if not peer_memory.atomics(here, there):
+        if not peer_memory.has_native_atomics(here, there):
             return f"GPU {here} has no NVLink to GPU {there}"
     return ""
 
 
-def _all_well(why: str, host: SharedExchange) -> bool:
+def _all_ranks_ok(why: str, host: SharedMemoryExchange) -> bool:
     """No rank has a reason against it."""
-    return not host.gather(torch.tensor([bool(why)])).any()
+    return not host.all_gather(torch.tensor([bool(why)])).any()
 
 
-def _first(why: str, host: SharedExchange) -> str:
+def _first_reason(why: str, host: SharedMemoryExchange) -> str:
     """The first rank's reason that has one: all say the same."""
-    said = host.gather(torch.tensor(list(why.encode()[:200].ljust(200, b"\0")), dtype=torch.uint8))
+    said = host.all_gather(torch.tensor(list(why.encode()[:200].ljust(200, b"\0")), dtype=torch.uint8))
     return next(filter(None, (bytes(one.tolist()).rstrip(b"\0").decode(errors="replace") for one in said)))

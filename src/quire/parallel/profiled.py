@@ -8,10 +8,10 @@ import re
 from collections import defaultdict
 from typing import Any
 
-MOST_KINDS = 60  # of kernels that are told, those that take most
+MAX_KINDS = 60  # of kernels that are told, those that take most
 
 
-class Profiler:
+class KernelProfiler:
     """One at a time."""
 
     def __init__(self) -> None:
@@ -42,18 +42,18 @@ class Profiler:
         ]
         kinds: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
         for start, end, name in spans:
-            kinds[kind(name)][0] += 1
-            kinds[kind(name)][1] += (end - start) / 1e3
-        most = sorted(kinds.items(), key=lambda item: -item[1][1])[:MOST_KINDS]
+            kinds[kernel_kind(name)][0] += 1
+            kinds[kernel_kind(name)][1] += (end - start) / 1e3
+        most = sorted(kinds.items(), key=lambda item: -item[1][1])[:MAX_KINDS]
         reach = max((end for _, end, _ in spans), default=0.0) - min((start for start, _, _ in spans), default=0.0)
         return {
-            "busy_ms": union([(start, end) for start, end, _ in spans]) / 1e3,
+            "busy_ms": covered_time([(start, end) for start, end, _ in spans]) / 1e3,
             "span_ms": reach / 1e3,
             "kernels": {name: {"count": int(count), "ms": ms} for name, (count, ms) in most},
         }
 
 
-def union(spans: list[tuple[float, float]]) -> float:
+def covered_time(spans: list[tuple[float, float]]) -> float:
     """The time that intervals (start, end) cover together."""
     covered, reach = 0.0, float("-inf")
     for start, end in sorted(spans):
@@ -62,6 +62,6 @@ def union(spans: list[tuple[float, float]]) -> float:
     return covered
 
 
-def kind(name: str) -> str:
+def kernel_kind(name: str) -> str:
     """A kernel's name without what its template was made with."""
     return re.split(r"[<(]", re.sub(r"^void ", "", name))[0][:60]

@@ -20,7 +20,7 @@ import sys
 from typing import Any
 
 PR_SET_PDEATHSIG = 1
-PATIENCE = 60.0  # seconds that the engine may take for each answer
+ANSWER_SECONDS = 60.0  # seconds that the engine may take for each answer
 LENGTH = struct.Struct("<I")  # bytes of JSON that follow
 CREDENTIALS = struct.Struct("3i")  # process, user, group
 
@@ -32,23 +32,23 @@ def main() -> None:
     if os.getppid() != said["parent"]:
         sys.exit("the actor is gone")
     with socket.socket(socket.AF_UNIX) as door:
-        door.settimeout(PATIENCE)
+        door.settimeout(ANSWER_SECONDS)
         try:
             door.connect("\0" + said["name"])
         except OSError as error:
             sys.exit(f"the engine's process isn't on the host, or in the container, of Ray's worker: {error.strerror}")
-        told, descriptors = fetched(door, said)
-    become(told, descriptors)
+        told, descriptors = fetch_program(door, said)
+    exec_program(told, descriptors)
 
 
-def fetched(door: socket.socket, said: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
+def fetch_program(door: socket.socket, said: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
     """What the engine tells of the rank, and descriptors."""
     _, user, _ = CREDENTIALS.unpack(door.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
     if user != os.getuid():
         sys.exit(f"the engine's process is user {user}'s, and Ray's worker is user {os.getuid()}'s")
     door.sendall(json.dumps({"token": said["token"], "rank": said["rank"]}).encode() + b"\n")
-    (length,) = LENGTH.unpack(exactly(door, LENGTH.size))
-    told = json.loads(exactly(door, length))
+    (length,) = LENGTH.unpack(receive_exactly(door, LENGTH.size))
+    told = json.loads(receive_exactly(door, length))
     _, descriptors, _, _ = socket.recv_fds(door, 1, len(told["numbers"]))
     if len(descriptors) != len(told["numbers"]):
         sys.exit(f"{len(descriptors)} of {len(told['numbers'])} descriptors came (`ulimit -n` of Ray's worker)")
@@ -56,7 +56,7 @@ def fetched(door: socket.socket, said: dict[str, Any]) -> tuple[dict[str, Any], 
     return told, descriptors
 
 
-def exactly(door: socket.socket, count: int) -> bytes:
+def receive_exactly(door: socket.socket, count: int) -> bytes:
     """So many bytes."""
     found = bytearray()
     while len(found) < count:
@@ -67,9 +67,9 @@ def exactly(door: socket.socket, count: int) -> bytes:
     return bytes(found)
 
 
-def become(told: dict[str, Any], descriptors: list[int]) -> None:
+def exec_program(program: dict[str, Any], descriptors: list[int]) -> None:
     """Be the rank's program: descriptors have the numbers that they have in the engine's process."""
-    numbers = told["numbers"]
+    numbers = program["numbers"]
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     try:
@@ -80,12 +80,12 @@ def become(told: dict[str, Any], descriptors: list[int]) -> None:
             os.dup2(descriptor, number, inheritable=True)
     except OSError as error:
         sys.exit(f"no descriptors up to {max(numbers) + len(numbers)} (`ulimit -n` of Ray's worker): {error.strerror}")
-    soft = told["descriptors"]
+    soft = program["descriptors"]
     fits = soft != resource.RLIM_INFINITY and (most == resource.RLIM_INFINITY or soft <= most)
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft if fits else most, most))
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    os.chdir(told["folder"])
-    os.execve(told["program"][0], told["program"], told["environment"])
+    os.chdir(program["folder"])
+    os.execve(program["program"][0], program["program"], program["environment"])
 
 
 if __name__ == "__main__":

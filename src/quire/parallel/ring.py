@@ -16,13 +16,13 @@ from contextlib import suppress
 
 from quire.errors import EngineDead
 
-BYTES = 1 << 22
+RING_BYTES = 1 << 22
 PAGE = 4096
-PLACES = 2 * PAGE  # bytes for places
+POSITION_BYTES = 2 * PAGE  # bytes for places
 HEAD = struct.Struct("=QQ")  # a record's number, from 1, and its bytes, with which the next one is aligned
 ALIGNED = HEAD.size
-LINE = 8  # words between two places, so that no two are in a line of a cache
-NAP = 0.0002  # seconds between two looks for room
+POSITION_STRIDE = 8  # words between two places, so that no two are in a line of a cache
+POLL_SECONDS = 0.0002  # seconds between two looks for room
 
 
 class RingFull(Exception):
@@ -33,15 +33,15 @@ class RingFull(Exception):
         self.reader = reader
 
 
-class Memory:
+class RingMemory:
     """The memory of a ring: places of the writer and of the readers first, then records, end to start."""
 
     def __init__(self, descriptor: int) -> None:
         size = os.fstat(descriptor).st_size
         self.map = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)  # no step waits for a page
-        self.capacity = size - PLACES
-        self.places = memoryview(self.map)[:PLACES].cast("Q")  # stored and loaded as whole words
-        self.records = memoryview(self.map)[PLACES:]
+        self.capacity = size - POSITION_BYTES
+        self.positions = memoryview(self.map)[:POSITION_BYTES].cast("Q")  # stored and loaded as whole words
+        self.records = memoryview(self.map)[POSITION_BYTES:]
 
     def put(self, at: int, data: bytes | memoryview) -> None:
         """Copy `data` to place `at` of all that was ever written."""
@@ -59,70 +59,72 @@ class Memory:
 
     def close(self) -> None:
         """Let go of it."""
-        self.places.release()
+        self.positions.release()
         self.records.release()
         self.map.close()
 
 
-class Ring:
+class RingWriter:
     """The writer's side. `descriptor` and `events`, one for each reader, are what readers are made of."""
 
-    def __init__(self, readers: int, capacity: int = BYTES) -> None:
+    def __init__(self, readers: int, capacity: int = RING_BYTES) -> None:
         """OSError where the system has no memory or descriptor for it."""
         assert capacity % PAGE == 0, f"{capacity} bytes aren't whole pages"
-        assert 0 < readers < PLACES // (8 * LINE), f"there are no places for {readers} readers"
+        assert 0 < readers < POSITION_BYTES // (8 * POSITION_STRIDE), f"there are no places for {readers} readers"
         self.events: list[int] = []
         self.descriptor = os.memfd_create("quire-ring", os.MFD_CLOEXEC)
         try:
-            os.ftruncate(self.descriptor, PLACES + capacity)
-            self._memory = Memory(self.descriptor)
+            os.ftruncate(self.descriptor, POSITION_BYTES + capacity)
+            self._memory = RingMemory(self.descriptor)
             for _ in range(readers):
                 self.events.append(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
         except OSError:
-            self._shut()
+            self._close_fds()
             raise
-        self.most = capacity // 4 - HEAD.size  # bytes of a record
-        self._numbered = self._written = self._read = 0  # how far all readers have come, as far as is known
+        self.max_record_bytes = capacity // 4 - HEAD.size  # bytes of a record
+        self._last_number = self._write_position = self._read_position = (
+            0  # how far all readers have come, as far as is known
+        )
 
-    def write(self, data: bytes, seconds: float, waiting: Callable[[], None] = lambda: None) -> None:
-        """Have all readers read `data`, in as many records as it takes. `waiting` is called while there is no room;
+    def write(self, data: bytes, seconds: float, while_full: Callable[[], None] = lambda: None) -> None:
+        """Have all readers read `data`, in as many records as it takes. `while_full` is called while there is no room;
         RingFull after so many seconds without."""
-        for start in range(0, len(data), self.most):
-            self._record(data[start : start + self.most], seconds, waiting)
+        for start in range(0, len(data), self.max_record_bytes):
+            self._write_record(data[start : start + self.max_record_bytes], seconds, while_full)
 
-    def _record(self, data: bytes, seconds: float, waiting: Callable[[], None]) -> None:
+    def _write_record(self, data: bytes, seconds: float, waiting: Callable[[], None]) -> None:
         memory, size = self._memory, -(-(HEAD.size + len(data)) // ALIGNED) * ALIGNED
-        if self._read + memory.capacity < self._written + size:
-            self._wait_for(self._written + size - memory.capacity, seconds, waiting)
-        self._numbered += 1
-        memory.put(self._written, HEAD.pack(self._numbered, len(data)) + data)
-        self._written += size
-        memory.places[0] = self._written
+        if self._read_position + memory.capacity < self._write_position + size:
+            self._wait_for_readers(self._write_position + size - memory.capacity, seconds, waiting)
+        self._last_number += 1
+        memory.put(self._write_position, HEAD.pack(self._last_number, len(data)) + data)
+        self._write_position += size
+        memory.positions[0] = self._write_position
         for event in self.events:
             os.eventfd_write(event, 1)  # a system call: what was stored before it is there for whoever it wakes
 
-    def _wait_for(self, place: int, seconds: float, waiting: Callable[[], None]) -> None:
+    def _wait_for_readers(self, place: int, seconds: float, waiting: Callable[[], None]) -> None:
         """Until all readers have come so far."""
         end = None
-        while (slowest := self._slowest())[0] < place:
+        while (slowest := self._slowest_reader())[0] < place:
             end = time.monotonic() + seconds if end is None else end
             waiting()
             if time.monotonic() >= end:
                 raise RingFull(slowest[1], seconds)
-            time.sleep(NAP)
-        self._read = slowest[0]
+            time.sleep(POLL_SECONDS)
+        self._read_position = slowest[0]
 
-    def _slowest(self) -> tuple[int, int]:
+    def _slowest_reader(self) -> tuple[int, int]:
         """How far all readers have come, and who has come no farther."""
-        places = self._memory.places
-        return min((places[(1 + reader) * LINE], reader) for reader in range(len(self.events)))
+        places = self._memory.positions
+        return min((places[(1 + reader) * POSITION_STRIDE], reader) for reader in range(len(self.events)))
 
     def close(self) -> None:
         """Let go of the memory, which stays as long as readers have it."""
         self._memory.close()
-        self._shut()
+        self._close_fds()
 
-    def _shut(self) -> None:
+    def _close_fds(self) -> None:
         for descriptor in (self.descriptor, *self.events):
             with suppress(OSError):
                 os.close(descriptor)
@@ -133,14 +135,14 @@ class RingReader:
     """The side of reader `reader`. `event` can be waited for: it is readable when records came."""
 
     def __init__(self, descriptor: int, event: int, reader: int) -> None:
-        self._memory, self.event, self._place = Memory(descriptor), event, (1 + reader) * LINE
-        self._there = self._number = self._at = 0
+        self._memory, self.event, self._position_index = RingMemory(descriptor), event, (1 + reader) * POSITION_STRIDE
+        self._num_available = self._number = self._position = 0
 
     def __bool__(self) -> bool:
         """There is a record to read."""
-        if not self._there:
+        if not self._num_available:
             try:
-                self._there = os.eventfd_read(self.event)
+                self._num_available = os.eventfd_read(self.event)
             except BlockingIOError:
                 return False
         return True
@@ -148,15 +150,15 @@ class RingReader:
     def read(self) -> bytes:
         """The next record, which is there. EngineDead if it was overwritten before it was read."""
         memory = self._memory
-        number, size = HEAD.unpack_from(memory.records, self._at % memory.capacity)  # aligned, so in one piece
-        data = memory.get(self._at + HEAD.size, size) if number == self._number + 1 else b""
-        ahead = memory.places[0] - self._at
+        number, size = HEAD.unpack_from(memory.records, self._position % memory.capacity)  # aligned, so in one piece
+        data = memory.get(self._position + HEAD.size, size) if number == self._number + 1 else b""
+        ahead = memory.positions[0] - self._position
         if number != self._number + 1 or ahead > memory.capacity:
             raise EngineDead(f"ring overrun: record {number} is where {self._number + 1} should be, {ahead} bytes back")
-        self._there -= 1
+        self._num_available -= 1
         self._number = number
-        self._at += -(-(HEAD.size + size) // ALIGNED) * ALIGNED
-        memory.places[self._place] = self._at
+        self._position += -(-(HEAD.size + size) // ALIGNED) * ALIGNED
+        memory.positions[self._position_index] = self._position
         return data
 
     def close(self) -> None:

@@ -8,129 +8,131 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 
 from quire.errors import StartupError
-from quire.link.channel import AT_ONCE
-from quire.link.child import Child, program_of
-from quire.link.frames import Frame, Frames
-from quire.parallel.frames import ANSWER, FAILED, KINDS, Failed, read_failed
-from quire.parallel.meeting import Meeting
-from quire.parallel.ring import Ring
+from quire.link.channel import READ_SIZE
+from quire.link.child import ChildProcess, program_arguments
+from quire.link.frames import Frame, FrameCodec
+from quire.parallel.frames import FAILED, KINDS, STEP_RESULT, RankFailure, read_failure
+from quire.parallel.meeting import RankRendezvous
+from quire.parallel.ring import RingWriter
 from quire.vocabulary.columns import WireError
 
-KILLED = 5.0  # seconds for a process to go that was killed
-PROGRAM = program_of("quire.parallel.rank")
+KILL_WAIT_SECONDS = 5.0  # seconds for a process to go that was killed
+RANK_PROGRAM = program_arguments("quire.parallel.rank")
 
-Start = Callable[[int, Sequence[int]], Child]  # of a rank's number, and the descriptors that it inherits
+RankLauncher = Callable[[int, Sequence[int]], ChildProcess]  # of a rank's number, and the descriptors that it inherits
 
 
-def start_program(rank: int, inherited: Sequence[int], program: Sequence[str] = PROGRAM) -> Child:
+def launch_rank_process(rank: int, inherited: Sequence[int], program: Sequence[str] = RANK_PROGRAM) -> ChildProcess:
     """A rank as a process."""
-    return Child(1, (*program, str(rank)), f"rank {rank}", inherited)
+    return ChildProcess(1, (*program, str(rank)), f"rank {rank}", inherited)
 
 
-class Keeper(threading.Thread):
+class RankLaunchThread(threading.Thread):
     """Starts ranks, and lives as long as they do: they die with the thread that started them (PR_SET_PDEATHSIG)."""
 
-    def __init__(self, start: Callable[[], list[Child]]) -> None:
+    def __init__(self, start: Callable[[], list[ChildProcess]]) -> None:
         super().__init__(name="quire-ranks", daemon=True)
-        self._start_all, self._up, self.let_go = start, threading.Event(), threading.Event()
-        self._children: list[Child] = []
+        self._launch_ranks, self._launched, self.may_exit = start, threading.Event(), threading.Event()
+        self._children: list[ChildProcess] = []
         self._error: BaseException | None = None
-        self._unwanted = False
+        self._cancelled = False
 
     def run(self) -> None:
         """On its thread."""
         try:
-            self._children = self._start_all()
+            self._children = self._launch_ranks()
         except BaseException as error:
             self._error = error
-            self.let_go.set()
-        self._up.set()
-        self.let_go.wait()
-        if self._unwanted:
-            drop(self._children)
+            self.may_exit.set()
+        self._launched.set()
+        self.may_exit.wait()
+        if self._cancelled:
+            kill_children(self._children)
 
-    def children(self) -> list[Child]:
+    def wait_for_children(self) -> list[ChildProcess]:
         """They are started. Raises what starting them raised. An interrupt meanwhile leaves none."""
         try:
             self.start()
         except RuntimeError as error:
             raise StartupError(f"the system has no thread to start ranks: {error}", "See `ulimit -u`") from error
         try:
-            self._up.wait()
+            self._launched.wait()
         except BaseException:
-            self.dismiss()
+            self.cancel()
             raise
         if self._error is not None:
             raise self._error
         return self._children
 
-    def dismiss(self) -> None:
+    def cancel(self) -> None:
         """None that it has started, or is about to, is wanted."""
-        self._unwanted = True
-        self.let_go.set()
+        self._cancelled = True
+        self.may_exit.set()
         if self.is_alive():
-            self.join(KILLED / 5)  # Ray may take long to start them: they end once it has
+            self.join(KILL_WAIT_SECONDS / 5)  # Ray may take long to start them: they end once it has
 
 
-class Side:
+class RankHandle:
     """A rank as the engine has it: its process, and what it has said that nobody took yet."""
 
-    def __init__(self, rank: int, child: Child) -> None:
+    def __init__(self, rank: int, child: ChildProcess) -> None:
         self.rank, self.child = rank, child
         self.connection = child.connections[0]
-        self.answers, self.inbox = deque[Frame](), deque[Frame]()  # of steps, and of all else
-        self.failed: Failed | None = None  # with a reason of its own, or without any word
-        self._frames, self.said = Frames(KINDS), Frames(KINDS)
+        self.step_results, self.other_frames = deque[Frame](), deque[Frame]()  # of steps, and of all else
+        self.failure: RankFailure | None = None  # with a reason of its own, or without any word
+        self._decoder, self.encoder = FrameCodec(KINDS), FrameCodec(KINDS)
 
-    def box(self, kind: int) -> deque[Frame]:
+    def queue_for(self, kind: int) -> deque[Frame]:
         """Where frames of a kind are until they are taken: steps may be answered before anybody asks."""
-        return self.answers if kind == ANSWER else self.inbox
+        return self.step_results if kind == STEP_RESULT else self.other_frames
 
     def read(self) -> None:
         """Take in what came."""
         try:
-            data = self.connection.recv(AT_ONCE)
-            for frame in self._frames.feed(data):
+            data = self.connection.recv(READ_SIZE)
+            for frame in self._decoder.decode(data):
                 if frame.kind == FAILED:
-                    self.failed = read_failed(frame)
+                    self.failure = read_failure(frame)
                 else:
-                    self.box(frame.kind).append(frame)
-            if not data and self.failed is None:
-                self.failed = Failed(self.child.status())
+                    self.queue_for(frame.kind).append(frame)
+            if not data and self.failure is None:
+                self.failure = RankFailure(self.child.describe_exit())
         except (WireError, OSError) as error:
-            self.failed = self.failed or Failed(f"sent what is no frame: {error}")
+            self.failure = self.failure or RankFailure(f"sent what is no frame: {error}")
 
 
-def started(start: Start, ranks: int, ring: Ring, meeting: Meeting) -> list[Child]:
+def launch_ranks(start: RankLauncher, ranks: int, ring: RingWriter, meeting: RankRendezvous) -> list[ChildProcess]:
     """All ranks, or none and what was raised."""
-    children: list[Child] = []
+    children: list[ChildProcess] = []
     try:
         for rank in range(ranks):
             children.append(start(rank, (ring.descriptor, ring.events[rank], *meeting.descriptors)))
     except BaseException:
-        drop(children)
+        kill_children(children)
         raise
     return children
 
 
-def drop(children: list[Child]) -> None:
+def kill_children(children: list[ChildProcess]) -> None:
     """End ranks that nobody knows yet."""
     for child in children:
-        child.end(0.0)
+        child.wait_or_kill(0.0)
         for connection in child.connections:
             connection.close()
 
 
-def end(children: list[Child], ring: Ring, meeting: Meeting, keeper: Keeper) -> None:
+def release_ranks(
+    children: list[ChildProcess], ring: RingWriter, meeting: RankRendezvous, keeper: RankLaunchThread
+) -> None:
     """End ranks at once, and let go of all that they had in common, also when it is interrupted."""
     with ExitStack() as left:  # the last first
-        left.callback(keeper.let_go.set)
+        left.callback(keeper.may_exit.set)
         left.callback(meeting.close)
         left.callback(ring.close)
         for child in reversed(children):
             for connection in child.connections:
                 left.callback(connection.close)
-            left.callback(child.end, KILLED)
+            left.callback(child.wait_or_kill, KILL_WAIT_SECONDS)
         for child in children:
             with suppress(OSError):
                 child.process.kill()

@@ -10,31 +10,33 @@ from dataclasses import replace
 from quire.config import EngineConfig
 from quire.control.memory import KVMemory
 from quire.parallel import remote
-from quire.parallel.devices import gpus_each, room_of
-from quire.parallel.frames import Hello
+from quire.parallel.devices import gpus_per_rank, smallest_device_memory
+from quire.parallel.frames import InitMessage
 from quire.parallel.remote import RemoteRunner
-from quire.parallel.sides import Start
-from quire.vocabulary.layout import Layout
+from quire.parallel.sides import RankLauncher
+from quire.vocabulary.layout import ParallelLayout
 
 
-def started_by(config: EngineConfig, device: str) -> dict[str, Start]:
+def launcher_arguments(config: EngineConfig, device: str) -> dict[str, RankLauncher]:
     """What RemoteRunner is told of how ranks start on "cpu" or "cuda". StartupError where it can't be so."""
     if config.executor != "ray":
         return {}
-    from quire.parallel.ray import RayStart
+    from quire.parallel.ray import RayLauncher
 
-    gpus = gpus_each(config.ranks) if device != "cpu" else 0.0
-    return {"start": RayStart(config.ranks, gpus, config.ray_address)}
+    gpus = gpus_per_rank(config.world_size) if device != "cpu" else 0.0
+    return {"start": RayLauncher(config.world_size, gpus, config.ray_address)}
 
 
-def meet(ranks: RemoteRunner, config: EngineConfig) -> tuple[int, int, str]:
+def open_devices(ranks: RemoteRunner, config: EngineConfig) -> tuple[int, int, str]:
     """Have all ranks open their GPUs, and find what memory is planned for: see devices.room_of."""
-    parts = ranks.layout.parts()
-    told = ranks.meet([Hello(config, part, (), 1, ranks.seconds, ranks.meeting.descriptors) for part in parts])
-    return room_of(told, config.gpu_memory_utilization)
+    parts = ranks.layout.shards()
+    told = ranks.open_devices(
+        [InitMessage(config, part, (), 1, ranks.seconds, ranks.rendezvous.descriptors) for part in parts]
+    )
+    return smallest_device_memory(told, config.gpu_memory_utilization)
 
 
-def build(
+def build_ranks(
     ranks: RemoteRunner, config: EngineConfig, folder: str, eos_ids: tuple[int, ...], max_len: int, progress: bool
 ) -> None:
     """Have all ranks build their part of the model in `folder` ("": the config's shape). `config` is sized, and says
@@ -42,59 +44,61 @@ def build(
     if folder:
         config = replace(config, model=folder, revision=None)
     if config.device == "cpu" or config.threads is not None:
-        config = replace(config, threads=shared_out(config.threads, config.ranks))
+        config = replace(config, threads=threads_per_rank(config.threads, config.world_size))
     level = logging.getLogger().getEffectiveLevel()
-    ranks.hello([
-        Hello(
-            config, part, eos_ids, max_len, ranks.seconds, ranks.meeting.descriptors,
-            progress and part.number == 0, level,
+    ranks.send_init([
+        InitMessage(
+            config, part, eos_ids, max_len, ranks.seconds, ranks.rendezvous.descriptors,
+            progress and part.global_rank == 0, level,
         )
-        for part in ranks.layout.parts()
+        for part in ranks.layout.shards()
     ])  # fmt: skip
-    ranks.wait()
+    ranks.wait_until_built()
 
 
-def anew(
+def rebuild_ranks(
     config: EngineConfig,
     folder: str,
     eos_ids: tuple[int, ...],
     max_len: int,
     make_memory: Callable[[], KVMemory],
-    fits: Callable[[tuple[int, int, str]], None],
+    check_memory: Callable[[tuple[int, int, str]], None],
 ) -> tuple[RemoteRunner, KVMemory]:
-    """Other ranks like those that have ended, bound to a memory like theirs; `config` is as for `build`, and `fits`
-    raises StartupError where their GPUs, as `meet` finds them, lack the room by now. StartupError or RanksLost if they
+    """Other ranks like those that have ended, bound to a memory like theirs; `config` is as for `build_ranks`, and
+    `check_memory`
+    raises StartupError where their GPUs, as `open_devices` finds them, lack the room by now. StartupError or RanksLost
+    if they
     can't be."""
     assert config.max_num_batched_tokens is not None, "a sized config"
-    start = started_by(config, config.device)
-    ranks = remote.RemoteRunner(Layout(config.tp, config.pp), config.rank_timeout, **start)
+    start = launcher_arguments(config, config.device)
+    ranks = remote.RemoteRunner(ParallelLayout(config.tp, config.pp), config.rank_timeout, **start)
     try:
         if config.device != "cpu":
-            fits(meet(ranks, config))
-        build(ranks, config, folder, eos_ids, max_len, progress=False)
+            check_memory(open_devices(ranks, config))
+        build_ranks(ranks, config, folder, eos_ids, max_len, progress=False)
         memory = make_memory()
-        ranks.bind(memory.geometry)
+        ranks.bind(memory.kv_config)
         if config.warm_up:
             ranks.warm_up(config.max_num_batched_tokens, max_len)
     except BaseException:
-        ranks.abandon()
+        ranks.kill()
         raise
     return ranks, memory
 
 
-def shared_out(threads: int | None, ranks: int) -> int | None:
+def threads_per_rank(threads: int | None, ranks: int) -> int | None:
     """The threads of a rank, where all of them have `threads` (None: one a core); None: as OMP_NUM_THREADS says."""
     if threads is None and "OMP_NUM_THREADS" in os.environ:
         return None
     if threads is None:
-        from quire.data.kernels.cpu.cores import cores
+        from quire.data.kernels.cpu.cores import available_cores
 
-        here = cores()
+        here = available_cores()
         threads = here.threads if here is not None else os.cpu_count() or 1
     return max(threads // ranks, 1)
 
 
-def unshared(threads: int | None, ranks: int) -> list[str]:
+def unused_threads_notice(threads: int | None, ranks: int) -> list[str]:
     """What to say of --threads that ranks don't share out evenly: all have as many, so that they compute alike."""
     each = max(threads // ranks, 1) if threads is not None else 0
     if threads is None or each * ranks == threads:

@@ -19,7 +19,7 @@ from quire.bench.drive import Decoding, Load, drive
 from quire.bench.latency import latencies
 from quire.bench.shapes import built
 from quire.bench.workloads import Job, parse, poisson
-from quire.build import Built
+from quire.build import BuiltEngine
 from quire.config import EngineConfig
 from quire.control.engine import Engine
 from quire.reproduce.result import DIFFERS, HOLDS, Reproduction, Result
@@ -155,13 +155,13 @@ def figure_18b(full: bool = False) -> Reproduction:
 
 
 @contextmanager
-def _engine(device: str, page: int) -> Iterator[Built]:
+def _engine(device: str, page: int) -> Iterator[BuiltEngine]:
     with built(_config(device, page)) as made:
         made.engine.limits = made.engine.limits._replace(max_queued=sys.maxsize)
         yield made
 
 
-def _jobs(made: Built, device: str, trace: str, full: bool) -> list[Job]:
+def _jobs(made: BuiltEngine, device: str, trace: str, full: bool) -> list[Job]:
     return parse(f"{trace}@{REQUESTS[device][trace][full]}").jobs(made.spec.vocab_size)
 
 

@@ -62,8 +62,8 @@ def _input(what: str, paper: float, ours: float, unit: str) -> Result:
 def mean_running(load: Load, system: str, rate: float, seconds: float) -> float:
     """Requests in memory, averaged over time."""
     trace = load.trace(rate, seconds)
-    outcome = load.serve(system, trace, until=trace[-1].at)
-    return float(np.mean([moment.running for moment in outcome.moments if moment.time >= WARM * trace[-1].at]))
+    outcome = load.serve(system, trace, until=trace[-1].arrival)
+    return float(np.mean([moment.running for moment in outcome.timeline if moment.time >= WARM * trace[-1].arrival]))
 
 
 def _text(batches: Batches, seconds: float) -> str:

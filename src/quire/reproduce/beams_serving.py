@@ -31,8 +31,8 @@ from quire.reproduce.serving import (
     draw_curves,
     in_parallel,
 )
-from quire.sim.histories import Replay, load
-from quire.sim.simulate import Arriving, Objective, Outcome
+from quire.sim.histories import BeamReplay, load_histories
+from quire.sim.simulate import Objective, SimulationResult, TraceRequest
 from quire.vocabulary.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -62,11 +62,11 @@ class Decoded(NamedTuple):
     way: str
     width: int
 
-    def trace(self, rate: float, seconds: float) -> list[Arriving]:
+    def trace(self, rate: float, seconds: float) -> list[TraceRequest]:
         """As Load.trace."""
         return self._decoded(self.load.trace(rate, seconds))
 
-    def _decoded(self, requests: Sequence[Arriving]) -> list[Arriving]:
+    def _decoded(self, requests: Sequence[TraceRequest]) -> list[TraceRequest]:
         """Requests with seeds of their own: these say which history a request has."""
         seeds = np.random.default_rng(SEED).integers(0, 2**31, len(requests)).tolist()
         found = []
@@ -80,11 +80,15 @@ class Decoded(NamedTuple):
         return found
 
     def serve(
-        self, system: str, trace: Sequence[Arriving], limit: float = math.inf, until: float = math.inf
-    ) -> Outcome:
+        self, system: str, trace: Sequence[TraceRequest], limit: float = math.inf, until: float = math.inf
+    ) -> SimulationResult:
         """As Load.serve."""
         plant = self.load.plant(system)
-        draw = Replay(load(self.load.workload), frozenset(plant.spec.eos_ids)) if self.way == "beam" else None
+        draw = (
+            BeamReplay(load_histories(self.load.workload), frozenset(plant.spec.eos_ids))
+            if self.way == "beam"
+            else None
+        )
         goals = [Objective("mean", "normalised", limit)] if limit < math.inf else ()
         return plant.simulation(draw).run(trace, goals, until)
 
@@ -93,14 +97,14 @@ class Decoded(NamedTuple):
         mean = np.mean([one.prompt_len + one.output_len for one in self.load.sketches(1000)])
         count = CROWD * math.ceil(self.load.plant(system).kv_tokens / float(mean) / self.width)
         outcome = self.serve(system, self._decoded(self.load.arriving([0.0] * count)))
-        ends = sorted(one.events[-1][0] for one in outcome.served)
+        ends = sorted(one.token_times[-1][0] for one in outcome.requests)
         first, last = count // 5, count - count // 5 - 1
         return (last - first) / (ends[last] - ends[first])
 
     def saved(self, rate: float, seconds: float) -> float:
         """Pages that the paged memory saves by sharing, of those needed without, while requests come: a mean."""
         trace = self.trace(rate, seconds)
-        return self.serve("paged", trace, until=trace[-1].at).totals.saved
+        return self.serve("paged", trace, until=trace[-1].arrival).totals.sharing_saved
 
 
 Curves = dict[Case, dict[str, Curve]]

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from quire.bench.document import table
 from quire.config import EngineConfig
-from quire.control.memory import Size
-from quire.control.memory.layout import geometry_of
+from quire.control.memory import MemorySize
+from quire.control.memory.layout import build_kv_config
 from quire.control.memory.paged import PagedMemory
 from quire.control.request import Request, Sequence
 from quire.control.scheduler import Scheduler
 from quire.reproduce.result import Reproduction, Result, equal
 from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.plan import Sampled, StepResult
+from quire.vocabulary.plan import SliceResult, StepResult
 from quire.vocabulary.specs import LayerSpec, ModelSpec
 
 if TYPE_CHECKING:
@@ -54,9 +54,9 @@ def replay(requests: list[Scripted], free: list[int], steps: int) -> list[Tables
     """The block tables after each of `steps` steps. `free` holds the free physical blocks, the next one first."""
     spec = ModelSpec("words", (LayerSpec(1, 1),), 64, 32, 1, 1, 1, 1)
     config = EngineConfig(page_size=BLOCK, max_num_seqs=4, max_num_batched_tokens=BUDGET)
-    geometry = geometry_of(config, spec, Size(BLOCKS * BLOCK, spec.max_len, 2))
-    memory = PagedMemory(geometry, chunk=BUDGET, order=[block + 1 for block in free])
-    scheduler = Scheduler(memory, budget=BUDGET, max_seqs=4, max_len=spec.max_len)
+    geometry = build_kv_config(config, spec, MemorySize(BLOCKS * BLOCK, spec.max_len, 2))
+    memory = PagedMemory(geometry, max_step_tokens=BUDGET, order=[block + 1 for block in free])
+    scheduler = Scheduler(memory, token_budget=BUDGET, max_seqs=4, max_len=spec.max_len)
     numbers = {word: i for i, word in enumerate(word for request in requests for word in request.words)}
     running: dict[str, Sequence] = {}
     history = []
@@ -64,16 +64,16 @@ def replay(requests: list[Scripted], free: list[int], steps: int) -> list[Tables
         for scripted in requests:
             if scripted.arrives == step:
                 prompt = [numbers[word] for word in scripted.words[: scripted.prompt]]
-                seq = running[scripted.name] = Sequence(scheduler.new_id(), prompt)
+                seq = running[scripted.name] = Sequence(scheduler.new_seq_id(), prompt)
                 params = SamplingParams(max_tokens=len(scripted.words))
-                request = Request(scripted.name, seq, params, arrival=step, max_tokens=len(scripted.words))
+                request = Request(scripted.name, seq, params, arrival_time=step, max_tokens=len(scripted.words))
                 scheduler.add(request)
         plan = scheduler.schedule()
         assert plan is not None, "there is nothing to plan"
         said = []
-        for row in plan.rows:
+        for row in plan.slices:
             scripted = next(item for item in requests if item.name == scheduler.by_slot[row.slot][0].id)
-            said.append(Sampled((numbers[scripted.words[row.start + len(row.tokens)]],)))
+            said.append(SliceResult((numbers[scripted.words[row.start + len(row.tokens)]],)))
         scheduler.update(plan, StepResult(tuple(said), 0.0))
         history.append({name: block_table(memory, seq) for name, seq in running.items()})
     memory.check()
@@ -82,7 +82,7 @@ def replay(requests: list[Scripted], free: list[int], steps: int) -> list[Tables
 
 def block_table(memory: PagedMemory, seq: Sequence) -> tuple[Entry, ...]:
     """As the paper draws it: physical block and number of filled positions for each logical block."""
-    pages = memory.place(seq).tables[0]
+    pages = memory.get_placement(seq).tables[0]
     return tuple(Entry(page - 1, min(seq.computed - i * BLOCK, BLOCK)) for i, page in enumerate(pages))
 
 

@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from quire.bench.document import table
-from quire.control.memory.buffers import Buffers, buffers_of, workers_of, worst_waste
+from quire.control.memory.buffers import BufferLayout, max_waste_bytes, plan_buffers, split_workers
 from quire.reproduce.closed_forms import bars, spec_of
 from quire.reproduce.result import Reproduction, Result, equal, measured
 
@@ -47,13 +47,13 @@ TABLE_8 = {  # (model, tensor-parallel workers)
 }
 
 
-def on_workers(name: str, tensor: int, page: int, layout: str) -> list[Buffers]:
+def on_workers(name: str, tensor: int, page: int, layout: str) -> list[BufferLayout]:
     """The buffers of each of `tensor` workers."""
     spec = spec_of(name)
     layer = spec.layers[0]
     return [
-        buffers_of(worker.layers, worker.kv_heads * layer.head_dim * HALF, page, layout)
-        for worker in workers_of(len(spec.layers), layer.kv_heads, tensor)
+        plan_buffers(worker.layers, worker.kv_heads * layer.head_dim * HALF, page, layout)
+        for worker in split_workers(len(spec.layers), layer.kv_heads, tensor)
     ]
 
 
@@ -130,7 +130,7 @@ def row_of(name: str, tensor: int, layout: str) -> Row:
     """Our line of the table. Tokens that aren't whole are rounded to hundredths."""
     found = [on_workers(name, tensor, page, layout) for page in PAGES.values()]
     tokens = [_plain(round(each[0].run_tokens / each[0].run_pages, 2)) for each in found]
-    return Row(tokens, [_plain(worst_waste(each) / MIB) for each in found])
+    return Row(tokens, [_plain(max_waste_bytes(each) / MIB) for each in found])
 
 
 def _plain(number: float) -> int | float:
@@ -152,18 +152,26 @@ def _text_8() -> str:
         for layout in ("layer", "sliced:4", *OURS):
             found = on_workers(name, tensor, NATIVE, layout)
             tokens = _plain(round(found[0].run_tokens / found[0].run_pages, 2))
-            waste = worst_waste(found)
+            waste = max_waste_bytes(found)
             rows.append(
-                (name, f"TP-{tensor}", layout, tokens, waste // MIB, found[0].parts, round(CROWD * waste / 2**30, 2))
+                (
+                    name,
+                    f"TP-{tensor}",
+                    layout,
+                    tokens,
+                    waste // MIB,
+                    found[0].num_buffers,
+                    round(CROWD * waste / 2**30, 2),
+                )
             )
     head = ("model", "workers", "layout", "tokens", "MB wasted", "pages mapped at once", f"GB by {CROWD} requests")
     crowd = [
-        (size, *(round(CROWD * worst(worst_waste(on_workers(*of, page, "layer")) for of in TABLE_8) / 2**30, 1)
+        (size, *(round(CROWD * worst(max_waste_bytes(on_workers(*of, page, "layer")) for of in TABLE_8) / 2**30, 1)
                  for worst in (min, max)))
         for size, page in PAGES.items()
     ]  # fmt: skip
     eight = on_workers("yi-34b", 1, NATIVE, "sliced:8")[0]
-    empty = 1 - eight.token_bytes / (eight.parts * eight.stride)
+    empty = 1 - eight.token_bytes / (eight.num_buffers * eight.stride)
     said = "; ".join(f"{size} {least:g} to {most:g}" for size, least, most in crowd)
     return (
         "Pages of 2 MB, by how many layers share a buffer (all workers together; pages mapped on each):\n\n"
@@ -216,20 +224,22 @@ def token_and_addresses() -> Reproduction:
     results += [
         equal("V-M2", "yi-34b, TP-2: a token in a buffer", 4 * 128 * 2, worker.stride, "bytes"),
         equal("V-M2", "yi-34b, TP-2: a request of 200K tokens in a buffer", 200, request // MIB, "MB"),
-        equal("V-M2", "yi-34b, TP-2: of a worker", 120, worker.parts, "buffers"),
+        equal("V-M2", "yi-34b, TP-2: of a worker", 120, worker.num_buffers, "buffers"),
         equal("V-M2", "yi-34b, TP-2: a buffer for 500 requests", 100, whole // MIB / 1000, "GB (1,000 MB)"),
         equal(
             "V-M2", "yi-34b, TP-2: addresses of a worker", 12,
-            worker.addresses(500, 200 * KIB) // MIB / 1e6, "TB (10^6 MB)",
+            worker.total_address_bytes(500, 200 * KIB) // MIB / 1e6, "TB (10^6 MB)",
         ),
     ]  # fmt: skip
     sliced, _ = on_workers("yi-34b", 2, NATIVE, "sliced")
     text = (
-        f"A token takes {worker.stride:,} bytes in each of {worker.parts} buffers. A request's place is whole pages "
+        f"A token takes {worker.stride:,} bytes in each of {worker.num_buffers} buffers. A request's place is whole "
+        f"pages "
         f"here:\nof 200,000 tokens {worker.slot_bytes(200_000) / MIB:g} MB of 2 MB pages instead of "
         f"{200_000 * worker.stride / MIB:.1f}.\n"
-        f"Sliced, {sliced.parts} buffers of {sliced.buffer_bytes(500, 200 * KIB) / 2**40:.2f} TiB each take the same "
-        f"addresses: {sliced.addresses(500, 200 * KIB) / 2**40:.2f} TiB of the 128 that a process has."
+        f"Sliced, {sliced.num_buffers} buffers of {sliced.buffer_bytes(500, 200 * KIB) / 2**40:.2f} TiB each take "
+        f"the same "
+        f"addresses: {sliced.total_address_bytes(500, 200 * KIB) / 2**40:.2f} TiB of the 128 that a process has."
     )
     title = "vAttention §4, §5.1.1: KV of a token, addresses of a memory"
     return Reproduction(results, text, partial(bars, results, title))

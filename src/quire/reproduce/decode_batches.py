@@ -24,7 +24,7 @@ from quire.reproduce.unlike_serving import (
     serve,
     simulated,
 )
-from quire.sim.simulate import Arriving
+from quire.sim.simulate import TraceRequest
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -165,5 +165,5 @@ def longest_request() -> Reproduction:
 def _one(rule: str, length: int) -> int:
     """A request of this length in all is served; its output tokens."""
     engine = SMALL.plant(rule).simulation().engine
-    trace = [Arriving(0.0, [OWN] * (length - 50), exactly(50))]
+    trace = [TraceRequest(0.0, [OWN] * (length - 50), exactly(50))]
     return sum(step.decoding for step in serve(engine, trace, SMALL.spec).steps) + 1

@@ -51,7 +51,7 @@ def decoded(
             for batch in sorted(batches, reverse=True):
                 contexts.stop(engine, [name for name in engine.requests if int(name.split("-")[1]) >= batch])
                 seconds = contexts.step_seconds(engine, STEPS)
-                token = made.plan.token_bytes
+                token = made.memory_plan.token_bytes
                 yield {"model": model, "batch": batch, "ms": 1000 * mean(seconds), "median_ms": 1000 * median(seconds),
                        "tokens_s": batch / mean(seconds), "mb_s": batch * token / mean(seconds) / MIB}  # fmt: skip
             contexts.stop(engine)

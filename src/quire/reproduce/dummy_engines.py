@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from quire.bench.shapes import built
-from quire.build import Built
+from quire.build import BuiltEngine
 from quire.config import EngineConfig
 from quire.data.models.configs import named_config
 
@@ -20,7 +20,9 @@ PAGED: dict[str, Any] = {"memory": "paged"}
 LAYER_SLACK, SLACK = 2048, 128  # tokens of a sequence's last page of 2 MB at most, with a buffer a layer, and others
 
 
-def dummy(model: str | Mapping[str, Any], length: int, seqs: int, **settings: Any) -> AbstractContextManager[Built]:
+def dummy(
+    model: str | Mapping[str, Any], length: int, seqs: int, **settings: Any
+) -> AbstractContextManager[BuiltEngine]:
     """An engine of one of SHAPES, or of a shape given, with room for `seqs` sequences of `length` tokens at once.
     Nothing is compiled or captured before it is needed, so its first steps aren't to be timed. StartupError if the
     device is too small."""

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import quire
 from quire.bench.document import table
 from quire.bench.shapes import built
-from quire.build import Built, build
-from quire.config import MEMORIES, PREEMPTIONS, RESERVED, EngineConfig
+from quire.build import BuiltEngine, build
+from quire.config import MEMORIES, PREEMPTIONS, RESERVED_MEMORIES, EngineConfig
 from quire.control.engine import Engine
 from quire.data.models.configs import named_config
 from quire.reproduce.result import DIFFERS, HOLDS, Reproduction, Result
@@ -72,7 +72,7 @@ class Way(NamedTuple):
             page_sizes=self.windows or "lcm",
         )  # fmt: skip
 
-    def build(self) -> AbstractContextManager[Built]:
+    def build(self) -> AbstractContextManager[BuiltEngine]:
         """The engine, closed behind it."""
         return built(self.config(), WINDOWED if self.windows else None)
 
@@ -136,7 +136,7 @@ def ways() -> Iterator[Way]:
                 yield Way(memory, page, batch, CHUNKS[batch % 3 == 0])
     for preemption in PREEMPTIONS:
         for memory in MEMORIES:
-            if memory in RESERVED:
+            if memory in RESERVED_MEMORIES:
                 continue  # nobody is ever preempted there
             for page in SHORT_PAGES:
                 for depth in (1, 2):
@@ -171,12 +171,12 @@ def answers_of(engine: Engine, prompts: Sequence[list[int]]) -> tuple[list[Answe
     for i, prompt in enumerate(prompts):
         engine.add(str(i), prompt, params)
     answers = [Answer([], []) for _ in prompts]
-    while engine.unfinished:
+    while engine.has_unfinished_requests:
         for output in engine.step():
-            answer = answers[int(output.request)]
+            answer = answers[int(output.request_id)]
             answer.tokens.extend(output.tokens)
-            answer.margins.extend(top.logprobs[0] - top.logprobs[1] for top in output.tops)
-    return answers, dict(engine.scheduler.preempted)
+            answer.margins.extend(top.logprobs[0] - top.logprobs[1] for top in output.top_logprobs)
+    return answers, dict(engine.scheduler.preemption_counts)
 
 
 def compare(
@@ -216,7 +216,7 @@ def _prompts() -> list[list[int]]:
     engine = build(Way(batch=len(LENGTHS)).config()).engine
     engine.add("stories", [0], params)
     told: list[list[int]] = [[] for _ in LENGTHS]
-    while engine.unfinished:
+    while engine.has_unfinished_requests:
         for output in engine.step():
             told[output.branch] += output.tokens
     engine.close()

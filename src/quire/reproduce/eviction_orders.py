@@ -12,7 +12,7 @@ from quire.control.memory.paged import PagedMemory
 from quire.control.request import Sequence as Seq
 from quire.reproduce.result import DIFFERS, HOLDS, Reproduction, Result, equal, measured
 from quire.reproduce.unlike_serving import H100, Case, assumed, burst, serve
-from quire.vocabulary.specs import Geometry, Group, Layout
+from quire.vocabulary.specs import KVCacheConfig, KVCacheGroup, KVCacheLayout
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 ORDERS: dict[str, dict[str, Any]] = {
     "balanced, aligned": {},
     "not balanced": {"balanced": False},
-    "not aligned": {"aligned": 0},
+    "not aligned": {"aligned_pages": 0},
 }
 LENGTH = 24  # tokens of a text, pages of one token
 # Gemma-2: its layer types have pages of one size, so that every page is anybody's and only the order decides.
@@ -31,25 +31,25 @@ def memory_of(pages: int, window: int, **orders: Any) -> PagedMemory:
     """One layer of self attention, and one with a window, over `pages` pages of one token."""
     ids = range(1, pages + 1)
     groups = tuple(
-        Group((i,), 16, 16, 64, ids, run_tokens=1, window=size, kind="full" if size is None else "window")
+        KVCacheGroup((i,), 16, 16, 64, ids, run_tokens=1, window=size, kind="full" if size is None else "window")
         for i, size in enumerate((None, window))
     )
-    geometry = Geometry(Layout.PAGED, (pages + 1) * 16, 4, groups, 2)
-    return PagedMemory(geometry, chunk=4, retention="slack", slack=0, **orders)
+    geometry = KVCacheConfig(KVCacheLayout.PAGED, (pages + 1) * 16, 4, groups, 2)
+    return PagedMemory(geometry, max_step_tokens=4, retention="slack", slack=0, **orders)
 
 
 def ask(memory: PagedMemory, name: int, tokens: list[int], stays: bool = False) -> None:
     """Compute a prompt, in chunks; it ends then, or `stays`."""
     seq = Seq(name, tokens)
-    found = memory.admit([seq], memory.chunk)
+    found = memory.admit([seq], memory.max_step_tokens)
     assert isinstance(found, list), "there is room for a prompt"
-    seq.computed = seq.planned = found[0].reused
+    seq.computed = seq.planned = found[0].reused_tokens
     while seq.computed < len(tokens):
-        length = min(seq.computed + memory.chunk, len(tokens))
+        length = min(seq.computed + memory.max_step_tokens, len(tokens))
         assert memory.grow(seq, length), "there is room for its next tokens"
         seq.computed = seq.planned = length
         memory.commit(seq)
-    memory.take_journal()
+    memory.take_page_ops()
     if not stays:
         memory.free(seq)
 
@@ -60,7 +60,7 @@ def words(first: int, count: int = LENGTH) -> list[int]:
 
 def left(memory: PagedMemory, first: int) -> int:
     """Tokens of a text that another request would find."""
-    return memory.prefixes.cached(Seq(99, [*words(first), 7])).tokens
+    return memory.prefix_cache.find_cached(Seq(99, [*words(first), 7])).tokens
 
 
 def balance() -> dict[str, list[int]]:
@@ -78,7 +78,7 @@ def alignment() -> dict[str, int]:
     """(b): of one text, whose last tokens must go: what is left of it, in tokens."""
     found = {}
     for name in ("balanced, aligned", "not aligned"):
-        memory = memory_of(60, 64, **({"aligned": 1} | ORDERS[name]))
+        memory = memory_of(60, 64, **({"aligned_pages": 1} | ORDERS[name]))
         ask(memory, 1, words(100))
         ask(memory, 2, words(200, 10), stays=True)
         found[name] = left(memory, 100)
@@ -100,7 +100,7 @@ def rates() -> list[Rate]:
     for retention in ("paper", "boundary"):
         for name, orders in ORDERS.items():
             engine = CASE.plant("jenga", retention=retention).simulation().engine
-            ledger: Any = engine.scheduler.memory.pages  # type: ignore[attr-defined]
+            ledger: Any = engine.scheduler.memory.page_pool  # type: ignore[attr-defined]
             for setting, value in orders.items():
                 setattr(ledger, setting, value)
             run = serve(engine, burst(CASE.sketches()), CASE.spec, concurrency=1)

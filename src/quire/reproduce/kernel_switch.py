@@ -74,9 +74,9 @@ def varlen_attn(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 
 
 def _grouped(call: Callable[..., Tensor]) -> dict[str, bool]:
-    from quire.data.kernels.vendor import grouped
+    from quire.data.kernels.vendor import gqa_kwargs
 
-    return grouped(call)
+    return gqa_kwargs(call)
 
 
 WAYS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {

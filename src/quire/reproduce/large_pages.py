@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.bench.document import table
-from quire.control.memory.large import ASSOCIATIONS, LargePages
+from quire.control.memory.large import ASSOCIATIONS, TwoLevelPagePool
 from quire.control.memory.sizes import LayerType, plan_pages
 from quire.reproduce.result import Reproduction, Result, equal, measured
 
@@ -31,28 +31,30 @@ class Taken(NamedTuple):
     large: int
 
 
-def reserved(pages: LargePages, group: int, count: int, owner: int) -> list[int]:
+def reserved(pages: TwoLevelPagePool, group: int, count: int, owner: int) -> list[int]:
     """So many pages of a group; there must be room."""
-    needs = [0] * len(pages.ratios)
+    needs = [0] * len(pages.small_pages_per_large)
     needs[group] = count
     assert pages.reserve(needs), f"there is no room for {count} pages of group {group}"
-    return pages.take_all(group, count, owner)
+    return pages.allocate(group, count, owner)
 
 
 def walk() -> tuple[int, list[Taken], list[int]]:
     """Figure 6: the bytes of a large page, the pages of the request in the order of their use, and how many large pages
     are free at the beginning, then, and at the end."""
     plan = plan_pages([LayerType("image", IMAGE), LayerType("text", TEXT)])
-    pages = LargePages(plan.ratios, 3, "paper")
-    free, found = [len(pages.free)], list[Taken]()
+    pages = TwoLevelPagePool(plan.small_pages_per_large, 3, "paper")
+    free, found = [len(pages.free_large)], list[Taken]()
     for kind, count, name in ((0, 3, "<IMG>"), (1, TEXTS, "Hello World"), (0, IMAGES - 3, "<IMG>")):
-        ratio = plan.ratios[kind]
+        ratio = plan.small_pages_per_large[kind]
         for i, page in enumerate(reserved(pages, kind, count, owner=1)):
             found.append(Taken(name.split()[i % len(name.split())], kind, page - ratio, page // ratio - 1))
-    free.append(len(pages.free))
-    pages.release_all([[one.page + plan.ratios[kind] for one in found if one.kind == kind] for kind in range(2)])
-    pages.leave(1)
-    free.append(len(pages.free))
+    free.append(len(pages.free_large))
+    pages.decref_tables(
+        [[one.page + plan.small_pages_per_large[kind] for one in found if one.kind == kind] for kind in range(2)]
+    )
+    pages.remove_owner(1)
+    free.append(len(pages.free_large))
     return plan.large_bytes, found, free
 
 
@@ -117,21 +119,21 @@ class Ended(NamedTuple):
 def ended(association: str, how: str) -> Ended:
     """Requests A and B take TOKENS pages each, and A ends: pages "one by one", in turn, as requests decode, or "at
     once", as prompts are computed."""
-    pages = LargePages([PER_LARGE], 2 * TOKENS // PER_LARGE, association)
+    pages = TwoLevelPagePool([PER_LARGE], 2 * TOKENS // PER_LARGE, association)
     held: dict[int, list[int]] = {0: [], 1: []}
     each = 1 if how == "one by one" else TOKENS
     for _ in range(0, TOKENS, each):
         for owner in held:
             held[owner] += reserved(pages, 0, each, owner)
-    before, bound = _owners(pages, held), pages.active[0]
-    pages.release_all([held.pop(0)])
-    pages.leave(0)
-    return Ended(association, how, before, _owners(pages, held), bound - pages.active[0], bound)
+    before, bound = _owners(pages, held), pages.num_active[0]
+    pages.decref_tables([held.pop(0)])
+    pages.remove_owner(0)
+    return Ended(association, how, before, _owners(pages, held), bound - pages.num_active[0], bound)
 
 
-def _owners(pages: LargePages, held: dict[int, list[int]]) -> tuple[tuple[str, ...], ...]:
+def _owners(pages: TwoLevelPagePool, held: dict[int, list[int]]) -> tuple[tuple[str, ...], ...]:
     of = {page: "AB"[owner] for owner, mine in held.items() for page in mine}
-    large = range(1, pages.count + 1)
+    large = range(1, pages.num_large + 1)
     return tuple(tuple(of.get(i * PER_LARGE + k, "") for k in range(PER_LARGE)) for i in large)
 
 

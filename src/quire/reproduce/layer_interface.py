@@ -14,7 +14,7 @@ from quire.control.memory.policies import POLICIES
 from quire.control.request import Sequence as Seq
 from quire.jenga import Evictor, LayerSupportsPrefixCache, Request, access, longest_prefix, policy_of
 from quire.reproduce.result import DIFFERS, HOLDS, Reproduction, Result, equal, measured
-from quire.vocabulary.specs import Geometry, Group, Layout
+from quire.vocabulary.specs import KVCacheConfig, KVCacheGroup, KVCacheLayout
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -92,22 +92,29 @@ def _served(policies: Any) -> list[list[int]]:
     """Two prompts, of which the second begins with the first: tokens found, and pages held of either type."""
     ids = range(1, 200)
     groups = tuple(
-        Group((i,), 64, 16, 64, ids, run_tokens=4, window=size, kind="full" if size is None else "window")
+        KVCacheGroup((i,), 64, 16, 64, ids, run_tokens=4, window=size, kind="full" if size is None else "window")
         for i, size in enumerate((None, WINDOW * 4))
     )
-    memory = PagedMemory(Geometry(Layout.PAGED, 200 * 64, 4, groups, 2), chunk=8, policies=policies)
+    memory = PagedMemory(
+        KVCacheConfig(KVCacheLayout.PAGED, 200 * 64, 4, groups, 2), max_step_tokens=8, policies=policies
+    )
     found = []
     for i, more in enumerate((0, 9)):
         seq = Seq(i + 1, list(range(40 + more)))
-        admitted = memory.admit([seq], memory.chunk)
+        admitted = memory.admit([seq], memory.max_step_tokens)
         assert isinstance(admitted, list), "there is room"
-        seq.computed = seq.planned = admitted[0].reused
+        seq.computed = seq.planned = admitted[0].reused_tokens
         while seq.computed < len(seq.tokens):
-            end = min(seq.computed + memory.chunk, len(seq.tokens))
+            end = min(seq.computed + memory.max_step_tokens, len(seq.tokens))
             assert memory.grow(seq, end), "there is room"
             seq.computed = seq.planned = end
             memory.commit(seq)
-        found.append([admitted[0].reused, *(sum(page > 0 for page in pages) for pages in memory.place(seq).tables)])
+        found.append(
+            [
+                admitted[0].reused_tokens,
+                *(sum(page > 0 for page in pages) for pages in memory.get_placement(seq).tables),
+            ]
+        )
         memory.free(seq)
         memory.check()
     return found

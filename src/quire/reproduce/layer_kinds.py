@@ -35,10 +35,10 @@ class Kind(NamedTuple):
 
 def kinds_of(spec: ModelSpec, itemsize: int = BF16) -> list[Kind]:
     """The kinds of a model's layers; those that share keep nothing and are of none."""
-    own = [layer for layer in spec.layers if layer.shares is None]
+    own = [layer for layer in spec.layers if layer.kv_source_layer is None]
     found = []
-    for kept in dict.fromkeys(layer.kept for layer in own):
-        mine = [layer for layer in own if layer.kept == kept]
+    for kept in dict.fromkeys(layer.group_key for layer in own):
+        mine = [layer for layer in own if layer.group_key == kept]
         first = mine[0]
         most = next((n for n in (first.window, first.chunk, first.budget) if n is not None), None)
         name = "full" if most is None else "window" if first.window else "chunk" if first.chunk else "budget"

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.bench.document import table
 from quire.data.runner.virtual import latencies
-from quire.data.runner.virtual.latencies import BANDWIDTH, CALLS, KIB, Latency
+from quire.data.runner.virtual.latencies import CALL_INFOS, KIB, PAPER_BANDWIDTH, CallLatency
 from quire.reproduce.result import DIFFERS, HOLDS, MEASURED, Reproduction, Result
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ Points = Sequence[dict[str, Any]]
 
 def sizes(device: str) -> tuple[int, ...]:
     """The paper's pages that a device maps."""
-    return (NATIVE,) if device.startswith("cuda") else latencies.PAGES
+    return (NATIVE,) if device.startswith("cuda") else latencies.PAGE_SIZES
 
 
 def devices() -> list[str]:
@@ -49,15 +49,15 @@ def devices() -> list[str]:
     return ["cuda:0", "cpu"] if torch.cuda.is_available() else ["cpu"]
 
 
-def measured_rows(device: str, page: int) -> list[Latency]:
+def measured_rows(device: str, page: int) -> list[CallLatency]:
     """All calls over pages of this size, idle and under load."""
     from quire.data.runner.virtual import open_driver
 
     if device.startswith("cuda"):
-        return latencies.measure(open_driver(device, page), COUNT, RUNS, _products(device))
-    rows = latencies.measure(open_driver(device, page), COUNT, RUNS)
+        return latencies.measure_latencies(open_driver(device, page), COUNT, RUNS, _products(device))
+    rows = latencies.measure_latencies(open_driver(device, page), COUNT, RUNS)
     with _busy():
-        loaded = latencies.measure(open_driver(device, page), COUNT, RUNS, lambda: None)
+        loaded = latencies.measure_latencies(open_driver(device, page), COUNT, RUNS, lambda: None)
     return rows + [row for row in loaded if row.loaded]
 
 
@@ -113,17 +113,17 @@ def table_3() -> Reproduction:
 def judged_3(points: Points) -> list[Result]:
     """CUDA's own calls at most twice as slow as the paper's; the others are of another system."""
     results = []
-    for kind, call in CALLS.items():
+    for kind, call in CALL_INFOS.items():
         for point in points:
             if point["kind"] != kind or point["run"] != 1 or point["loaded"]:
                 continue
-            paper = call.paper[latencies.PAGES.index(point["page"])]
+            paper = call.paper[latencies.PAGE_SIZES.index(point["page"])]
             native = point["device"] != "cpu"
             ours = round(point["p50"], 2)
             name = call.cuda if native else call.memfd
             slow = paper is not None and ours > SLOWER * paper
             verdict = (DIFFERS if slow else HOLDS) if native and paper is not None else MEASURED
-            what = f"{name}, {call.does}, pages of {point['page'] // KIB:,} KB"
+            what = f"{name}, {call.description}, pages of {point['page'] // KIB:,} KB"
             beside = f" (the paper: {call.vmem})" if not native and call.vmem else ""
             results.append(Result("V-T3", what + beside, paper, ours, "us", verdict))
     return results
@@ -135,10 +135,10 @@ def _text_3(points: Points) -> str:
     rows = [
         (*(device, page // KIB, run, "loaded" if loaded else "idle"),
          *(f"{by[device, page, run, loaded, kind]:.2f}" if (device, page, run, loaded, kind) in by else "-"
-           for kind in CALLS))
+           for kind in CALL_INFOS))
         for device, page, run, loaded in names
     ]  # fmt: skip
-    head = ("device", "KB", "pages a call", "device is", *(f"{kind}, us" for kind in CALLS))
+    head = ("device", "KB", "pages a call", "device is", *(f"{kind}, us" for kind in CALL_INFOS))
     return "Medians, in microseconds a page (reserve and free: a call).\n\n" + table(head, rows)
 
 
@@ -149,7 +149,7 @@ def draw_3(data: Points) -> Figure:
     fig = figure(11, 4)
     for axes, kind in zip(fig.subplots(1, 4), ("create", "map", "access", "unmap")):
         bars: dict[str, float] = {}
-        for size, paper in zip(latencies.PAGES, CALLS[kind].paper):
+        for size, paper in zip(latencies.PAGE_SIZES, CALL_INFOS[kind].paper):
             if paper is not None:
                 bars[f"paper, {size // KIB} KB"] = paper
         for p in data:
@@ -159,7 +159,7 @@ def draw_3(data: Points) -> Figure:
         axes.barh(list(bars), list(bars.values()), color=[COLOURS[not name.startswith("paper")] for name in bars])
         axes.tick_params(labelsize=6)
         axes.invert_yaxis()
-        axes.set_title(f"{CALLS[kind].does}, us", fontsize=9)
+        axes.set_title(f"{CALL_INFOS[kind].description}, us", fontsize=9)
     fig.suptitle("vAttention Table 3: latency of calls, median")
     return fig
 
@@ -192,7 +192,7 @@ def judged_7(points: Points) -> list[Result]:
     """On a GPU as fast as the paper's; and anywhere an order of magnitude more than its decodes needed."""
     results = []
     for p in points:
-        paper = round(p["workers"] * BANDWIDTH[latencies.PAGES.index(p["page"])], 2)
+        paper = round(p["workers"] * PAPER_BANDWIDTH[latencies.PAGE_SIZES.index(p["page"])], 2)
         what = f"{p['device']}, pages of {p['page'] // KIB:,} KB, {p['workers']} workers, {p['load']}: mapped"
         native = p["device"] != "cpu" and p["load"] == "idle"
         verdict = (HOLDS if p["gb_s"] >= paper else DIFFERS) if native else MEASURED
@@ -247,12 +247,12 @@ def work(device: str, page: int, seconds: float) -> None:
     """One of the processes: says that it is ready, waits for a line, and prints the median of its GB/s."""
     from quire.data.runner.virtual import open_driver
 
-    latencies.measure(open_driver(device, page), 16, (1,))
+    latencies.measure_latencies(open_driver(device, page), 16, (1,))
     print("ready", flush=True)
     sys.stdin.readline()
     found, began = list[float](), time.perf_counter()
     while not found or time.perf_counter() - began < seconds:
-        found.append(latencies.bandwidth(latencies.measure(open_driver(device, page), COUNT, (1,))))
+        found.append(latencies.bandwidth(latencies.measure_latencies(open_driver(device, page), COUNT, (1,))))
     print(json.dumps(median(found)), flush=True)
 
 
@@ -262,7 +262,7 @@ def draw_7(data: Points) -> Figure:
     points = [
         {"page": page / KIB, "gb_s": workers * rate, "panel": "GB/s mapped", "line": f"paper, TP-{workers}"}
         for workers in (1, 2)
-        for page, rate in zip(latencies.PAGES, BANDWIDTH)
+        for page, rate in zip(latencies.PAGE_SIZES, PAPER_BANDWIDTH)
     ] + [
         {"page": p["page"] / KIB, "gb_s": p["gb_s"], "panel": "GB/s mapped",
          "line": f"{p['device']}, {p['workers']} workers, {p['load']}"}

@@ -84,11 +84,11 @@ def simulated(case: Case) -> list[Ran]:
         print(f"c1: {memory}, simulated", file=sys.stderr)
         trace = load.trace(case.rate, case.requests / case.rate)
         outcome = load.serve(memory, trace)
-        latency = Objective("mean", "normalised", 1.0).value(outcome.served)
+        latency = Objective("mean", "normalised", 1.0).value(outcome.requests)
         run = outcome.totals
         runs.append(
             Ran(
-                case.by, memory, mean_usage(outcome.moments), run.mean_running, latency, len(trace) / run.seconds,
+                case.by, memory, mean_usage(outcome.timeline), run.mean_running, latency, len(trace) / run.seconds,
                 run.preemptions,
             )
         )  # fmt: skip

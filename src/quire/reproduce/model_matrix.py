@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.bench.document import table
-from quire.data.models.quantization import MADE
+from quire.data.models.quantization import FP8_ON_LOAD
 from quire.data.weights.fp8 import saved_bytes
 from quire.errors import StartupError
 from quire.reproduce.result import Reproduction, Result, equal, measured
@@ -55,7 +55,7 @@ def weights(case: Case) -> int:
     and eyes in 16 bits."""
     spec = case.spec
     eyes = spec.vision.parameters if spec.vision is not None else 0
-    return 2 * (spec.parameters + eyes) - (saved_bytes(case.shape, MADE, 2) if case.halved else 0)
+    return 2 * (spec.parameters + eyes) - (saved_bytes(case.shape, FP8_ON_LOAD, 2) if case.halved else 0)
 
 
 def cell(model: str, case: Case, paper: str) -> Cell:
@@ -76,7 +76,7 @@ def cell(model: str, case: Case, paper: str) -> Cell:
             continue
         found[rule] = memory.fits([_length(most)], len(most.prompt), most.media)
         if rule == "jenga":
-            found["tokens"], found["large"] = plant.kv_tokens, memory.geometry.large_bytes
+            found["tokens"], found["large"] = plant.kv_tokens, memory.kv_config.large_bytes
     return one._replace(
         tokens=found.get("tokens", 0), large=found.get("large", 0), fits=found.get("jenga", False),
         uniform=found.get("uniform", False),

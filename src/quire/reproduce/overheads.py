@@ -82,9 +82,9 @@ def _generate(engine: Engine) -> list[list[int]]:
     for i, prompt in enumerate(PROMPTS):
         engine.add(str(i), prompt, params)
     tokens: list[list[int]] = [[] for _ in PROMPTS]
-    while engine.unfinished:
+    while engine.has_unfinished_requests:
         for output in engine.step():
-            tokens[int(output.request)] += output.tokens
+            tokens[int(output.request_id)] += output.tokens
     return tokens
 
 

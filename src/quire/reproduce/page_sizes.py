@@ -19,7 +19,7 @@ from quire.bench.document import table
 from quire.errors import StartupError
 from quire.reproduce.result import DIFFERS, HOLDS, Reproduction, Result, measured
 from quire.reproduce.serving import LIMIT, SEED, STEP, TOLERANCE, Load, in_parallel
-from quire.sim.simulate import Objective, highest_rate, mean_usage, meets
+from quire.sim.simulate import Objective, highest_rate, mean_usage, meets_objectives
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -78,13 +78,14 @@ def point(workload: str, trace: Trace, page: int, start: float) -> Point:
     plant = load.plant("paged")
     plant = plant._replace(config=replace(plant.config, page_size=page))
     requests = load.trace(trace.rate, trace.seconds)
-    last = requests[-1].at
+    last = requests[-1].arrival
     outcome = plant.simulation().run(requests, (), last)
-    moments = [moment for moment in outcome.moments if WARM * last <= moment.time <= last]
+    moments = [moment for moment in outcome.timeline if WARM * last <= moment.time <= last]
     usage = mean_usage(moments)
     goal = Objective("mean", "normalised", LIMIT)
     highest = highest_rate(
-        lambda asked: meets(plant.simulate(load.trace(asked, trace.seconds), [goal]), [goal]), start, TOLERANCE,
+        lambda asked: meets_objectives(plant.simulate(load.trace(asked, trace.seconds), [goal]), [goal]), start,
+        TOLERANCE,
         STEP, 2.0,
     )  # fmt: skip
     if not 0 < highest < math.inf:

@@ -21,7 +21,7 @@ from quire.reproduce.serving import in_parallel
 from quire.reproduce.side_by_side import Span, Wait, serve, sleep_until
 from quire.reproduce.unlike_serving import H200, SEED, Case, assumed, burst
 from quire.reproduce.unlike_throughput import CASES
-from quire.sim.simulate import Arriving, Served
+from quire.sim.simulate import ServedRequest, TraceRequest
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -53,14 +53,16 @@ class Latencies(NamedTuple):
     unfinished: int
 
 
-def timed(asked: Sequence[Arriving], rate: float) -> list[Arriving]:
+def timed(asked: Sequence[TraceRequest], rate: float) -> list[TraceRequest]:
     """Poisson arrivals: the same ones at any rate, stretched."""
-    return [one._replace(at=at / rate) for one, at in zip(asked, poisson(len(asked), 1.0, SEED))]
+    return [one._replace(arrival=at / rate) for one, at in zip(asked, poisson(len(asked), 1.0, SEED))]
 
 
-def latencies(rule: str, by: str, rate: float, capacity: float, served: Sequence[Served], end: float) -> Latencies:
+def latencies(
+    rule: str, by: str, rate: float, capacity: float, served: Sequence[ServedRequest], end: float
+) -> Latencies:
     """Of requests that are done; of others what they can't fall below any more."""
-    means = (mean(one.least(measure, end) for one in served) for measure in MEASURES)
+    means = (mean(one.lower_bound(measure, end) for one in served) for measure in MEASURES)
     return Latencies(rule, by, rate, rate / capacity, *means, sum(not one.done for one in served))
 
 
@@ -68,14 +70,14 @@ def run(case: Case, rule: str, rate: float, capacity: float, count: int) -> Late
     """A simulated one, to the end."""
     made = case.plant(rule).simulation()
     outcome = made.run(timed(burst(case.sketches()[:count], case.eyes), rate))
-    return latencies(rule, "simulated", rate, capacity, outcome.served, outcome.totals.seconds)
+    return latencies(rule, "simulated", rate, capacity, outcome.requests, outcome.totals.seconds)
 
 
 def capacity(case: Case, rule: str) -> float:
     """Requests a second that a rule serves when all have come at once: while the middle ones end, since memory fills at
     the beginning and empties at the end."""
     outcome = case.plant(rule).simulation().run(burst(case.sketches(), case.eyes))
-    ends = sorted(one.events[-1][0] for one in outcome.served)
+    ends = sorted(one.token_times[-1][0] for one in outcome.requests)
     first, last = len(ends) // 5, len(ends) - len(ends) // 5 - 1
     return (last - first) / (ends[last] - ends[first])
 
@@ -186,7 +188,7 @@ def real(case: Case, within: tuple[float, int] = REAL_WITHIN, beyond: tuple[floa
         release()
         for rate, asked in traces.items():
             simulated = case.plant(rule).simulation()
-            wait: Wait = simulated.clock.reach
+            wait: Wait = simulated.clock.advance_to
             beside = partial(serve, simulated.engine, wait, asked, span)
             found.append(_served(beside, rule, "simulated", rate, less))
     found.sort(key=lambda one: (one.rate, one.rule != RULES[0], one.by))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.bench.document import table
 from quire.reproduce.result import Reproduction, Result, at_most, equal, measured
-from quire.sim.embeddings import Held, figure_12
+from quire.sim.embeddings import StepUsage, figure_12
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -28,14 +28,14 @@ PAPER = {
 RUNS = {"pages": 1, "inside": 1, "off": 2}  # of the encoder; off: one for each chunk that needs it
 
 
-def seen(step: Held) -> tuple[int, int, int, int, int]:
+def seen(step: StepUsage) -> tuple[int, int, int, int, int]:
     """As PAPER has it."""
-    return step.tokens, step.kv, step.places, step.embeddings, step.left
+    return step.tokens, step.kv, step.free_places, step.embeddings, step.leftover_embeddings
 
 
-def peak(steps: Sequence[Held]) -> int:
+def peak(steps: Sequence[StepUsage]) -> int:
     """The most that is held behind a step: keys and values and embeddings, each of a token."""
-    return max(step.kv + step.places + step.left for step in steps)
+    return max(step.kv + step.free_places + step.leftover_embeddings for step in steps)
 
 
 def timelines() -> Reproduction:
@@ -45,7 +45,7 @@ def timelines() -> Reproduction:
     return Reproduction(judged(found), text(found), lambda: draw(data), data)
 
 
-def judged(found: Mapping[str, Sequence[Held]]) -> list[Result]:
+def judged(found: Mapping[str, Sequence[StepUsage]]) -> list[Result]:
     """Each step beside the paper's, the encoder's runs, and the peaks: no more than a chunk above all tokens."""
     results = []
     for way, steps in PAPER.items():
@@ -66,7 +66,7 @@ def judged(found: Mapping[str, Sequence[Held]]) -> list[Result]:
     return results
 
 
-def text(found: Mapping[str, Sequence[Held]]) -> str:
+def text(found: Mapping[str, Sequence[StepUsage]]) -> str:
     head = ("embeddings", "step", "computes", "encodes", "KV", "places", "embeddings in it", "behind it")
     rows = [
         (
@@ -75,9 +75,9 @@ def text(found: Mapping[str, Sequence[Held]]) -> str:
             step.tokens,
             "yes" if step.encodes else "-",
             step.kv,
-            step.places,
+            step.free_places,
             step.embeddings,
-            step.left,
+            step.leftover_embeddings,
         )
         for way, steps in found.items()
         for i, step in enumerate(steps)

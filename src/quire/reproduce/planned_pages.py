@@ -78,7 +78,7 @@ class Planned(NamedTuple):
     @property
     def ratio(self) -> int:
         """Small pages of the smallest kind in an exact large page."""
-        return max(self.exact.ratios)
+        return max(self.exact.small_pages_per_large)
 
     @property
     def padded(self) -> float:
@@ -110,7 +110,12 @@ def planner_table() -> Reproduction:
         one = found[name]
         results += [
             equal("J-X1", f"{name}: LCM, exact", PAPER_RATIO, one.ratio, "small pages"),
-            measured("J-X1", f"{name}: LCM, padded by {one.padded:.1f} %", max(one.chosen.ratios), "small pages"),
+            measured(
+                "J-X1",
+                f"{name}: LCM, padded by {one.padded:.1f} %",
+                max(one.chosen.small_pages_per_large),
+                "small pages",
+            ),
             equal("J-X1", f"{name}: tokens of a MAX page", PAPER_TOKENS, round(one.max_tokens), "tokens"),
         ]
     half = planned([JAMBA_ATTENTION._replace(unit_bytes=JAMBA_ATTENTION.unit_bytes // 2), eight_bit_state()])
@@ -120,7 +125,11 @@ def planner_table() -> Reproduction:
         equal("J-X1", f"{what}: tokens of a MAX page", PAPER_TOKENS, round(half.max_tokens), "tokens"),
     ]
     data = {
-        name: {"large": one.exact.large_bytes, "padded": one.chosen.large_bytes, "ratios": one.chosen.ratios}
+        name: {
+            "large": one.exact.large_bytes,
+            "padded": one.chosen.large_bytes,
+            "ratios": one.chosen.small_pages_per_large,
+        }
         for name, one in found.items()
     }
     return Reproduction(results, _text(found), lambda: _draw(found), data)
@@ -140,9 +149,11 @@ def _text(found: dict[str, Planned]) -> str:
         shown = ", ".join(pages if len(pages) < 5 else [pages[0], "...", pages[-1]])
         moved = one.chosen != one.exact
         rows.append((
-            name, shown, f"{one.exact.large_bytes / MIB:g}", "/".join(map(str, dict.fromkeys(one.exact.ratios))),
+            name, shown, f"{one.exact.large_bytes / MIB:g}", "/".join(map(str,
+            dict.fromkeys(one.exact.small_pages_per_large))),
             f"{one.padded:.1f} %" if moved else "-", f"{one.chosen.large_bytes / MIB:g}" if moved else "-",
-            "/".join(map(str, dict.fromkeys(one.chosen.ratios))) if moved else "-", f"{one.largest / 1024:g}",
+            "/".join(map(str, dict.fromkeys(one.chosen.small_pages_per_large))) if moved else "-",
+            f"{one.largest / 1024:g}",
             f"{one.divisor / 1024:g}",
         ))  # fmt: skip
     return (
@@ -166,8 +177,9 @@ def _draw(found: dict[str, Planned]) -> Figure:
         (0.2, "as planned, padded where it is large", COLOURS[2], [one.chosen for one in found.values()]),
     ):
         places = [i + shift for i in range(len(names))]
-        drawn = axes.barh(places, [max(plan.ratios) for plan in plans], 0.38, color=colour, label=label)
-        axes.bar_label(drawn, [f"{max(plan.ratios)} ({plan.large_bytes / MIB:g} MiB)" for plan in plans], fontsize=6,
+        drawn = axes.barh(places, [max(plan.small_pages_per_large) for plan in plans], 0.38, color=colour, label=label)
+        axes.bar_label(drawn,
+        [f"{max(plan.small_pages_per_large)} ({plan.large_bytes / MIB:g} MiB)" for plan in plans], fontsize=6,
                        padding=3)  # fmt: skip
     axes.axvline(PAPER_RATIO, color="0.3", linestyle=":", label="the paper's Jamba")
     axes.set_yticks(range(len(names)), names, fontsize=8)

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from quire.bench.document import table
-from quire.cli.simulate import plant_of
+from quire.cli.simulate import read_deployment
 from quire.config import EngineConfig
 from quire.reproduce.result import DIFFERS, HOLDS, Reproduction, Result, measured
 from quire.reproduce.serving import SEED, Load, in_parallel
@@ -63,7 +63,7 @@ def measure(load: Load, way: str, page: int, rate: float, seconds: float) -> Poi
         page_size=page, preemption=preemption, swap_gib=SWAP_GIB, enable_prefix_caching=False, seed=SEED,
         kv_gib=load.kv_gib,
     )  # fmt: skip
-    plant = plant_of(config, load.calibration)
+    plant = read_deployment(config, load.calibration)
     if way == WAYS[2]:
         pieces = 2 * len(plant.spec.layers)
         page_bytes = page * plant.spec.token_bytes(plant.cost.shape.itemsize)
@@ -71,7 +71,7 @@ def measure(load: Load, way: str, page: int, rate: float, seconds: float) -> Poi
         slower = coefficients._replace(swapped_byte=coefficients.swapped_byte + pieces * PIECE / page_bytes)
         plant = plant._replace(cost=plant.cost._replace(coefficients=slower))
     outcome = plant.simulate(load.trace(rate, seconds))
-    latency = Objective("mean", "normalised", 1.0).value(outcome.served)
+    latency = Objective("mean", "normalised", 1.0).value(outcome.requests)
     return Point(latency, outcome.totals.preemptions, outcome.totals.swapped_bytes)
 
 

@@ -93,8 +93,8 @@ def _run(model: str, way: str, settings: Mapping[str, Any], device: str) -> list
             seen.append(_prompt(engine, f"row-{i}", length))
             contexts.stop(engine)
             if way.endswith("sync"):
-                for slot in engine.scheduler.memory.forget():  # type: ignore[attr-defined]
-                    engine.runner.store.clear(slot)  # type: ignore[attr-defined]
+                for slot in engine.scheduler.memory.forget_free_slots():  # type: ignore[attr-defined]
+                    engine.runner.store.unmap_slot(slot)  # type: ignore[attr-defined]
         del engine
     del made
     seconds, maps, stalled = zip(*seen[1:])  # kernels are compiled in the first one
@@ -108,16 +108,20 @@ def _prompt(engine: Engine, name: str, length: int) -> tuple[float, int, float]:
     from quire.vocabulary.params import SamplingParams
 
     store: Any = engine.runner.store  # type: ignore[attr-defined]
-    before = getattr(store, "mapped", None)
+    before = getattr(store, "mapping_stats", None)
     began = time.perf_counter()
     engine.add(name, [TOKEN] * length, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, detokenize=False))
-    while not any(output.request == name and output.tokens for output in engine.step()):
+    while not any(output.request_id == name and output.tokens for output in engine.step()):
         pass
     seconds = time.perf_counter() - began
     if before is None:
         return seconds, 0, 0.0
-    after = store.mapped
-    return seconds, after.maps - after.ahead - before.maps + before.ahead, after.seconds - before.seconds
+    after = store.mapping_stats
+    return (
+        seconds,
+        after.maps - after.overlapped - before.maps + before.overlapped,
+        after.stall_seconds - before.stall_seconds,
+    )
 
 
 def compared(points: Points) -> list[dict[str, Any]]:

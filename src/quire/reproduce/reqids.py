@@ -68,11 +68,13 @@ def walk() -> list[Moment]:
 
 def pages_of(cache: VAttention) -> tuple[tuple[int, ...], ...]:
     """Pages of the first buffer, from 0, under each reqId, as the driver has mapped them."""
-    driver, size = cache.driver, cache.buffers.slot_bytes(cache.longest)
+    driver, size = cache.driver, cache.buffers.slot_bytes(cache.max_len)
     assert isinstance(driver, FakeDriver)
     found = []
     for reqid in range(cache.shape[0]):
-        places = range(cache.rooms[0] + reqid * size, cache.rooms[0] + (reqid + 1) * size, driver.page)
+        places = range(
+            cache.buffer_addresses[0] + reqid * size, cache.buffer_addresses[0] + (reqid + 1) * size, driver.page
+        )
         found.append(tuple(page for place in places if (page := driver.page_at(place)) is not None))
     return tuple(found)
 
@@ -217,7 +219,7 @@ def _optimisations() -> list[Result]:
     reused = cache.alloc_reqid()
     before = cache.counts().in_step
     cache.step([2 * TOKENS * (reused == reqid) for reqid in range(4)])
-    deferred, low = cache.counts().in_step - before, 100 * cache._low() // cache.pages
+    deferred, low = cache.counts().in_step - before, 100 * cache._low_water_pages() // cache.pages
     cache.close()
     return [
         equal("V-M10", "pages that decoding waits for, mapped ahead", 0, decoding),

@@ -19,10 +19,10 @@ import numpy as np
 
 from quire.bench.endless import Endless
 from quire.bench.workloads import EDGE, Sketch, poisson
-from quire.cli.simulate import Plant, plant_of
+from quire.cli.simulate import SimulatedDeployment, read_deployment
 from quire.config import EngineConfig
 from quire.errors import StartupError
-from quire.sim.simulate import Arriving, Objective, Outcome, highest_rate
+from quire.sim.simulate import Objective, SimulationResult, TraceRequest, highest_rate
 from quire.vocabulary.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -61,13 +61,13 @@ class Load(NamedTuple):
     stretch: float = 1.0
     seed: int = SEED
 
-    def plant(self, system: str) -> Plant:
+    def plant(self, system: str) -> SimulatedDeployment:
         """The load's model under a system's memory. No prefix is cached but those registered, as in the paper."""
         config = EngineConfig(
             memory=system, model_config=self.model, kv_gib=self.kv_gib, enable_prefix_caching=False, seed=SEED,
             prefix_tokens=self.prefix if system == "paged" else 0,
         )  # fmt: skip
-        return plant_of(config, self.calibration)
+        return read_deployment(config, self.calibration)
 
     def sketches(self, count: int) -> list[Sketch]:
         """The first `count` requests."""
@@ -82,27 +82,27 @@ class Load(NamedTuple):
             for one in drawn
         ]
 
-    def arriving(self, times: Sequence[float]) -> list[Arriving]:
+    def arriving(self, times: Sequence[float]) -> list[TraceRequest]:
         """The first requests, at these times."""
         found = []
         for time, sketch in zip(times, self.sketches(len(times))):
             prompt = [SHARED] * self.prefix + [OWN] * (sketch.prompt_len - self.prefix)
             params = SamplingParams(temperature=0.0, max_tokens=sketch.output_len, ignore_eos=True, detokenize=False)
-            found.append(Arriving(time, prompt, params))
+            found.append(TraceRequest(time, prompt, params))
         return found
 
-    def trace(self, rate: float, seconds: float) -> list[Arriving]:
+    def trace(self, rate: float, seconds: float) -> list[TraceRequest]:
         """Poisson arrivals of `rate` requests a second for about `seconds`."""
         times = np.array(poisson(max(1, math.ceil(rate * seconds)), 1.0, self.seed)) / rate
         return self.arriving(times.tolist())
 
     def serve(
-        self, system: str, trace: Sequence[Arriving], limit: float = math.inf, until: float = math.inf
-    ) -> Outcome:
+        self, system: str, trace: Sequence[TraceRequest], limit: float = math.inf, until: float = math.inf
+    ) -> SimulationResult:
         """A system serves a trace, until its mean normalised latency must exceed `limit`, or for `until` seconds."""
         simulation = self.plant(system).simulation()
         if simulation.config.prefix_tokens:
-            simulation.register("prefix", [SHARED] * self.prefix)
+            simulation.register_prefix("prefix", [SHARED] * self.prefix)
         return simulation.run(trace, [Objective("mean", "normalised", limit)] if limit < math.inf else (), until)
 
     def capacity(self, system: str) -> float:
@@ -111,7 +111,7 @@ class Load(NamedTuple):
         mean = np.mean([one.prompt_len - self.prefix + one.output_len for one in self.sketches(MANY)])
         count = CROWD * math.ceil(self.plant(system).kv_tokens / float(mean))
         outcome = self.serve(system, self.arriving([0.0] * count))
-        ends = sorted(one.events[-1][0] for one in outcome.served)
+        ends = sorted(one.token_times[-1][0] for one in outcome.requests)
         first, last = count // 5, count - count // 5 - 1
         return (last - first) / (ends[last] - ends[first])
 
@@ -159,7 +159,7 @@ def measure(load: Load, system: str, rate: float, seconds: float, limit: float =
     """One run; it is given up when its latency must exceed `limit`."""
     outcome = load.serve(system, load.trace(rate, seconds), limit)
     run = outcome.totals
-    latency = Objective("mean", "normalised", limit).value(outcome.served) if run.finished else None
+    latency = Objective("mean", "normalised", limit).value(outcome.requests) if run.finished else None
     return Point(rate, latency, run.mean_running, run.seconds / run.steps, run.preemptions)
 
 

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from quire.bench.document import table
 from quire.bench.shapes import built
-from quire.build import Built
+from quire.build import BuiltEngine
 from quire.config import EngineConfig
-from quire.link.collector import spare_the_loaded
+from quire.link.collector import freeze_loaded_objects
 from quire.reproduce.result import DIFFERS, HOLDS, Reproduction, Result, at_most, measured, near
 from quire.reproduce.serving import SYSTEMS
 from quire.reproduce.side_by_side import Place, Plan, Run, Span, engine_of, run, sleep_until, warm_up
@@ -95,10 +95,10 @@ def _need_gpu(name: str) -> None:
     need_gpu(f"quire reproduce {name}")
 
 
-def _served(made: Built, place: Place, plans: Sequence[Plan]) -> list[Run]:
+def _served(made: BuiltEngine, place: Place, plans: Sequence[Plan]) -> list[Run]:
     """Plans for real, one after another."""
     warm_up(made, place)
-    spare_the_loaded()
+    freeze_loaded_objects()
     done = []
     for plan in plans:
         engine = engine_of(made, place.config, plan.system)
@@ -116,7 +116,7 @@ def batches(setting: Setting) -> Reproduction:
     plans = [Plan(system, rate, span) for system in SYSTEMS]
     with built(setting.place.config) as made:
         real = _served(made, setting.place, plans)
-        tokens = made.plan.kv_tokens
+        tokens = made.memory_plan.kv_tokens
     beside = [setting.place.simulate(plan, tokens) for plan in plans]
     padded = setting.place.simulate(plans[-1], tokens, padded=True)
     results = [measured("P-F13", "requests a second, scaled from 2", round(rate, 2), "/s", "simulated")]
@@ -169,7 +169,7 @@ def rates(setting: Setting) -> Reproduction:
     chosen = [SHOWN.index(WITHIN), SHOWN.index(BEYOND)]
     with built(setting.place.config) as made:
         real = _served(made, setting.place, [plans[system][i] for system in SYSTEMS for i in chosen])
-        tokens = made.plan.kv_tokens
+        tokens = made.memory_plan.kv_tokens
     beside = {system: [setting.place.simulate(plan, tokens) for plan in plans[system]] for system in SYSTEMS}
     padded = setting.place.simulate(plans["ft"][-1], tokens, padded=True)
     results: list[Result] = []

@@ -15,16 +15,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from quire.build import Built
-from quire.cli.simulate import plant_of
+from quire.build import BuiltEngine
+from quire.cli.simulate import read_deployment
 from quire.config import EngineConfig
 from quire.control.assembly import assemble
 from quire.control.engine import Engine
-from quire.control.memory import Size, Usage, build_memory
+from quire.control.memory import MemorySize, Usage, build_memory
 from quire.errors import QuireError
 from quire.formats import ITEMSIZE
 from quire.reproduce.serving import MANY, Load
-from quire.sim.simulate import Arriving, Served, Simulation
+from quire.sim.simulate import ServedRequest, Simulation, TraceRequest
 
 LOOK = 0.25  # seconds between samples of the memory
 CROWD = 1024  # requests that come at once where a capacity is measured, by simulation,
@@ -90,7 +90,7 @@ class Place(NamedTuple):
     calibration: str
     workload: str
 
-    def trace(self, rate: float, seconds: float) -> list[Arriving]:
+    def trace(self, rate: float, seconds: float) -> list[TraceRequest]:
         """Poisson arrivals."""
         return Load(self.calibration, self.workload).trace(rate, seconds)
 
@@ -101,7 +101,7 @@ class Place(NamedTuple):
     def simulation(self, system: str, kv_tokens: int | None = None, padded: bool = False) -> Simulation:
         """The system by the calibration. This engine doesn't compute what FasterTransformer computes for nothing, so
         a simulation beside it does so only if `padded`."""
-        plant = plant_of(replace(self.config, memory=system), self.calibration)
+        plant = read_deployment(replace(self.config, memory=system), self.calibration)
         plant = plant if kv_tokens is None else plant._replace(kv_tokens=kv_tokens, kv_bytes=0)
         made = plant.simulation()
         if not padded:
@@ -112,7 +112,7 @@ class Place(NamedTuple):
         """A plan on the virtual clock."""
         made = self.simulation(plan.system, kv_tokens, padded)
         by = "simulated, padded" if padded else "simulated"
-        return run(made.engine, made.clock.reach, self.trace(plan.rate, plan.span.end), plan, by)
+        return run(made.engine, made.clock.advance_to, self.trace(plan.rate, plan.span.end), plan, by)
 
     def capacity(self, system: str) -> float:
         """Requests a second that a system serves, by simulation, while more of them wait than it can take."""
@@ -127,44 +127,44 @@ class Place(NamedTuple):
 
 def _tokens(engine: Engine, steps: int) -> int:
     """Tokens that so many steps bring."""
-    return sum(len(output.tokens) for _ in range(steps) if engine.unfinished for output in engine.step())
+    return sum(len(output.tokens) for _ in range(steps) if engine.has_unfinished_requests for output in engine.step())
 
 
 # A run
 
 
 def serve(
-    engine: Engine, wait: Wait, trace: Sequence[Arriving], span: Span
-) -> tuple[list[Served], list[Step], list[Usage]]:
+    engine: Engine, wait: Wait, trace: Sequence[TraceRequest], span: Span
+) -> tuple[list[ServedRequest], list[Step], list[Usage]]:
     """Requests come at their times by the engine's clock; `wait` lets time pass until a moment of it. What is
     unfinished at the end is aborted, so that the engine is idle again."""
     clock = engine.clock
     began, look = clock(), span.start
-    served: list[Served] = []
+    served: list[ServedRequest] = []
     steps: list[Step] = []
     usages: list[Usage] = []
-    while (now := clock() - began) < span.until and (len(served) < len(trace) or engine.unfinished):
-        while len(served) < len(trace) and trace[len(served)].at <= now:
+    while (now := clock() - began) < span.until and (len(served) < len(trace) or engine.has_unfinished_requests):
+        while len(served) < len(trace) and trace[len(served)].arrival <= now:
             asked = trace[len(served)]
             at, prompt, params = asked[:3]
             assert params.max_tokens is not None, "a request of a trace has a length"
-            engine.add(str(len(served)), prompt, params, media=asked.media, pixels=asked.seen)
-            served.append(Served(at, len(prompt), params.max_tokens))
-        if engine.unfinished:
+            engine.add(str(len(served)), prompt, params, images=asked.media, pixels=asked.encoder_pixels)
+            served.append(ServedRequest(at, len(prompt), params.max_tokens))
+        if engine.has_unfinished_requests:
             steps.append(_step(engine, served, began))
         else:
-            wait(began + min(trace[len(served)].at, span.until))
+            wait(began + min(trace[len(served)].arrival, span.until))
         if look <= clock() - began <= span.end:
             usages.append(engine.scheduler.memory.account().usage)
             look = clock() - began + LOOK
     for name in list(engine.requests):
         engine.abort(name)
-    while engine.unfinished:
+    while engine.has_unfinished_requests:
         engine.step()
     return served, steps, usages
 
 
-def _step(engine: Engine, served: Sequence[Served], began: float) -> Step:
+def _step(engine: Engine, served: Sequence[ServedRequest], began: float) -> Step:
     """One step of the engine. Requests that it ended were running in it."""
     planned, rows = engine.stats.steps, engine.stats.rows
     outputs = engine.step()
@@ -172,19 +172,19 @@ def _step(engine: Engine, served: Sequence[Served], began: float) -> Step:
     tokens, running = 0, len(engine.scheduler.running)
     for output in outputs:
         if output.finish_reason == "error":
-            raise QuireError(f"request {output.request} failed: {output.stop_reason}")
-        one = served[int(output.request)]
-        one.events.append((now, len(output.tokens)))
+            raise QuireError(f"request {output.request_id} failed: {output.stop_reason}")
+        one = served[int(output.request_id)]
+        one.token_times.append((now, len(output.tokens)))
         one.done = output.done
         tokens += len(output.tokens)
         running += output.done
     return Step(now, engine.stats.steps - planned, engine.stats.rows - rows, running, tokens)
 
 
-def run(engine: Engine, wait: Wait, trace: Sequence[Arriving], plan: Plan, by: str) -> Run:
+def run(engine: Engine, wait: Wait, trace: Sequence[TraceRequest], plan: Plan, by: str) -> Run:
     """Serve a trace, which is the plan's. What is real goes to stderr at once, so that no later error loses it."""
     start, end, _ = plan.span
-    before = engine.scheduler.preemptions
+    before = engine.scheduler.num_preemptions
     served, steps, usages = serve(engine, wait, trace, plan.span)
     now = steps[-1].at
     part = [step for step in steps if start < step.at <= end]
@@ -194,8 +194,8 @@ def run(engine: Engine, wait: Wait, trace: Sequence[Arriving], plan: Plan, by: s
         plan.system, plan.rate, by, end - start, planned,
         sum(step.rows for step in part) / max(planned, 1), sum(step.running for step in part) / max(len(part), 1),
         sum(step.tokens for step in part) / (end - start),
-        float(np.mean([one.least("normalised", now) for one in served])),
-        len(served), sum(not one.done for one in served), engine.scheduler.preemptions - before,
+        float(np.mean([one.lower_bound("normalised", now) for one in served])),
+        len(served), sum(not one.done for one in served), engine.scheduler.num_preemptions - before,
         dict(zip(Usage._fields, (sizes / sizes.sum()).tolist())),
     )  # fmt: skip
     if by == "real":
@@ -206,14 +206,19 @@ def run(engine: Engine, wait: Wait, trace: Sequence[Arriving], plan: Plan, by: s
 # For real
 
 
-def engine_of(made: Built, config: EngineConfig, system: str) -> Engine:
+def engine_of(made: BuiltEngine, config: EngineConfig, system: str) -> Engine:
     """Another engine over the runner of `made`, idle since, with a system's memory: the pages and page tables are as
     large whatever the memory, so what `made` has captured and compiled serves on."""
     runner: Any = made.engine.runner
-    config = replace(config, memory=system).sized(made.plan.device)
-    size = Size(made.plan.kv_tokens, made.plan.max_len, ITEMSIZE[made.plan.dtype], made.plan.kv_bytes)
+    config = replace(config, memory=system).with_device_defaults(made.memory_plan.device)
+    size = MemorySize(
+        made.memory_plan.kv_tokens,
+        made.memory_plan.max_len,
+        ITEMSIZE[made.memory_plan.dtype],
+        made.memory_plan.kv_bytes,
+    )
     memory = build_memory(config, made.spec, size, made.name)
-    assert memory.geometry == runner.store.geometry, "the memories have other tables"
+    assert memory.kv_config == runner.store.kv_config, "the memories have other tables"
     limits = made.engine.limits._replace(max_queued=sys.maxsize)
     config = replace(config, preemption="recompute")
     return assemble(config, memory, runner, limits, clock=time.monotonic, depth=made.engine.depth)
@@ -224,9 +229,9 @@ def sleep_until(moment: float) -> None:
     time.sleep(max(0.0, moment - time.monotonic()))
 
 
-def warm_up(made: Built, place: Place) -> None:
+def warm_up(made: BuiltEngine, place: Place) -> None:
     """A burst that isn't measured, so that the first run finds the device as the others do. Kernels and graphs are
     there since the start."""
     engine = engine_of(made, place.config, "paged")
-    rows = min(engine.scheduler.max_seqs, made.plan.kv_tokens // EACH)
+    rows = min(engine.scheduler.max_seqs, made.memory_plan.kv_tokens // EACH)
     serve(engine, sleep_until, place.trace(2 * rows / WARM, WARM), Span(0.0, WARM, WARM))

@@ -82,10 +82,10 @@ def timed(engine: Engine, depth: int, lengths: Sequence[int], steps: int) -> dic
     seconds, maps = [], []
     store: Any = engine.runner.store  # type: ignore[attr-defined]
     for _ in range(steps):
-        before = store.mapped
+        before = store.mapping_stats
         seconds += contexts.step_seconds(engine, 1, 0)
-        after = store.mapped
-        maps.append(after.maps - after.ahead - (before.maps - before.ahead))
+        after = store.mapping_stats
+        maps.append(after.maps - after.overlapped - (before.maps - before.overlapped))
     contexts.stop(engine)
     return {"ms": [round(1000 * one, 4) for one in seconds], "maps": maps}
 

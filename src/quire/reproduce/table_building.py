@@ -18,7 +18,7 @@ from quire.bench.document import table
 from quire.config import EngineConfig
 from quire.reproduce.closed_forms import spec_of
 from quire.reproduce.result import DIFFERS, HOLDS, Reproduction, Result
-from quire.vocabulary.plan import Table
+from quire.vocabulary.plan import TableWrite
 from quire.vocabulary.specs import LayerSpec
 
 if TYPE_CHECKING:
@@ -64,26 +64,28 @@ class Rows(NamedTuple):
     def deltas(self) -> None:
         """A page more for as many sequences as fill one in a step."""
         some = range(0, len(self.tables), PAGE)
-        self.store.replay(tuple(Table(i + 1, 0, len(self.tables[i]) - 1, (self.tables[i][-1],)) for i in some))
+        self.store.apply_page_ops(
+            tuple(TableWrite(i + 1, 0, len(self.tables[i]) - 1, (self.tables[i][-1],)) for i in some)
+        )
 
 
 def rows_of(lengths: Sequence[int]) -> Rows:
     """Pages of next to no bytes: only their numbers matter."""
     import torch
 
-    from quire.control.memory.layout import Size, geometry_of
+    from quire.control.memory.layout import MemorySize, build_kv_config
     from quire.data.runner.store import Store
 
     spec = replace(spec_of("llama3-8b"), layers=(LayerSpec(1, 8),))
     config = EngineConfig(page_size=PAGE, max_num_seqs=len(lengths), swap_gib=0.0)
     counts = [-(-length // PAGE) for length in lengths]
-    geometry = geometry_of(config, spec, Size(PAGE * sum(counts), max(lengths), 2))
+    geometry = build_kv_config(config, spec, MemorySize(PAGE * sum(counts), max(lengths), 2))
     ids = np.random.default_rng(0).permutation(geometry.groups[0].ids).tolist()
     ends = np.cumsum(counts).tolist()
     tables = [ids[end - count : end] for count, end in zip(counts, ends)]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     store = Store(geometry, spec, torch.float16, device)
-    store.replay(tuple(Table(i + 1, 0, 0, tuple(pages)) for i, pages in enumerate(tables)))
+    store.apply_page_ops(tuple(TableWrite(i + 1, 0, 0, tuple(pages)) for i, pages in enumerate(tables)))
     return Rows(tables, store)
 
 

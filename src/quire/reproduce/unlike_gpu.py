@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.bench.document import table
 from quire.bench.workloads import parse
-from quire.build import Built
+from quire.build import BuiltEngine
 from quire.reproduce.articles import HITS, SPEED
 from quire.reproduce.decode_batches import RATIO
 from quire.reproduce.result import DIFFERS, HOLDS, Reproduction, Result, at_most, equal, measured
 from quire.reproduce.unlike_serving import H200, OWN, SEED, Case, Ran, assumed, burst, exactly, serve
 from quire.reproduce.unlike_throughput import CASES
 from quire.reproduce.vision_cache import LATENCY, THROUGHPUT, chunked
-from quire.sim.simulate import Arriving
+from quire.sim.simulate import TraceRequest
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -89,7 +89,7 @@ class Both(NamedTuple):
     simulated: Ran
 
 
-def built(case: Case, rule: str, **more: Any) -> AbstractContextManager[Built]:
+def built(case: Case, rule: str, **more: Any) -> AbstractContextManager[BuiltEngine]:
     """An engine with dummy weights, warmed up at its start; in FP8, if they are halved."""
     from quire.bench import shapes
 
@@ -100,12 +100,12 @@ def built(case: Case, rule: str, **more: Any) -> AbstractContextManager[Built]:
     return shapes.built(config)
 
 
-def warm(made: Built, case: Case) -> None:
+def warm(made: BuiltEngine, case: Case) -> None:
     """Prompts of several lengths, and a picture if the model sees any: not those that will be measured. None is longer
     than a step, where one step must compute it."""
-    whole = case.chunk is not None and case.spec.vision is not None and case.spec.vision.both_ways
+    whole = case.chunk is not None and case.spec.vision is not None and case.spec.vision.bidirectional_prompt
     lengths = [length for length in WARM if not whole or length <= (case.chunk or 0)]
-    asked = [Arriving(0.0, [OWN] * length, exactly(8)) for length in lengths]
+    asked = [TraceRequest(0.0, [OWN] * length, exactly(8)) for length in lengths]
     pictured = [one for one in parse(case.workload).sketches(SEED + 1) if one.pictures][:1]
     serve(made.engine, [*asked, *burst(pictured, case.eyes, pixels=True)], made.spec)
 

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.bench.document import table
-from quire.control.memory.sizes import wasted
+from quire.control.memory.sizes import wasted_fraction
 from quire.reproduce.closed_forms import bars, spec_of
 from quire.reproduce.layer_kinds import GEMMA2_9B, GEMMA2_27B, MLLAMA, Kind, named
 from quire.reproduce.result import DIFFERS, HOLDS, Reproduction, Result, equal, measured
-from quire.vocabulary.specs import Geometry, Group, LayerSpec, Layout, ModelSpec
+from quire.vocabulary.specs import KVCacheConfig, KVCacheGroup, KVCacheLayout, LayerSpec, ModelSpec
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -33,7 +33,7 @@ class Need(NamedTuple):
 def waste(needs: Sequence[Need]) -> float:
     """Per cent of what uniform pages take for a request that no layer needs; all layers keep as much of a token."""
     assert len({need.kind.unit_bytes for need in needs}) == 1, "layers keep different bytes of a token"
-    return float(100 * wasted(needs[0].held, [(need.kind.layers, need.needed) for need in needs]))
+    return float(100 * wasted_fraction(needs[0].held, [(need.kind.layers, need.needed) for need in needs]))
 
 
 def of_length(kinds: Sequence[Kind], tokens: int) -> list[Need]:
@@ -169,11 +169,11 @@ def views() -> dict[str, Place]:
     layer = LayerSpec(1, LAYER // (2 * 2))
     spec = ModelSpec("the example of §4.1", (layer,) * (SELF + CROSS), 64, 32, 32, 1, 1, 1)
     groups = tuple(
-        Group(layers, len(layers) * LAYER, len(layers) * LAYER, 8,
+        KVCacheGroup(layers, len(layers) * LAYER, len(layers) * LAYER, 8,
               range(LARGE // (len(layers) * LAYER), PAGES * LARGE // (len(layers) * LAYER)), run_tokens=1)
         for layers in (tuple(range(SELF)), tuple(range(SELF, SELF + CROSS)))
     )  # fmt: skip
-    geometry = Geometry(Layout.PAGED, PAGES * LARGE, 2, groups, 2, large_bytes=LARGE)
+    geometry = KVCacheConfig(KVCacheLayout.PAGED, PAGES * LARGE, 2, groups, 2, large_bytes=LARGE)
     buffer = torch.zeros(PAGES * LARGE // 2, dtype=torch.bfloat16)
     caches = layer_caches(buffer, geometry, spec)
     return {

@@ -15,22 +15,22 @@ from typing import Any, NamedTuple
 
 from quire.bench.pictured import Eyes
 from quire.bench.workloads import Sketch, parse
-from quire.cli.simulate import Plant, plant_of
+from quire.cli.simulate import SimulatedDeployment, read_deployment
 from quire.config import EngineConfig
 from quire.control.engine import Engine
 from quire.control.memory.policies import POLICIES
 from quire.data.models import read_spec
 from quire.data.models.configs import named_config
 from quire.errors import QuireError
-from quire.sim.cost import load, names
-from quire.sim.simulate import Arriving
-from quire.vocabulary.media import Pixels
+from quire.sim.cost import calibration_names, load_calibration
+from quire.sim.simulate import TraceRequest
+from quire.vocabulary.media import ImagePixels
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.plan import StepPlan, StepResult
-from quire.vocabulary.specs import Group, LayerSpec, ModelSpec
+from quire.vocabulary.specs import KVCacheGroup, LayerSpec, ModelSpec
 
 WINDOWED, OTHER = "h200-ministral-8b", "h200-llama3-8b"
-CALIBRATION = WINDOWED if WINDOWED in names() else OTHER
+CALIBRATION = WINDOWED if WINDOWED in calibration_names() else OTHER
 SEED = 0
 OWN = 11  # the token of prompts whose content has no say
 DOCUMENT = 64  # documents have tokens of their own from here on, and questions behind them
@@ -119,13 +119,13 @@ class Case(NamedTuple):
             "max_num_batched_tokens": self.chunk, "max_num_seqs": self.seqs, **RULES[rule], **more,
         })  # fmt: skip
 
-    def plant(self, rule: str, **more: Any) -> Plant:
+    def plant(self, rule: str, **more: Any) -> SimulatedDeployment:
         """The same as a simulation. Weights of one byte are read twice as fast, and computed with as before."""
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "config.json").write_text(json.dumps(self.shape))
-            made = plant_of(self.config(rule, model_config=None, model=folder, **more), CALIBRATION)
+            made = read_deployment(self.config(rule, model_config=None, model=folder, **more), CALIBRATION)
         slower, longer = H200.bandwidth / self.device.bandwidth, H200.operations / self.device.operations
-        c = made.calibration.of(self.model)
+        c = made.calibration.coefficients_for(self.model)
         scaled = c._replace(
             weight_byte=c.weight_byte * slower / (2 if self.halved else 1), kv_byte=c.kv_byte * slower,
             copied_byte=c.copied_byte * slower, operation=c.operation * longer, attention=c.attention * longer,
@@ -159,11 +159,11 @@ def exactly(tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
 
 
-def burst(sketches: Sequence[Sketch], eyes: Eyes | None = None, pixels: bool = False) -> list[Arriving]:
+def burst(sketches: Sequence[Sketch], eyes: Eyes | None = None, pixels: bool = False) -> list[TraceRequest]:
     """All requests at once. `eyes` see pictures where other models have tokens; with `pixels` for a real runner."""
     found = []
     for prompt, one in zip(prompts(sketches), sketches):
-        asked = Arriving(0.0, prompt, exactly(one.output_len))
+        asked = TraceRequest(0.0, prompt, exactly(one.output_len))
         if eyes is not None and one.pictures:
             length, media = eyes.placed(one)
             seen = eyes.pixels(one) if pixels else ()
@@ -188,18 +188,18 @@ class Counted:
         engine.runner = self  # type: ignore[assignment]
 
     def submit(self, plan: StepPlan) -> Any:
-        counts = [len(row.tokens) for row in plan.rows]
+        counts = [len(row.tokens) for row in plan.slices]
         self.steps.append(Step(counts.count(1), sum(count for count in counts if count > 1)))
         return self.runner.submit(plan)
 
     def collect(self, ticket: Any) -> StepResult:
         return self.runner.collect(ticket)
 
-    def see(self, pixels: Pixels) -> None:
-        self.runner.see(pixels)
+    def add_image(self, pixels: ImagePixels) -> None:
+        self.runner.add_image(pixels)
 
-    def forget(self, key: bytes) -> None:
-        self.runner.forget(key)
+    def remove_image(self, key: bytes) -> None:
+        self.runner.remove_image(key)
 
     def close(self) -> None:
         self.runner.close()
@@ -281,18 +281,20 @@ def by_reach(spec: ModelSpec, itemsize: int) -> list[tuple[Any, int]]:
     """For each kind of layers its policy, in pages of a token, and the bytes of a token in all of them."""
     found: dict[tuple[int | None, ...], list[LayerSpec]] = {}
     for layer in spec.layers:
-        if layer.shares is None and not layer.state and not layer.cross:
+        if layer.kv_source_layer is None and not layer.state_tensors and not layer.is_cross_attention:
             found.setdefault((layer.window, layer.chunk), []).append(layer)
     kinds = []
     for (window, _), layers in found.items():
         size = sum(layer.token_bytes(itemsize) for layer in layers)
         kind = "full" if window is None else "window"
-        kinds.append((POLICIES[kind](Group((), size, size, 1, range(1), run_tokens=1, window=window, kind=kind)), size))
+        kinds.append(
+            (POLICIES[kind](KVCacheGroup((), size, size, 1, range(1), run_tokens=1, window=window, kind=kind)), size)
+        )
     return kinds
 
 
 def serve(
-    engine: Engine, trace: Sequence[Arriving], spec: ModelSpec, sampled: float | None = None, itemsize: int = 2,
+    engine: Engine, trace: Sequence[TraceRequest], spec: ModelSpec, sampled: float | None = None, itemsize: int = 2,
     concurrency: int | None = None, each: Callable[[Engine], None] = lambda engine: None,
 ) -> Ran:  # fmt: skip
     """All requests of a trace, which have come, as fast as the engine can; at most `concurrency` at a time. Its clock
@@ -306,13 +308,13 @@ def serve(
     while len(latencies) < len(trace):
         while len(came) < len(trace) and (concurrency is None or len(came) - len(latencies) < concurrency):
             one = trace[len(came)]
-            engine.add(str(len(came)), one.prompt, one.params, media=one.media, pixels=one.seen)
+            engine.add(str(len(came)), one.prompt, one.params, images=one.media, pixels=one.encoder_pixels)
             came.append(clock())
         for output in engine.step():
             if output.finish_reason == "error":
-                raise QuireError(f"request {output.request} failed: {output.stop_reason}")
+                raise QuireError(f"request {output.request_id} failed: {output.stop_reason}")
             if output.done:
-                i = int(output.request)
+                i = int(output.request_id)
                 latencies.append((clock() - came[i], trace[i].params.max_tokens or 1))
         each(engine)
         if sampled is not None and clock() >= look:
@@ -327,11 +329,11 @@ def serve(
 def _counts(engine: Engine) -> list[int]:
     sharing = engine.scheduler.memory.account().sharing
     encoded = sharing.encoder_runs, sharing.encoder_parts
-    return [sharing.hits, sharing.queries, engine.scheduler.preemptions, *encoded]
+    return [sharing.hits, sharing.queries, engine.scheduler.num_preemptions, *encoded]
 
 
 def _ran(
-    trace: Sequence[Arriving],
+    trace: Sequence[TraceRequest],
     seconds: float,
     counts: Sequence[int],
     latencies: Sequence[tuple[float, int]],
@@ -357,7 +359,7 @@ def simulated(case: Case, rule: str, sampled: float | None = None, **more: Any) 
 
 def assumed() -> str:
     """What simulations rest on."""
-    found = load(CALIBRATION)
+    found = load_calibration(CALIBRATION)
     error = "" if found.error is None else f", median error on steps that weren't fitted {found.error['median']:.1%}"
     far = "" if CALIBRATION == WINDOWED else ", a model without windows: theirs are extrapolated"
     return f"Steps cost what the calibration {CALIBRATION} says ({found.model} on {found.device}{error}){far}."

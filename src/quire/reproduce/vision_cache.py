@@ -57,8 +57,8 @@ class Watched:
         memory = engine.scheduler.memory
         usage, seqs = memory.account().usage, [seq for _, seq in engine.scheduler.by_slot.values()]
         bytes = usage.total - usage.free - usage.cached
-        kept = [group for group in memory.geometry.groups if group.kind != "vision"]
-        filled = sum(group.pages(seq.planned) * group.page_bytes for group in kept for seq in seqs)
+        kept = [group for group in memory.kv_config.groups if group.kind != "vision"]
+        filled = sum(group.num_pages(seq.planned) * group.page_bytes for group in kept for seq in seqs)
         self.most, self.beyond = max(self.most, bytes), max(self.beyond, bytes - filled)
 
 

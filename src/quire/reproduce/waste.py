@@ -16,7 +16,7 @@ from quire.bench.document import table
 from quire.control.memory import Usage
 from quire.reproduce.result import DIFFERS, HOLDS, Reproduction, Result, measured, near
 from quire.reproduce.serving import HOUR, SECONDS, SYSTEMS, Load, in_parallel
-from quire.sim.cost import load as calibration
+from quire.sim.cost import load_calibration as calibration
 from quire.sim.simulate import mean_usage
 
 if TYPE_CHECKING:
@@ -70,8 +70,8 @@ def figure_2(full: bool = False) -> Reproduction:
 def shares(load: Load, system: str, rate: float, seconds: float) -> dict[str, float]:
     """Per cent of the taken memory by kind."""
     trace = load.trace(rate, seconds)
-    outcome = load.serve(system, trace, until=trace[-1].at)
-    usage = mean_usage([moment for moment in outcome.moments if moment.time >= WARM * trace[-1].at])
+    outcome = load.serve(system, trace, until=trace[-1].arrival)
+    usage = mean_usage([moment for moment in outcome.timeline if moment.time >= WARM * trace[-1].arrival])
     taken = usage.total - usage.free - usage.cached
     return {kind: round(100 * getattr(usage, kind) / taken, 1) for kind in KINDS}
 
@@ -151,12 +151,12 @@ def batch(load: Load, system: str, most: int) -> Batch:
     """A system that runs at most so many requests at a time, while many wait."""
     plant = load.plant(system)
     trace = load.arriving([0.0] * max(BURST * most, 60))
-    outcome = plant.limited(most).simulate(trace)
-    ends = sorted(one.events[-1][0] for one in outcome.served)
+    outcome = plant.with_max_num_seqs(most).simulate(trace)
+    ends = sorted(one.token_times[-1][0] for one in outcome.requests)
     first, last = (ends[int(share * len(ends))] for share in MIDDLE)
-    moments = [moment for moment in outcome.moments if first <= moment.time <= last]
+    moments = [moment for moment in outcome.timeline if first <= moment.time <= last]
     usage: Usage = mean_usage(moments)
-    made = sum(count for one in outcome.served for time, count in one.events if first <= time <= last)
+    made = sum(count for one in outcome.requests for time, count in one.token_times if first <= time <= last)
     running = float(np.mean([moment.running for moment in moments]))
     return Batch(running, (usage.total - usage.free) / 1e9, made / (last - first))
 

@@ -26,14 +26,14 @@ URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/message
         "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank")  # fmt: skip
 FIELDS = frozenset({"custom_id", "method", "url", "body"})
 MAX_LINES = 1_000_000
-MAX_ID = 512  # characters of a custom_id
+MAX_ID_CHARS = 512  # characters of a custom_id
 MAX_IN_FLIGHT = 4096
-TRIES = 600  # for a line that finds the queue full
-PARTIAL = ".partial"
-DETAIL = 1000  # characters of an error
+MAX_TRIES = 600  # for a line that finds the queue full
+PARTIAL_SUFFIX = ".partial"
+MAX_ERROR_CHARS = 1000  # characters of an error
 
 
-class Line(NamedTuple):
+class BatchRequest(NamedTuple):
     """A request of the input. `number`: of its line, from 1."""
 
     number: int
@@ -42,21 +42,25 @@ class Line(NamedTuple):
     body: bytes
 
 
-class BadLine(NamedTuple):
+class InvalidLine(NamedTuple):
     """A line that is no request, and why."""
 
     number: int
     custom_id: str | None
     why: str
 
-    def answer(self) -> bytes:
+    def to_output_line(self) -> bytes:
         """Its line of the output."""
-        error = {"code": "invalid_line", "message": f"line {self.number}: {self.why}"[:DETAIL], "line": self.number}
-        found = {"id": _id(), "custom_id": self.custom_id, "response": None, "error": error}
+        error = {
+            "code": "invalid_line",
+            "message": f"line {self.number}: {self.why}"[:MAX_ERROR_CHARS],
+            "line": self.number,
+        }
+        found = {"id": _new_id(), "custom_id": self.custom_id, "response": None, "error": error}
         return json.dumps(found).encode() + b"\n"
 
 
-class Summary(NamedTuple):
+class BatchSummary(NamedTuple):
     """How many lines were answered well, failed, were no requests, and had been answered by an earlier run."""
 
     completed: int
@@ -65,7 +69,7 @@ class Summary(NamedTuple):
     kept: int
 
 
-class Ids:
+class SeenIds:
     """The custom_ids seen so far, as digests."""
 
     def __init__(self) -> None:
@@ -79,11 +83,13 @@ class Ids:
         return new
 
 
-def _id() -> str:
+def _new_id() -> str:
     return f"batch_req_{uuid.uuid4().hex}"
 
 
-def read_lines(file: BinaryIO, max_line: int = MAX_BODY, max_lines: int = MAX_LINES) -> Iterator[Line | BadLine]:
+def read_lines(
+    file: BinaryIO, max_line: int = MAX_BODY, max_lines: int = MAX_LINES
+) -> Iterator[BatchRequest | InvalidLine]:
     """The lines of a file but the empty ones. One that has more than `max_line` bytes is bad, and not held. InputError
     after `max_lines`."""
     number = 0
@@ -94,47 +100,47 @@ def read_lines(file: BinaryIO, max_line: int = MAX_BODY, max_lines: int = MAX_LI
         if len(raw.removesuffix(b"\n")) > max_line:
             while not raw.endswith(b"\n") and (raw := file.readline(max_line + 2)):
                 pass
-            yield BadLine(number, None, f"it has more than {max_line} bytes")
+            yield InvalidLine(number, None, f"it has more than {max_line} bytes")
         elif raw.strip():
             yield parse_line(number, raw)
 
 
-def parse_line(number: int, raw: bytes) -> Line | BadLine:
+def parse_line(number: int, raw: bytes) -> BatchRequest | InvalidLine:
     """A request, or what is wrong with it."""
     try:
         found = json.loads(raw.rstrip())
     except (ValueError, RecursionError) as error:
         where = f" at column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
-        return BadLine(number, None, f"it is not valid JSON{where}")
+        return InvalidLine(number, None, f"it is not valid JSON{where}")
     if not isinstance(found, dict):
-        return BadLine(number, None, "it is no JSON object")
+        return InvalidLine(number, None, "it is no JSON object")
     custom_id = found.get("custom_id")
-    if not isinstance(custom_id, str) or not 0 < len(custom_id) <= MAX_ID:
-        return BadLine(number, None, f"custom_id must be a string of 1 to {MAX_ID} characters")
-    why = _wrong(found)
+    if not isinstance(custom_id, str) or not 0 < len(custom_id) <= MAX_ID_CHARS:
+        return InvalidLine(number, None, f"custom_id must be a string of 1 to {MAX_ID_CHARS} characters")
+    why = _line_error(found)
     if why is not None:
-        return BadLine(number, custom_id, why)
+        return InvalidLine(number, custom_id, why)
     try:
-        return Line(number, custom_id, found["url"], json.dumps(found["body"]).encode())
+        return BatchRequest(number, custom_id, found["url"], json.dumps(found["body"]).encode())
     except (ValueError, RecursionError):
-        return BadLine(number, custom_id, "its body can't be written as JSON")
+        return InvalidLine(number, custom_id, "its body can't be written as JSON")
 
 
-def _wrong(found: dict[str, Any]) -> str | None:
+def _line_error(line: dict[str, Any]) -> str | None:
     """What is wrong with the fields of a line beside its custom_id."""
-    if unknown := sorted(found.keys() - FIELDS):
+    if unknown := sorted(line.keys() - FIELDS):
         return f"there is no field {unknown[0][:60]!r}; a line has custom_id, method, url and body"
-    if (method := found.get("method")) != "POST":
+    if (method := line.get("method")) != "POST":
         return f"method must be POST, got {str(method)[:60]!r}"
-    if (url := found.get("url")) not in URLS:
+    if (url := line.get("url")) not in URLS:
         return f"url must be one of {', '.join(URLS)}, got {str(url)[:60]!r}"
-    body = found.get("body")
+    body = line.get("body")
     if not isinstance(body, dict):
         return "body must be a JSON object"
     return "a batch has no streams: leave out stream" if body.get("stream") else None
 
 
-async def ask(app: ASGIApp, url: str, body: bytes) -> tuple[int, bytes, float]:
+async def post(app: ASGIApp, url: str, body: bytes) -> tuple[int, bytes, float]:
     """POST to an ASGI application: the status, the answer's body, and after how many seconds to ask again (0: never).
     Whoever leaves cancels it."""
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
@@ -163,48 +169,50 @@ async def ask(app: ASGIApp, url: str, body: bytes) -> tuple[int, bytes, float]:
     return start["status"], b"".join(parts), float(again)
 
 
-class Batch:
+class BatchRunner:
     """Answers the lines of a file by `app`, the server's application over `llm`, `in_flight` at once, into `out`.
-    `kept`: custom_ids that are answered there already."""
+    `kept_ids`: custom_ids that are answered there already."""
 
-    def __init__(self, app: ASGIApp, llm: AsyncLLM, out: BinaryIO, in_flight: int, kept: Ids, had: int = 0) -> None:
+    def __init__(
+        self, app: ASGIApp, llm: AsyncLLM, out: BinaryIO, in_flight: int, kept_ids: SeenIds, num_kept: int = 0
+    ) -> None:
         self.app, self.llm, self.out, self.in_flight = app, llm, out, in_flight
-        self._kept, self._ids, self._had = kept, Ids(), had
+        self._kept_ids, self._ids, self._num_kept = kept_ids, SeenIds(), num_kept
         self._counts: Counter[str] = Counter()
 
-    async def run(self, lines: Iterator[Line | BadLine]) -> Summary:
+    async def run(self, lines: Iterator[BatchRequest | InvalidLine]) -> BatchSummary:
         """All of them. EngineDead when the engine stops; what was answered until then is in the output."""
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(self.in_flight):
-                    group.create_task(self._work(lines))
+                    group.create_task(self._run_worker(lines))
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
         counts = self._counts
-        return Summary(counts["completed"], counts["failed"], counts["invalid"], counts["kept"])
+        return BatchSummary(counts["completed"], counts["failed"], counts["invalid"], counts["kept"])
 
-    async def _work(self, lines: Iterator[Line | BadLine]) -> None:
+    async def _run_worker(self, lines: Iterator[BatchRequest | InvalidLine]) -> None:
         for line in lines:  # the workers share the iterator
-            if isinstance(line, Line) and not self._ids.add(line.custom_id):
-                line = BadLine(line.number, line.custom_id, f"custom_id {line.custom_id[:60]!r} was used before")
-            if isinstance(line, Line) and self._had and not self._kept.add(line.custom_id):
+            if isinstance(line, BatchRequest) and not self._ids.add(line.custom_id):
+                line = InvalidLine(line.number, line.custom_id, f"custom_id {line.custom_id[:60]!r} was used before")
+            if isinstance(line, BatchRequest) and self._num_kept and not self._kept_ids.add(line.custom_id):
                 self._counts["kept"] += 1
-            elif isinstance(line, Line):
+            elif isinstance(line, BatchRequest):
                 await self._answer(line)
             else:
-                self._write(line.answer(), "invalid")
+                self._write(line.to_output_line(), "invalid")
             await asyncio.sleep(0)
 
-    async def _answer(self, line: Line) -> None:
-        for tried in range(TRIES):
-            status, body, again = await ask(self.app, line.url, line.body)
+    async def _answer(self, line: BatchRequest) -> None:
+        for tried in range(MAX_TRIES):
+            status, body, again = await post(self.app, line.url, line.body)
             if self.llm.error is not None:
                 raise EngineDead("the engine stopped") from self.llm.error
-            if status != 503 or not again or tried == TRIES - 1:
+            if status != 503 or not again or tried == MAX_TRIES - 1:
                 break
             await asyncio.sleep(min(again, 1.0))
         error = json.dumps(json.loads(body).get("error")) if status >= 400 else "null"
-        head = f'{{"id":"{_id()}","custom_id":{json.dumps(line.custom_id)},"response":{{"status_code":{status},'
+        head = f'{{"id":"{_new_id()}","custom_id":{json.dumps(line.custom_id)},"response":{{"status_code":{status},'
         head += f'"request_id":"{uuid.uuid4().hex}","body":'
         self._write(head.encode() + body + f'}},"error":{error}}}\n'.encode(), "failed" if error != "null" else
                     "completed")  # fmt: skip
@@ -215,10 +223,10 @@ class Batch:
         self._counts[kind] += 1
 
 
-def answered(path: Path, out: BinaryIO) -> tuple[Ids, int]:
+def copy_completed(path: Path, out: BinaryIO) -> tuple[SeenIds, int]:
     """Write to `out` what an earlier run left at `path` but its failures, which are asked again, and a line that was
     cut. The custom_ids, and how many there are."""
-    ids, number = Ids(), 0
+    ids, number = SeenIds(), 0
     with path.open("rb") as file:
         for raw in file:
             if not raw.endswith(b"\n"):
@@ -234,17 +242,17 @@ def answered(path: Path, out: BinaryIO) -> tuple[Ids, int]:
     return ids, number
 
 
-def open_partial(target: Path, resume: bool) -> tuple[BinaryIO, Ids, int]:
+def open_partial(target: Path, resume: bool) -> tuple[BinaryIO, SeenIds, int]:
     """The file that becomes `target`, open, with the answers of an earlier run if they are kept. StartupError if it
     is a folder, can't be written, or is there and isn't to be resumed."""
     if target.is_dir():
         raise StartupError(f"{target} is a folder", "Give a file as --output-file")
-    partial, fresh = Path(f"{target}{PARTIAL}"), Path(f"{target}{PARTIAL}.new")
+    partial, fresh = Path(f"{target}{PARTIAL_SUFFIX}"), Path(f"{target}{PARTIAL_SUFFIX}.new")
     if partial.exists() and not resume:
         raise StartupError(f"{partial} is there: a run that didn't end", "Add --resume to go on with it, or remove it")
     try:
         with fresh.open("wb") as out:
-            ids, number = answered(partial, out) if partial.exists() else (Ids(), 0)
+            ids, number = copy_completed(partial, out) if partial.exists() else (SeenIds(), 0)
         os.replace(fresh, partial)
         return partial.open("ab"), ids, number
     except OSError as error:
@@ -253,7 +261,7 @@ def open_partial(target: Path, resume: bool) -> tuple[BinaryIO, Ids, int]:
 
 def run_batch(
     make: Callable[[], tuple[AsyncLLM, ASGIApp]], source: Path, target: Path, *, in_flight: int, resume: bool = False
-) -> Summary:
+) -> BatchSummary:
     """Answer the requests of the file `source` into the file `target`, by the application that `make` makes. `resume`
     keeps what an earlier run answered well. StartupError for files that can't be read or written, before `make`."""
     if source.resolve() == target.resolve():
@@ -268,11 +276,11 @@ def run_batch(
         with out:
             llm, app = make()
             try:
-                sight = llm.prompts.sight
-                longest = MAX_BODY + (sight.limits.body if sight is not None else 0)
-                summary = asyncio.run(Batch(app, llm, out, in_flight, kept, had).run(read_lines(file, longest)))
+                sight = llm.prompts.image_loader
+                longest = MAX_BODY + (sight.limits.max_body_chars if sight is not None else 0)
+                summary = asyncio.run(BatchRunner(app, llm, out, in_flight, kept, had).run(read_lines(file, longest)))
             finally:
                 llm.close()
             os.fsync(out.fileno())
-    os.replace(f"{target}{PARTIAL}", target)
+    os.replace(f"{target}{PARTIAL_SUFFIX}", target)
     return summary

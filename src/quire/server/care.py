@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 
 import quire
 from quire.config import EngineConfig
-from quire.errors import InputError, shown
+from quire.errors import InputError, short_repr
 
 if TYPE_CHECKING:
     from quire.async_llm import AsyncLLM
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 PACKAGES = ("torch", "triton", "tokenizers", "llguidance", "fastapi", "uvicorn")
 
 
-class Care:
+class AdminRoutes:
     """Looks after `llm`, whose engine `config` describes."""
 
     def __init__(self, llm: AsyncLLM, config: EngineConfig | None) -> None:
@@ -38,7 +38,7 @@ class Care:
         check_query(request, "level", "mode")
         level = request.query_params.get("level", "1")
         if level not in ("1", "2"):
-            raise InputError(f"level is {shown(level)}: an engine sleeps at level 1 or 2", "level")
+            raise InputError(f"level is {short_repr(level)}: an engine sleeps at level 1 or 2", "level")
         return JSONResponse(await self.llm.sleep(int(level), request.query_params.get("mode", "refuse")))
 
     async def wake_up(self, request: Request) -> Response:
@@ -52,7 +52,7 @@ class Care:
 
     async def server_info(self) -> Response:
         """The engine's settings, its memory plan and what it runs on."""
-        ready = self.llm.link.ready
+        ready = self.llm.engine_client.ready
         found = {
             "version": quire.__version__,
             "python": platform.python_version(),
@@ -70,29 +70,29 @@ class Care:
         tokenizer, template = self.llm.prompts.tokenizer, self.llm.prompts.chat_template
         if tokenizer is None:
             raise InputError("this model has no tokenizer")
-        found = {**settings_of(tokenizer), "chat_template": None if template is None else template.source}
+        found = {**tokenizer_settings(tokenizer), "chat_template": None if template is None else template.source}
         return Response(json.dumps(found), media_type="application/json")
 
 
 def check_query(request: Request, *names: str) -> None:
     """InputError for a parameter in the path that isn't one of these."""
     if unknown := next((name for name in request.query_params if name not in names), None):
-        raise InputError(f"there is no parameter {shown(unknown)} here", unknown)
+        raise InputError(f"there is no parameter {short_repr(unknown)} here", unknown)
 
 
-def settings_of(tokenizer: Tokenizer) -> dict[str, Any]:
+def tokenizer_settings(tokenizer: Tokenizer) -> dict[str, Any]:
     """As a folder's tokenizer_config.json says them, less names of files and code; special tokens are texts."""
     said = {
         name: value
-        for name, value in tokenizer.settings.items()
+        for name, value in tokenizer.config.items()
         if not name.endswith(("_file", "_path")) and name not in ("auto_map", "chat_template")
     }
-    added = {str(id): _added(token) for id, token in sorted(tokenizer.added.items())}
-    found = {"tokenizer_class": None, **said, **tokenizer.special, "added_tokens_decoder": added}
+    added = {str(id): _added_token_fields(token) for id, token in sorted(tokenizer.added_tokens.items())}
+    found = {"tokenizer_class": None, **said, **tokenizer.special_tokens, "added_tokens_decoder": added}
     return dict(json.loads(json.dumps(found), parse_constant=lambda name: None))  # there is no NaN in JSON
 
 
-def _added(token: Any) -> dict[str, Any]:
+def _added_token_fields(token: Any) -> dict[str, Any]:
     names = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
     return {name: getattr(token, name) for name in names}
 

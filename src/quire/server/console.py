@@ -29,31 +29,39 @@ if TYPE_CHECKING:
 
 PAGE, SCRIPTS = "/console", ("console.js", "chat.js", "common.js", "draw.js", "engine.js", "tree.js")
 FILES = {"console.css": "text/css", **dict.fromkeys(SCRIPTS, "text/javascript")}
-OPEN = ("/", PAGE, f"{PAGE}/", *(f"{PAGE}/{name}" for name in FILES))
+OPEN_PATHS = ("/", PAGE, f"{PAGE}/", *(f"{PAGE}/{name}" for name in FILES))
 LATENCIES = {"first": "time_to_first_token_seconds", "between": "inter_token_latency_seconds"}  # as Metrics has them
-MOST_WATCHERS = 32
-EVERY, SHARE = 0.2, 0.0025  # seconds between two looks, at least; of the engine's that all fronts' looks may take
-IDLE, LEAST = 0.05, 0.25  # processor time a second: of an engine that has nothing to lose; less counts as so much
-LONGEST = 600.0  # seconds that a client is told; it asks again then
-START = re.compile(r'\{"took": ?([^,]+), ?"busy": ?([^,]+),')  # of a scene
-POLICY = (
+MAX_WATCHERS = 32
+MIN_POLL_SECONDS, ENGINE_SHARE = (
+    0.2,
+    0.0025,
+)  # seconds between two looks, at least; of the engine's that all fronts' looks may take
+IDLE_LOAD, MIN_LOAD = (
+    0.05,
+    0.25,
+)  # processor time a second: of an engine that has nothing to lose; less counts as so much
+MAX_STREAM_SECONDS = 600.0  # seconds that a client is told; it asks again then
+SNAPSHOT_HEAD = re.compile(r'\{"took": ?([^,]+), ?"busy": ?([^,]+),')  # of a scene
+CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 HEADERS = {
-    "Content-Security-Policy": POLICY, "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer",
+    "Content-Security-Policy": CONTENT_SECURITY_POLICY, "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }  # fmt: skip
 
 
 class Console:
-    """The page's files, and those who watch `llm` through this front, one of `fronts`, which counted `metrics`."""
+    """The page's files, and those who watch `llm` through this front, one of `num_frontends`, which counted "
+    "`metrics`."""
 
-    def __init__(self, llm: AsyncLLM, metrics: Metrics, fronts: int = 1) -> None:
-        self.llm, self.metrics, self.share, self.watchers = llm, metrics, SHARE / fronts, 0
-        self.latest, self.number = "", 0
-        self._news = asyncio.Condition()
-        self._looking: asyncio.Task[None] | None = None
+    def __init__(self, llm: AsyncLLM, metrics: Metrics, num_frontends: int = 1) -> None:
+        self.llm, self.metrics, self.engine_share, self.num_watchers = llm, metrics, ENGINE_SHARE / num_frontends, 0
+        self.latest_snapshot, self.snapshot_number = "", 0
+        self._updated = asyncio.Condition()
+        self._poll_task: asyncio.Task[None] | None = None
         folder = Path(quire.__file__).parent / "assets" / "console"
         self._page = (folder / "index.html").read_bytes()
         self._files = {name: (folder / name).read_bytes() for name in FILES}
@@ -71,53 +79,56 @@ class Console:
 
     async def events(self, request: Request) -> Response:
         """Scenes (quire.control.scene), as they come."""
-        if self.watchers >= MOST_WATCHERS:
-            return Failure(503, f"{MOST_WATCHERS} watch already", headers={"Retry-After": "10"}).response(request.scope)
+        if self.num_watchers >= MAX_WATCHERS:
+            return Failure(503, f"{MAX_WATCHERS} watch already", headers={"Retry-After": "10"}).response(request.scope)
         return StreamingResponse(
-            self._told(request), media_type="text/event-stream", headers={"Cache-Control": "no-store"}
+            self._event_stream(request), media_type="text/event-stream", headers={"Cache-Control": "no-store"}
         )
 
-    async def _told(self, request: Request) -> AsyncIterator[str]:
+    async def _event_stream(self, request: Request) -> AsyncIterator[str]:
         """One client's events: the latest scene each time, whatever it missed."""
-        self.watchers += 1
-        seen, end = 0, asyncio.get_running_loop().time() + LONGEST
+        self.num_watchers += 1
+        seen, end = 0, asyncio.get_running_loop().time() + MAX_STREAM_SECONDS
         try:
-            if self._looking is None or self._looking.done():
-                self._looking, seen = asyncio.create_task(self._look()), self.number  # what is there is of long ago
+            if self._poll_task is None or self._poll_task.done():
+                self._poll_task, seen = (
+                    asyncio.create_task(self._poll_engine()),
+                    self.snapshot_number,
+                )  # what is there is of long ago
             while asyncio.get_running_loop().time() < end:
-                async with self._news:
-                    await self._news.wait_for(lambda seen=seen: self.number != seen)  # type: ignore[misc]
-                    seen, latest = self.number, self.latest
+                async with self._updated:
+                    await self._updated.wait_for(lambda seen=seen: self.snapshot_number != seen)  # type: ignore[misc]
+                    seen, latest = self.snapshot_number, self.latest_snapshot
                 if not latest or await request.is_disconnected():
                     return
                 yield f"data: {latest}\n\n"
         finally:
-            self.watchers -= 1
+            self.num_watchers -= 1
 
-    async def _look(self) -> None:
+    async def _poll_engine(self) -> None:
         """Ask the engine, as long as anybody watches."""
-        while self.watchers:
+        while self.num_watchers:
             try:
                 scene = await self.llm.look()
-                latest, pause = self._with_latencies(scene), self._pause(scene)
+                latest, pause = self._add_latencies(scene), self._pause_seconds(scene)
             except EngineDead:
                 latest, pause = "", 0.0
-            async with self._news:
-                self.latest, self.number = latest, self.number + 1
-                self._news.notify_all()
+            async with self._updated:
+                self.latest_snapshot, self.snapshot_number = latest, self.snapshot_number + 1
+                self._updated.notify_all()
             if not latest:
                 return
             await asyncio.sleep(pause)
 
-    def _with_latencies(self, scene: str) -> str:
+    def _add_latencies(self, snapshot: str) -> str:
         """A scene, and how many latencies of each kind this front has counted, and their sum in seconds."""
         counted = {kind: self.metrics.histograms[name] for kind, name in LATENCIES.items()}
         told = {kind: [sum(of.counts), of.total] for kind, of in counted.items()}
-        return f'{scene[:-1]}, "latencies": {json.dumps(told)}}}'
+        return f'{snapshot[:-1]}, "latencies": {json.dumps(told)}}}'
 
-    def _pause(self, scene: str) -> float:
+    def _pause_seconds(self, snapshot: str) -> float:
         """Seconds until the next look. What a scene begins with says it: reading all of it would take longer."""
-        began = START.match(scene)
+        began = SNAPSHOT_HEAD.match(snapshot)
         assert began is not None, "a scene begins with what it took"
         took, busy = map(float, began.groups())
-        return max(EVERY, took / self.share / max(busy, LEAST) if busy > IDLE else 0.0)
+        return max(MIN_POLL_SECONDS, took / self.engine_share / max(busy, MIN_LOAD) if busy > IDLE_LOAD else 0.0)

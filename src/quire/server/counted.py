@@ -6,65 +6,67 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quire.server.http_counts import SECONDS, Histogram, HttpCounts
+from quire.server.http_counts import DURATION_BOUNDS, Histogram, HttpCounters
 from quire.vocabulary.columns import WireError
 
-SOURCES = ("local_compute", "local_cache_hit")  # where prompt tokens came from
-NUMBERS = ("invalid", "aborted", "rejected")
+PROMPT_SOURCES = ("local_compute", "local_cache_hit")  # where prompt tokens came from
+PLAIN_COUNTERS = ("invalid", "aborted", "rejected")
 
 
-class Counted:
-    """Counts of one front, or of several; `bounds` are those of its histograms by name. `seconds` are of processor
+class ServerCounters:
+    """Counts of one front, or of several; `bounds` are those of its histograms by name. `cpu_seconds` are of processor
     time."""
 
     def __init__(self, bounds: Mapping[str, Sequence[float]]) -> None:
         self.histograms = {name: Histogram(of) for name, of in bounds.items()}
         self.finished: Counter[str] = Counter()
-        self.sources = dict.fromkeys(SOURCES, 0)
+        self.prompt_sources = dict.fromkeys(PROMPT_SOURCES, 0)
         self.invalid = self.aborted = self.rejected = 0
-        self.http = HttpCounts()
-        self.seconds = 0.0
+        self.http = HttpCounters()
+        self.cpu_seconds = 0.0
 
-    def add(self, other: Counted) -> None:
+    def add(self, other: ServerCounters) -> None:
         """Count what `other` counted too."""
         for name, histogram in other.histograms.items():
             self.histograms[name].add(histogram)
         self.finished.update(other.finished)
-        for source, tokens in other.sources.items():
-            self.sources[source] += tokens
-        for name in NUMBERS:
+        for source, tokens in other.prompt_sources.items():
+            self.prompt_sources[source] += tokens
+        for name in PLAIN_COUNTERS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.http.requests.update(other.http.requests)
-        for names, histogram in list(other.http.seconds.items()):
-            self.http.seconds.setdefault(names, Histogram(SECONDS)).add(histogram)
-        self.seconds += other.seconds
+        for names, histogram in list(other.http.durations.items()):
+            self.http.durations.setdefault(names, Histogram(DURATION_BOUNDS)).add(histogram)
+        self.cpu_seconds += other.cpu_seconds
 
-    def said(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """As JSON has it."""
         return {
             "histograms": {name: [of.counts, of.total] for name, of in self.histograms.items()},
-            "finished": dict(self.finished), "sources": self.sources, "seconds": self.seconds,
+            "finished": dict(self.finished), "sources": self.prompt_sources, "seconds": self.cpu_seconds,
             "http": [[*names, count] for names, count in self.http.requests.items()],
-            "http_seconds": [[*names, of.counts, of.total] for names, of in self.http.seconds.items()],
-            **{name: getattr(self, name) for name in NUMBERS},
+            "http_seconds": [[*names, of.counts, of.total] for names, of in self.http.durations.items()],
+            **{name: getattr(self, name) for name in PLAIN_COUNTERS},
         }  # fmt: skip
 
 
-def read_counted(said: Any, bounds: Mapping[str, Sequence[float]]) -> Counted:
+def read_counters(data: Any, bounds: Mapping[str, Sequence[float]]) -> ServerCounters:
     """The counts that JSON says. WireError for what are none."""
-    counted = Counted(bounds)
+    counted = ServerCounters(bounds)
     try:
-        for name, [counts, total] in said["histograms"].items():
+        for name, [counts, total] in data["histograms"].items():
             _fill(counted.histograms[name], counts, total)
-        counted.finished = Counter({str(why): _count(many) for why, many in said["finished"].items()})
-        counted.sources = {source: _count(said["sources"][source]) for source in SOURCES}
-        for name in NUMBERS:
-            setattr(counted, name, _count(said[name]))
-        counted.seconds = float(said["seconds"])
-        for route, method, status, count in said["http"]:
+        counted.finished = Counter({str(why): _count(many) for why, many in data["finished"].items()})
+        counted.prompt_sources = {source: _count(data["sources"][source]) for source in PROMPT_SOURCES}
+        for name in PLAIN_COUNTERS:
+            setattr(counted, name, _count(data[name]))
+        counted.cpu_seconds = float(data["seconds"])
+        for route, method, status, count in data["http"]:
             counted.http.requests[str(route), str(method), str(status)] = _count(count)
-        for route, method, counts, total in said["http_seconds"]:
-            _fill(counted.http.seconds.setdefault((str(route), str(method)), Histogram(SECONDS)), counts, total)
+        for route, method, counts, total in data["http_seconds"]:
+            _fill(
+                counted.http.durations.setdefault((str(route), str(method)), Histogram(DURATION_BOUNDS)), counts, total
+            )
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise WireError("counts", f"{type(error).__name__} {error}"[:200]) from error
     return counted

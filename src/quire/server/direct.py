@@ -9,10 +9,10 @@ from __future__ import annotations
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import RequestResponseCycle
 
-DIRECT = "quire.direct"  # in a scope's extensions
+DIRECT_EXTENSION = "quire.direct"  # in a scope's extensions
 
 
-class Direct:
+class DirectWriter:
     """The body of one response, which has no Content-Length."""
 
     __slots__ = ("_chunked", "_cycle", "_flow")
@@ -22,7 +22,7 @@ class Direct:
         self._chunked = cycle.scope["http_version"] == "1.1"
 
     @property
-    def open(self) -> bool:
+    def is_open(self) -> bool:
         """Whether a part may be written now: the response is under way, and its client reads what it is sent."""
         cycle = self._cycle
         if self._flow.write_paused or cycle.disconnected or cycle.response_complete or not cycle.response_started:
@@ -30,5 +30,5 @@ class Direct:
         return not cycle.transport.is_closing()
 
     def write(self, part: bytes) -> None:
-        """A part that isn't empty. Only while `open`."""
+        """A part that isn't empty. Only while `is_open`."""
         self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(part), part) if self._chunked else part)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Literal
 
-from quire.server.exact import Exact
+from quire.server.exact import StrictModel
 
 
-class EmbeddingUsage(Exact):
+class EmbeddingUsage(StrictModel):
     prompt_tokens: int
     total_tokens: int
 
 
-class Embedding(Exact):
+class EmbeddingData(StrictModel):
     """Base64 is of little-endian float32."""
 
     object: Literal["embedding"]
@@ -20,40 +20,40 @@ class Embedding(Exact):
     embedding: list[float] | str
 
 
-class Embeddings(Exact):
+class EmbeddingResponse(StrictModel):
     object: Literal["list"]
     model: str
-    data: list[Embedding]
+    data: list[EmbeddingData]
     usage: EmbeddingUsage
 
 
-class Score(Exact):
+class ScoreData(StrictModel):
     index: int
     object: Literal["score"]
     score: float
 
 
-class Scores(Exact):
+class ScoreResponse(StrictModel):
     id: str
     object: Literal["list"]
     created: int
     model: str
-    data: list[Score]
+    data: list[ScoreData]
     usage: EmbeddingUsage
 
 
-class Document(Exact):
+class RerankDocument(StrictModel):
     text: str
 
 
-class Ranked(Exact):
+class RerankResult(StrictModel):
     index: int
     relevance_score: float
-    document: Document | None = None
+    document: RerankDocument | None = None
 
 
-class Ranking(Exact):
+class RerankResponse(StrictModel):
     id: str
     model: str
-    results: list[Ranked]
+    results: list[RerankResult]
     usage: EmbeddingUsage

@@ -16,15 +16,15 @@ from fastapi import Request
 from starlette.responses import Response
 
 from quire.errors import InputError
-from quire.server.errors import renamed
+from quire.server.errors import rename_param
 from quire.server.guards import client_of
-from quire.server.pieces import Pieces
+from quire.server.pieces import JsonPieces
 from quire.server.protocol import MAX_INPUTS, EmbeddingRequest, RerankRequest, ScoreRequest
 from quire.server.request_log import log_request
-from quire.server.sampling import check_known, completion_prompts
-from quire.server.size import embedded
-from quire.server.stream import Call, respond
-from quire.text.embedding import EMBED, cosine, vector
+from quire.server.sampling import check_known, split_prompts
+from quire.server.size import embeddings_size
+from quire.server.stream import EngineCall, respond
+from quire.text.embedding import EMBEDDING_PARAMS, cosine, embedding_vector
 from quire.text.tools import read_tools
 
 if TYPE_CHECKING:
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 
     from quire.server.service import Service
 
-TEMPLATE = (
+TEMPLATE_FIELDS = (
     "add_generation_prompt", "continue_final_message", "documents", "tools", "reasoning_effort", "chat_template_kwargs",
 )  # fmt: skip
 Body = EmbeddingRequest | ScoreRequest | RerankRequest
 
 
-class Embeddings:
+class EmbeddingRoutes:
     """The routes, over what `service` has."""
 
     def __init__(self, service: Service) -> None:
@@ -49,7 +49,7 @@ class Embeddings:
         if (body.input is None) == (body.messages is None):
             raise InputError("give either input or messages", "input")
         if body.input is not None:
-            for name in TEMPLATE:
+            for name in TEMPLATE_FIELDS:
                 if getattr(body, name) not in (None, False, [], {}):
                     raise InputError(f"{name} goes with messages, and input was given: leave it out", name)
         as_bytes = body.encoding_format == "base64"
@@ -58,53 +58,52 @@ class Embeddings:
                 raise InputError(f'{name} is for encoding_format "base64"; numbers in JSON have neither', name)
         if None not in (body.normalize, body.use_activation) and body.normalize != body.use_activation:
             raise InputError("normalize and use_activation mean the same, and differ", "normalize")
-        given = [body.messages] if body.input is None else completion_prompts(body.input, "input", MAX_INPUTS)
+        given = [body.messages] if body.input is None else split_prompts(body.input, "input", MAX_INPUTS)
         dtype = body.embed_dtype or "float32"
         big = body.endianness == "big" or (body.endianness == "native" and sys.byteorder == "big")
 
-        def written(vectors: list[np.ndarray], usage: str) -> Pieces:
+        def written(vectors: list[np.ndarray], usage: str) -> JsonPieces:
             numbers = [_base64(one, dtype, big) if as_bytes else _floats(one) for one in vectors]
             data = [f'{{"object":"embedding","index":{at},"embedding":{one}}}' for at, one in enumerate(numbers)]
-            return ['{"object":"list","model":', self._name, ',"data":[', ",".join(data), f'],"usage":{usage}}}']
+            return ['{"object":"list","model":', self._model_json, ',"data":[', ",".join(data), f'],"usage":{usage}}}']
 
         name = "input" if body.messages is None else "messages"
-        return await self._answer("embd", body, name, given, _places(name, given), http, written)
+        return await self._respond("embd", body, name, given, _field_paths(name, given), http, written)
 
     async def score(self, body: ScoreRequest, http: Request) -> Response:
         """Cosines of pairs of texts: one with each of several, or as many as there are of both."""
         first, second = ([one] if isinstance(one, str) else list(one) for one in (body.text_1, body.text_2))
         if not first or not second or len(first) not in (1, len(second)):
             raise InputError(f"text_1 has {len(first)} texts for {len(second)}: it must be one, or as many", "text_1")
-        _check_number("text_2", len(first) + len(second))
-        places = [*_places("text_1", body.text_1), *_places("text_2", body.text_2)]
+        _check_num_texts("text_2", len(first) + len(second))
+        places = [*_field_paths("text_1", body.text_1), *_field_paths("text_2", body.text_2)]
 
-        def written(vectors: list[np.ndarray], usage: str) -> Pieces:
+        def written(vectors: list[np.ndarray], usage: str) -> JsonPieces:
             lefts, rights = vectors[: len(first)], vectors[len(first) :]
             lefts = lefts if len(lefts) == len(rights) else lefts * len(rights)
             data = [
                 f'{{"index":{at},"object":"score","score":{cosine(*pair)!r}}}'
                 for at, pair in enumerate(zip(lefts, rights))
             ]
-            head = (
-                f'{{"id":"score-{uuid.uuid4().hex}","object":"list","created":{int(time.time())},"model":{self._name}'
-            )
+            head = f'{{"id":"score-{uuid.uuid4().hex}","object":"list","created":{int(time.time())},'
+            head += f'"model":{self._model_json}'
             return [head, ',"data":[', ",".join(data), f'],"usage":{usage}}}']
 
-        return await self._answer("score", body, "text_2", [*first, *second], places, http, written)
+        return await self._respond("score", body, "text_2", [*first, *second], places, http, written)
 
     async def rerank(self, body: RerankRequest, http: Request) -> Response:
         """Documents by their cosine with the query."""
-        _check_number("documents", 1 + len(body.documents))
+        _check_num_texts("documents", 1 + len(body.documents))
         if not body.documents:
             raise InputError("documents must have at least one entry", "documents")
         if body.top_n is not None and body.top_n < 1:
             raise InputError(f"top_n must be at least 1, got {str(body.top_n)[:40]}", "top_n")
 
-        def written(vectors: list[np.ndarray], usage: str) -> Pieces:
+        def written(vectors: list[np.ndarray], usage: str) -> JsonPieces:
             query, *others = vectors
             scores = [cosine(query, other) for other in others]
             best = sorted(range(len(scores)), key=lambda at: -scores[at])[: body.top_n]
-            pieces = [f'{{"id":"rerank-{uuid.uuid4().hex}","model":{self._name},"results":[']
+            pieces = [f'{{"id":"rerank-{uuid.uuid4().hex}","model":{self._model_json},"results":[']
             for place, at in enumerate(best):
                 text = (
                     "" if body.return_documents is False else f',"document":{json.dumps({"text": body.documents[at]})}'
@@ -112,63 +111,70 @@ class Embeddings:
                 pieces.append(f'{"," if place else ""}{{"index":{at},"relevance_score":{scores[at]!r}{text}}}')
             return [*pieces, f'],"usage":{usage}}}']
 
-        given, places = [body.query, *body.documents], ["query", *_places("documents", body.documents)]
-        return await self._answer("rerank", body, "documents", given, places, http, written)
+        given, places = [body.query, *body.documents], ["query", *_field_paths("documents", body.documents)]
+        return await self._respond("rerank", body, "documents", given, places, http, written)
 
     @property
-    def _name(self) -> str:
-        return json.dumps(self.service.names[0])
+    def _model_json(self) -> str:
+        return json.dumps(self.service.model_names[0])
 
-    async def _answer(
-        self, kind: str, body: Body, name: str, given: Sequence[Any], places: Sequence[str], http: Request,
-        written: Callable[[list[np.ndarray], str], Pieces],
+    async def _respond(
+        self, kind: str, body: Body, name: str, given: Sequence[Any], field_paths: Sequence[str], http: Request,
+        write_answer: Callable[[list[np.ndarray], str], JsonPieces],
     ) -> Response:  # fmt: skip
-        """Return what `written` makes of the embeddings of `given` and of their usage. Errors call the field `name` and
-        its entries `places`."""
+        """Return what `write_answer` makes of the embeddings of `given` and of their usage. Errors call the field
+        `name` and
+        its entries `field_paths`."""
         service, limits = self.service, self.service.llm.limits
         service.check_model(body.model)
-        check_known(body, service.terms.strict)
+        check_known(body, service.request_rules.strict)
         if body.cache_salt == "":
             raise InputError("cache_salt must not be empty", "cache_salt")
         options = body if isinstance(body, EmbeddingRequest) else EmbeddingRequest()
         limits.check_embedding(options.dimensions)
         if "" in given:
-            place = places[given.index("")]
+            place = field_paths[given.index("")]
             raise InputError(f"{place} is empty: a text must have at least one character", place.partition("[")[0])
-        with renamed("prompt", name):
+        with rename_param("prompt", name):
             if options.messages is not None:
-                prompts = [await service.render(options, service.cut(body, 1), read_tools(options.tools or []))]
-                if prompts[0].media:
+                prompts = [
+                    await service.render_chat(options, service.truncation(body, 1), read_tools(options.tools or []))
+                ]
+                if prompts[0].images:
                     raise InputError("pictures can't be embedded: send text parts only", "messages")
             else:
                 special = options.add_special_tokens is not False
-                prompts = await service.prompts.read(given, special, service.cut(body, 1), places=places)
-            held = embedded(len(given), limits.hidden, name)
-            call = Call(service.llm, f"{kind}-{uuid.uuid4().hex}", service.held, held)
-            await call.submit(prompts, EMBED, salt=body.cache_salt or "", patient=True, client=client_of(http))
+                prompts = await service.input_processor.process_prompts(
+                    given, special, service.truncation(body, 1), field_names=field_paths
+                )
+            held = embeddings_size(len(given), limits.hidden, name)
+            call = EngineCall(service.llm, f"{kind}-{uuid.uuid4().hex}", service.answer_budget, held)
+            await call.submit(
+                prompts, EMBEDDING_PARAMS, salt=body.cache_salt or "", final_only=True, client=client_of(http)
+            )
         if service.log_requests:
-            log_request(call.id, prompts, EMBED, http.scope)
+            log_request(call.id, prompts, EMBEDDING_PARAMS, http.scope)
 
-        async def whole() -> Pieces:
-            outputs = await call.whole()
+        async def whole() -> JsonPieces:
+            outputs = await call.collect()
 
-            def write() -> Pieces:
+            def write() -> JsonPieces:
                 normalize = False not in (options.normalize, options.use_activation)
-                vectors = [vector(output, options.dimensions, normalize) for _, output in outputs]
+                vectors = [embedding_vector(output, options.dimensions, normalize) for _, output in outputs]
                 tokens = sum(len(prompt.ids) for prompt in prompts)
-                return written(vectors, f'{{"prompt_tokens":{tokens},"total_tokens":{tokens}}}')
+                return write_answer(vectors, f'{{"prompt_tokens":{tokens},"total_tokens":{tokens}}}')
 
-            return await service.prompts.apart(limits.hidden * len(outputs), write)
+            return await service.input_processor.offload(limits.hidden * len(outputs), write)
 
-        return await respond(call, whole(), service.headers(body, prompts), http.receive)
+        return await respond(call, whole(), service.warning_headers(body, prompts), http.receive)
 
 
-def _check_number(name: str, number: int) -> None:
+def _check_num_texts(name: str, number: int) -> None:
     if number > MAX_INPUTS:
         raise InputError(f"there are {number} texts in all; at most {MAX_INPUTS} are embedded at once", name)
 
 
-def _places(name: str, given: str | Sequence[Any]) -> list[str]:
+def _field_paths(name: str, given: str | Sequence[Any]) -> list[str]:
     """The names of a field's texts in errors."""
     return [name] if isinstance(given, str) else [f"{name}[{at}]" for at in range(len(given))]
 

@@ -18,11 +18,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.errors import EngineDead, InputError, NotIdle, Overloaded, PrefixesFull, PrefixTaken, UnknownPrefix
 from quire.server.metrics import Metrics
-from quire.server.protocol import wrong_type
+from quire.server.protocol import wrong_type_error
 
 MAX_MESSAGE = 1000
 MAX_PARAM = 100
-TYPES = {
+OPENAI_TYPES = {
     400: "BadRequestError",
     401: "AuthenticationError",
     403: "PermissionDeniedError",
@@ -36,8 +36,8 @@ TYPES = {
     500: "InternalServerError",
     503: "ServiceUnavailableError",
 }
-MESSAGES = "/v1/messages"
-KINDS = {  # Anthropic's
+MESSAGES_PATH = "/v1/messages"
+ANTHROPIC_TYPES = {  # Anthropic's
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
@@ -46,8 +46,8 @@ KINDS = {  # Anthropic's
     413: "request_too_large",
     503: "overloaded_error",
 }
-TOLD = "quire.told"  # in a request's scope: the exception that was answered and logged
-LAST_ANSWER = 1.0  # seconds to send what remains to be said
+ANSWERED_ERROR = "quire.told"  # in a request's scope: the exception that was answered and logged
+LAST_ANSWER_SECONDS = 1.0  # seconds to send what remains to be said
 log = logging.getLogger("quire.server")
 
 
@@ -62,24 +62,24 @@ class Failure(NamedTuple):
 
     def body(self) -> dict[str, Any]:
         """The JSON of the error."""
-        kind = TYPES.get(self.code, "BadRequestError" if self.code < 500 else "InternalServerError")
-        param = None if self.param is None else _shown(self.param, MAX_PARAM)
-        message = _shown(self.message, MAX_MESSAGE)
+        kind = OPENAI_TYPES.get(self.code, "BadRequestError" if self.code < 500 else "InternalServerError")
+        param = None if self.param is None else _printable(self.param, MAX_PARAM)
+        message = _printable(self.message, MAX_MESSAGE)
         return {"error": {"message": message, "type": kind, "param": param, "code": self.code}}
 
-    def anthropic(self) -> dict[str, Any]:
+    def anthropic_body(self) -> dict[str, Any]:
         """The JSON of the error as Anthropic has it, where a message must say by itself which field is meant."""
         field = (self.param or "").partition(".")[0].partition("[")[0]
         message = self.message if field in self.message else f"{field}: {self.message}"
-        kind = KINDS.get(self.code, "invalid_request_error" if self.code < 500 else "api_error")
+        kind = ANTHROPIC_TYPES.get(self.code, "invalid_request_error" if self.code < 500 else "api_error")
         details = {} if self.details is None else {"details": self.details}
-        return {"type": "error", "error": {"type": kind, "message": _shown(message, MAX_MESSAGE), **details}}
+        return {"type": "error", "error": {"type": kind, "message": _printable(message, MAX_MESSAGE), **details}}
 
     def response(self, scope: Scope) -> JSONResponse:
         """The whole response to the request of `scope`, in the shape that its clients know."""
         path = route_path(scope)
-        theirs = path == MESSAGES or path.startswith(f"{MESSAGES}/")
-        return JSONResponse(self.anthropic() if theirs else self.body(), self.code, self.headers)
+        theirs = path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")
+        return JSONResponse(self.anthropic_body() if theirs else self.body(), self.code, self.headers)
 
 
 def route_path(scope: Scope) -> str:
@@ -88,7 +88,7 @@ def route_path(scope: Scope) -> str:
     return path[len(root) :] if root and path.startswith(root + "/") else path
 
 
-def _shown(text: str, limit: int) -> str:
+def _printable(text: str, limit: int) -> str:
     """What a client may be sent of a text that may be the client's own: no lone surrogates, and bounded."""
     return text.encode("utf-8", "replace").decode()[:limit]
 
@@ -101,29 +101,29 @@ class UnknownResponse(InputError):
     """No response of that id is stored for who asks."""
 
 
-class NoThreads(InputError):
+class ThreadsUnsupported(InputError):
     """A request wants the server to hold its messages. Anthropic's client sends them all when it is told so."""
 
     details: ClassVar[dict[str, Any]] = {"error_code": "thread_unsupported_request"}
 
 
-STATUS: dict[type[InputError], int] = {
+STATUS_CODES: dict[type[InputError], int] = {
     UnknownModel: 404, UnknownResponse: 404, UnknownPrefix: 404, PrefixTaken: 409, PrefixesFull: 413, NotIdle: 409,
 }  # fmt: skip
 
 
-def failure(error: BaseException) -> Failure:
+def to_failure(error: BaseException) -> Failure:
     """Any exception, as a client may see it: no paths, no addresses, no traceback."""
     if isinstance(error, InputError):
-        details = error.details if isinstance(error, NoThreads) else None
-        return Failure(STATUS.get(type(error), 400), str(error), error.param, details=details)
+        details = error.details if isinstance(error, ThreadsUnsupported) else None
+        return Failure(STATUS_CODES.get(type(error), 400), str(error), error.param, details=details)
     if isinstance(error, Overloaded):
         return Failure(503, str(error), headers={"Retry-After": str(error.retry_after)})
     if isinstance(error, EngineDead):
         return Failure(503, "the engine stopped: what was under way is lost", headers={"Retry-After": "10"})
     if isinstance(error, RequestValidationError):
         first = error.errors()[0]
-        told = wrong_body(first) or wrong_type(first["loc"], first["msg"])
+        told = body_error(first) or wrong_type_error(first["loc"], first["msg"])
         return Failure(400, str(told), told.param)
     if isinstance(error, HTTPException) and (error.status_code, error.detail) == (404, "Not Found"):
         return Failure(404, "there is nothing at this path; /openapi.json lists the routes")
@@ -136,21 +136,21 @@ def failure(error: BaseException) -> Failure:
 
 
 @contextmanager
-def renamed(theirs: str, name: str) -> Iterator[None]:
-    """Within, errors about the field `theirs` are about the one that the client calls `name`."""
+def rename_param(param: str, name: str) -> Iterator[None]:
+    """Within, errors about the field `param` are about the one that the client calls `name`."""
     try:
         yield
     except InputError as error:
-        if error.param in (theirs, "max_tokens"):
+        if error.param in (param, "max_tokens"):
             error.param = name
         raise
 
 
-def wrong_body(found: Mapping[str, Any]) -> InputError | None:
+def body_error(error: Mapping[str, Any]) -> InputError | None:
     """What is wrong with a body that is no JSON object. Curl's -d alone sends a form, which FastAPI doesn't parse."""
-    if found["type"] == "json_invalid":
+    if error["type"] == "json_invalid":
         return InputError("the request body is not valid JSON")
-    if found["type"] == "model_attributes_type" and found["loc"] == ("body",):
+    if error["type"] == "model_attributes_type" and error["loc"] == ("body",):
         return InputError("the request body must be a JSON object, sent with Content-Type: application/json")
     return None
 
@@ -159,8 +159,8 @@ def add_handlers(app: FastAPI, metrics: Metrics) -> None:
     """Answer every exception in its client's shape, and count the bad requests."""
 
     async def handle(request: Request, error: Exception) -> JSONResponse:
-        request.scope[TOLD] = error
-        found = failure(error)
+        request.scope[ANSWERED_ERROR] = error
+        found = to_failure(error)
         if found.code == 405:  # Starlette names the methods of one route only
             found = found._replace(headers={"Allow": ", ".join(sorted(_methods(app, request.scope)))})
         metrics.invalid += 400 <= found.code < 500
@@ -175,12 +175,13 @@ def _methods(app: FastAPI, scope: Scope) -> set[str]:
     return {method for route in routes for method in route.methods or ()}
 
 
-class LastResort:
+class CatchAllMiddleware:
     """ASGI middleware outside of everything: whatever ends a request is logged, once, and answered in its client's
-    shape unless a response has begun, which is cut. `end` is called when it was SystemExit or KeyboardInterrupt."""
+    shape unless a response has begun, which is cut. `on_exit_request` is called when it was SystemExit or
+    KeyboardInterrupt."""
 
-    def __init__(self, app: ASGIApp, end: Callable[[], object]) -> None:
-        self.app, self.end = app, end
+    def __init__(self, app: ASGIApp, on_exit_request: Callable[[], object]) -> None:
+        self.app, self.on_exit_request = app, on_exit_request
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -189,17 +190,17 @@ class LastResort:
         try:
             await self.app(scope, receive, send)
         except BaseException as error:  # also what libraries raise beside Exception, as Rust's panics
-            if scope.get(TOLD) is not error:
-                await self._tell(error, scope, receive, send)
+            if scope.get(ANSWERED_ERROR) is not error:
+                await self._answer_error(error, scope, receive, send)
 
-    async def _tell(self, error: BaseException, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _answer_error(self, error: BaseException, scope: Scope, receive: Receive, send: Send) -> None:
         if isinstance(error, SystemExit | KeyboardInterrupt):
             log.error("%s in a request ends the server", type(error).__name__)
-            self.end()
+            self.on_exit_request()
         task = asyncio.current_task()
         if isinstance(error, asyncio.CancelledError) and task is not None and not task.cancelling():
             error = RuntimeError("something waited for was cancelled, the request was not")
         # A response that has begun refuses the start of another one.
         with suppress(RuntimeError, TimeoutError):
-            async with asyncio.timeout(LAST_ANSWER):
-                await failure(error).response(scope)(scope, receive, send)
+            async with asyncio.timeout(LAST_ANSWER_SECONDS):
+                await to_failure(error).response(scope)(scope, receive, send)

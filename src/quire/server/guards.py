@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.server.errors import Failure, route_path
 
-OPEN = ("/health",)
+OPEN_PATHS = ("/health",)
 ADMIN = "quire.admin"  # in a request's scope: an admin key came with it
 CLIENT = "quire.client"  # in a request's scope: see client_of
 TRUSTED = "quire.trusted"  # in a request's scope: a key came with it, or none is needed
@@ -22,12 +22,12 @@ MAX_BODY = 8 << 20  # bytes
 MAX_BODIES = 256 << 20  # bytes, of all requests under way
 BODY_SECONDS = 60.0  # for a whole body to arrive
 MAX_COMMAS = 1 << 18  # in a body, or four for each token that fits
-MAX_OPENED = 1 << 16  # colons and opening brackets in a body, or one for each token that fits
-SLASHES = 32  # characters of base64, of which one may be a slash that some write as \/
+MAX_COLONS_AND_BRACKETS = 1 << 16  # colons and opening brackets in a body, or one for each token that fits
+CHARS_PER_SLASH = 32  # characters of base64, of which one may be a slash that some write as \/
 MAX_BACKSLASHES = 1 << 20  # in a body, or eight for each token that fits
 
 
-def keys_of(scope: Scope) -> list[bytes]:
+def request_keys(scope: Scope) -> list[bytes]:
     """The keys that came with a request: "Authorization: Bearer KEY" and, as Anthropic's clients have it, "x-api-key:
     KEY". A header that is there twice has none."""
     given = [(name, value) for name, value in scope.get("headers", ()) if name in (b"authorization", b"x-api-key")]
@@ -37,23 +37,23 @@ def keys_of(scope: Scope) -> list[bytes]:
     return ([key.strip()] if scheme.lower() == b"bearer" else []) + (plain if len(plain) == 1 else [])
 
 
-class RequireKey:
-    """Refuses every request without a key (`keys_of`), except to OPEN routes and `open` ones. An admin key
+class ApiKeyMiddleware:
+    """Refuses every request without a key (`request_keys`), except to OPEN routes and `open_paths` ones. An admin key
     opens all that a key does; whether a request has one, `require_admin` asks."""
 
     def __init__(
-        self, app: ASGIApp, keys: Sequence[str], admin_keys: Sequence[str] = (), open: Sequence[str] = ()
+        self, app: ASGIApp, keys: Sequence[str], admin_keys: Sequence[str] = (), open_paths: Sequence[str] = ()
     ) -> None:
-        self.app, self.open = app, (*OPEN, *open)
+        self.app, self.open_paths = app, (*OPEN_PATHS, *open_paths)
         self.keys = [key.encode() for key in keys]
         self.admin_keys = [key.encode() for key in admin_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        admin, known = self._known(scope, self.admin_keys), self._known(scope, self.keys)
+        admin, known = self._match_key(scope, self.admin_keys), self._match_key(scope, self.keys)
         scope[ADMIN], scope[TRUSTED] = bool(admin), bool(not self.keys or known or admin)
         key = known or admin
         scope[CLIENT] = sha256(key).hexdigest()[:32] if key and self.keys else ""
-        if scope["type"] == "lifespan" or scope[TRUSTED] or route_path(scope) in self.open:
+        if scope["type"] == "lifespan" or scope[TRUSTED] or route_path(scope) in self.open_paths:
             await self.app(scope, receive, send)
         elif scope["type"] == "http":
             headers = {"WWW-Authenticate": "Bearer"}
@@ -62,10 +62,10 @@ class RequireKey:
             await send({"type": "websocket.close", "code": 1008})
 
     @staticmethod
-    def _known(scope: Scope, keys: Sequence[bytes]) -> bytes:
+    def _match_key(scope: Scope, keys: Sequence[bytes]) -> bytes:
         """The one of `keys` that came with a request; b"" if none did."""
         # Every key is compared, so that the time says nothing about which one was close.
-        matches = [(hmac.compare_digest(key, known), known) for key in keys_of(scope) for known in keys]
+        matches = [(hmac.compare_digest(key, known), known) for key in request_keys(scope) for known in keys]
         return next((known for equal, known in matches if equal), b"")
 
 
@@ -82,21 +82,21 @@ async def require_admin(request: Request) -> None:
         raise HTTPException(403, "an admin key is required; without one in the server's settings this route is shut")
 
 
-class Counted(NamedTuple):
-    """What a body may have `most` of."""
+class CharLimit(NamedTuple):
+    """What a body may have `max_count` of."""
 
     name: str
-    which: tuple[bytes, ...]
-    most: int
+    chars: tuple[bytes, ...]
+    max_count: int
 
 
-class BoundBody:
+class BodyLimitMiddleware:
     """Reads a request's body before the route sees it: at most `max_body` bytes, chunked or not, within `seconds`, and
     MAX_BODIES for all requests under way, or a front's share of that.
 
     How long JSON holds the interpreter while it is parsed isn't a matter of its bytes but of its values: they are
     counted by what separates and opens them, and escapes in strings beside. Limits grow with `max_len`, the most tokens
-    of a prompt, and with `pictures`, the most characters of those that a body may have."""
+    of a prompt, and with `image_chars`, the most characters of those that a body may have."""
 
     def __init__(
         self,
@@ -104,16 +104,16 @@ class BoundBody:
         max_body: int = MAX_BODY,
         max_len: int = 0,
         seconds: float = BODY_SECONDS,
-        share: int = 1,
-        pictures: int = 0,
+        num_frontends: int = 1,
+        image_chars: int = 0,
     ) -> None:
-        max_body += pictures + pictures // SLASHES
-        self.app, self.max_body, self.seconds, self.share = app, max_body, seconds, share
-        self.held = 0
-        self.most = (
-            Counted("commas", (b",",), max(MAX_COMMAS, 4 * max_len)),
-            Counted("colons and opening brackets", (b":", b"[", b"{"), max(MAX_OPENED, max_len)),
-            Counted("backslashes", (b"\\",), max(MAX_BACKSLASHES, 8 * max_len) + pictures // SLASHES),
+        max_body += image_chars + image_chars // CHARS_PER_SLASH
+        self.app, self.max_body, self.seconds, self.num_frontends = app, max_body, seconds, num_frontends
+        self.held_bytes = 0
+        self.char_limits = (
+            CharLimit("commas", (b",",), max(MAX_COMMAS, 4 * max_len)),
+            CharLimit("colons and opening brackets", (b":", b"[", b"{"), max(MAX_COLONS_AND_BRACKETS, max_len)),
+            CharLimit("backslashes", (b"\\",), max(MAX_BACKSLASHES, 8 * max_len) + image_chars // CHARS_PER_SLASH),
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -122,11 +122,11 @@ class BoundBody:
             return
         parts: list[bytes] = []
         try:
-            await self._bounded(parts, scope, receive, send)
+            await self._call_bounded(parts, scope, receive, send)
         finally:
-            self.held -= sum(map(len, parts))
+            self.held_bytes -= sum(map(len, parts))
 
-    async def _bounded(self, parts: list[bytes], scope: Scope, receive: Receive, send: Send) -> None:
+    async def _call_bounded(self, parts: list[bytes], scope: Scope, receive: Receive, send: Send) -> None:
         try:
             async with asyncio.timeout(self.seconds):
                 body = await self._read(parts, scope, receive)
@@ -155,7 +155,7 @@ class BoundBody:
         declared = dict(scope["headers"]).get(b"content-length", b"0")
         if declared.isdigit() and int(declared[:20]) > self.max_body:
             return too_large
-        size, more, counts = 0, True, [0 for _ in self.most]
+        size, more, counts = 0, True, [0 for _ in self.char_limits]
         while more:
             message = await receive()
             if message["type"] == "http.disconnect":
@@ -165,21 +165,21 @@ class BoundBody:
             more = message.get("more_body", False)
             if size > self.max_body:
                 return too_large
-            counts = [count + sum(map(part.count, kind.which)) for count, kind in zip(counts, self.most)]
-            most = min(MAX_BODIES, max(MAX_BODIES // self.share, self.max_body))
-            if self.held + len(part) > most:
-                full = f"the bodies of requests under way have {self.held} bytes; the limit is {most}"
+            counts = [count + sum(map(part.count, kind.chars)) for count, kind in zip(counts, self.char_limits)]
+            most = min(MAX_BODIES, max(MAX_BODIES // self.num_frontends, self.max_body))
+            if self.held_bytes + len(part) > most:
+                full = f"the bodies of requests under way have {self.held_bytes} bytes; the limit is {most}"
                 return Failure(503, full, headers={"Retry-After": "1"})
-            if self._dense(counts) is None:
+            if self._limit_failure(counts) is None:
                 parts.append(part)
-                self.held += len(part)
+                self.held_bytes += len(part)
             else:  # the rest is awaited nevertheless: most clients listen only once they sent all
-                self.held -= sum(map(len, parts))
+                self.held_bytes -= sum(map(len, parts))
                 parts.clear()
-        return self._dense(counts) or b"".join(parts)
+        return self._limit_failure(counts) or b"".join(parts)
 
-    def _dense(self, counts: Sequence[int]) -> Failure | None:
-        for count, kind in zip(counts, self.most):
-            if count > kind.most:
-                return Failure(413, f"the request body may have at most {kind.most} {kind.name}, got {count}")
+    def _limit_failure(self, counts: Sequence[int]) -> Failure | None:
+        for count, kind in zip(counts, self.char_limits):
+            if count > kind.max_count:
+                return Failure(413, f"the request body may have at most {kind.max_count} {kind.name}, got {count}")
         return None

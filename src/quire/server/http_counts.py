@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 METHODS = ("GET", "HEAD", "POST", "DELETE", "OPTIONS", "PUT", "PATCH")
 PROBES = ("/health", "/ping", "/metrics", "/version", "/load")  # asked again and again by machines: not counted
-SECONDS = (0.01, 0.05, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+DURATION_BOUNDS = (0.01, 0.05, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
 
 class Histogram:
@@ -41,27 +41,27 @@ class Histogram:
         return rows
 
 
-class HttpCounts:
+class HttpCounters:
     """As many series as there are routes, methods and kinds of status, whatever clients send."""
 
     def __init__(self) -> None:
         self.requests: Counter[tuple[str, str, str]] = Counter()  # by route, method, status as 2xx
-        self.seconds: dict[tuple[str, str], Histogram] = {}  # by route and method
+        self.durations: dict[tuple[str, str], Histogram] = {}  # by route and method
 
     def add(self, route: str, method: str, status: int, seconds: float) -> None:
         """A request was answered."""
         if route not in PROBES:
             method = method if method in METHODS else "other"
             self.requests[route, method, f"{status // 100}xx"] += 1
-            self.seconds.setdefault((route, method), Histogram(SECONDS)).observe(seconds)
+            self.durations.setdefault((route, method), Histogram(DURATION_BOUNDS)).observe(seconds)
 
 
-class CountHttp:
+class CountHttpMiddleware:
     """ASGI that counts what passes through it, before the last of an answer leaves: whoever has read it whole finds it
     counted. `none` stands for a path without a route, or that no key opened."""
 
-    def __init__(self, app: ASGIApp, counts: HttpCounts) -> None:
-        self.app, self.counts = app, counts
+    def __init__(self, app: ASGIApp, counters: HttpCounters) -> None:
+        self.app, self.counters = app, counters
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -73,7 +73,7 @@ class CountHttp:
             nonlocal counted
             if not counted:
                 route = getattr(scope.get("route"), "path", "none")
-                self.counts.add(route, scope["method"], status, time.perf_counter() - began)
+                self.counters.add(route, scope["method"], status, time.perf_counter() - began)
             counted = True
 
         async def seen(message: Message) -> None:

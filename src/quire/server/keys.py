@@ -7,7 +7,7 @@ import os
 from contextlib import suppress
 
 from quire.errors import StartupError
-from quire.files import LIMITS, read_text
+from quire.files import MAX_BYTES_BY_FILE, read_bounded_text
 
 KEY_VARIABLE = "QUIRE_API_KEY"
 ADMIN_KEY_VARIABLE = "QUIRE_ADMIN_KEY"
@@ -20,18 +20,18 @@ def read_keys(file: str | None, flag: str = "--api-key-file", variable: str = KE
     """
     key = os.environ.get(variable, "").strip()
     if variable in os.environ:
-        _blank(variable)
+        _erase_variable(variable)
         del os.environ[variable]
     if file is None:
         return (key,) if key else ()
     remedy = "Give a text file with one key a line"
-    lines = read_text(file, LIMITS["keys"], f"{flag} {file}", remedy).split()
+    lines = read_bounded_text(file, MAX_BYTES_BY_FILE["keys"], f"{flag} {file}", remedy).split()
     if not lines:
         raise StartupError(f"{flag} {file} holds no key", remedy)
     return tuple(lines)
 
 
-def _blank(variable: str) -> None:
+def _erase_variable(variable: str) -> None:
     """Overwrite a variable where the system keeps it: /proc shows a process's first environment, whatever was unset."""
     with suppress(AttributeError, OSError):  # no C library to ask: unsetting it must do
         getenv = ctypes.CDLL(None).getenv

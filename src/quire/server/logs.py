@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from quire.server.run import ServeOptions
 
-MOST_DIGITS = 640  # of an integer in JSON, the least that Python allows to set; reading it costs their square
+MAX_INT_DIGITS = 640  # of an integer in JSON, the least that Python allows to set; reading it costs their square
 
 
-def set_log(options: ServeOptions, name: str = "") -> None:
+def configure_logging(options: ServeOptions, name: str = "") -> None:
     """Log to stderr, each line with the name of the front that says it, if it has one."""
     said = f"%(asctime)s {name}: %(message)s" if name else "%(asctime)s %(message)s"
     logging.basicConfig(stream=sys.stderr, format=said, datefmt="%H:%M:%S")

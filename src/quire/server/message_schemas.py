@@ -6,32 +6,32 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from quire.server.exact import Exact
+from quire.server.exact import StrictModel
 
 
-class TextContent(Exact):
+class TextContent(StrictModel):
     type: Literal["text"]
     text: str
 
 
-class ThinkingContent(Exact):
+class ThinkingContent(StrictModel):
     type: Literal["thinking"]
     thinking: str
     signature: Literal[""]
 
 
-class ToolUse(Exact):
+class ToolUse(StrictModel):
     type: Literal["tool_use"]
     id: str
     name: str
     input: dict[str, Any]
 
 
-class ThinkingTokens(Exact):
+class ThinkingTokens(StrictModel):
     thinking_tokens: int
 
 
-class MessageUsage(Exact):
+class MessageUsage(StrictModel):
     input_tokens: int
     cache_creation_input_tokens: Literal[0]
     cache_read_input_tokens: int
@@ -39,7 +39,7 @@ class MessageUsage(Exact):
     output_tokens_details: ThinkingTokens
 
 
-class AnsweredMessage(Exact):
+class MessagesResponse(StrictModel):
     """A message. A stream's events are Anthropic's: message_start, those of the content blocks, message_delta and
     message_stop, or an error."""
 
@@ -53,16 +53,16 @@ class AnsweredMessage(Exact):
     usage: MessageUsage
 
 
-class CountedTokens(Exact):
+class CountTokensResponse(StrictModel):
     input_tokens: int
 
 
-class MessageFault(Exact):
+class MessageErrorInfo(StrictModel):
     type: str
     message: str
     details: dict[str, Any] = Field({})
 
 
-class MessageError(Exact):
+class MessageError(StrictModel):
     type: Literal["error"]
-    error: MessageFault
+    error: MessageErrorInfo

@@ -14,15 +14,15 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from quire.async_llm import AsyncLLM
 from quire.config import EngineConfig
 from quire.control.memory import TypeUsage
-from quire.control.outcomes import Output
-from quire.link.messages import Facts
-from quire.server.counted import Counted
-from quire.text.streams import Record
+from quire.control.outcomes import BranchOutput
+from quire.link.messages import EngineMetrics
+from quire.server.counted import ServerCounters
+from quire.text.streams import RequestRecord
 
 PREFIXES = {"quire": "quire_", "vllm": "vllm:"}  # --metrics-prefix, and what names begin with
 LABELS = ("model_name", "engine")
-ENGINE = "0"  # there is one
-PARTIAL = (
+ENGINE_LABEL = "0"  # there is one
+PARTIAL_COMMENT = (
     b"# The first front doesn't answer: what fronts count (requests, latencies, HTTP, processor time) is left out\n"
 )
 
@@ -33,176 +33,190 @@ Samples = Sequence[tuple[tuple[str, ...], float]]  # the values of labels, and o
 Family = tuple[str, str, tuple[str, ...], Samples]  # a name, its help, the labels beside LABELS
 
 # vLLM's bounds are among ours: its dashboards ask for some of them by value.
-SHORT = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.025, 0.04, 0.05, 0.06, 0.075, 0.08, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5,
+SHORT_LATENCY_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.025, 0.04, 0.05, 0.06, 0.075, 0.08, 0.1, 0.15, 0.2, 0.25,
+0.3, 0.4, 0.5,
          0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0)  # fmt: skip
-LONG = (0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0,
+LONG_LATENCY_BOUNDS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0,
+60.0, 120.0, 240.0,
         480.0, 960.0, 1920.0, 7680.0)  # fmt: skip
-COUNTS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
-STEPS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+COUNT_BOUNDS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 HISTOGRAMS = {
-    "time_to_first_token_seconds": ("From a request's arrival to its first token", SHORT),
-    "inter_token_latency_seconds": ("Between two tokens of a sequence", SHORT),
-    "request_time_per_output_token_seconds": ("A request's mean time per token after its first", SHORT),
-    "e2e_request_latency_seconds": ("From a request's arrival to its end", LONG),
-    "request_queue_time_seconds": ("From arrival to the first step", LONG),
-    "request_prefill_time_seconds": ("From the first step to the first token", LONG),
-    "request_decode_time_seconds": ("From the first token to the end", LONG),
-    "request_inference_time_seconds": ("From the first step to the end", LONG),
-    "front_lag_seconds": ("From a step's end until its outputs were text, on their way to clients", SHORT),
-    "iteration_tokens_total": ("Prompt and output tokens computed in a step", STEPS),
-    "request_prompt_tokens": ("Prompt tokens of a request", COUNTS),
-    "request_prefill_kv_computed_tokens": ("Prompt tokens of a request that were computed, not found cached", COUNTS),
-    "request_generation_tokens": ("Output tokens of a request", COUNTS),
-    "request_max_num_generation_tokens": ("Output tokens of a request's longest output", COUNTS),
+    "time_to_first_token_seconds": ("From a request's arrival to its first token", SHORT_LATENCY_BOUNDS),
+    "inter_token_latency_seconds": ("Between two tokens of a sequence", SHORT_LATENCY_BOUNDS),
+    "request_time_per_output_token_seconds": ("A request's mean time per token after its first", SHORT_LATENCY_BOUNDS),
+    "e2e_request_latency_seconds": ("From a request's arrival to its end", LONG_LATENCY_BOUNDS),
+    "request_queue_time_seconds": ("From arrival to the first step", LONG_LATENCY_BOUNDS),
+    "request_prefill_time_seconds": ("From the first step to the first token", LONG_LATENCY_BOUNDS),
+    "request_decode_time_seconds": ("From the first token to the end", LONG_LATENCY_BOUNDS),
+    "request_inference_time_seconds": ("From the first step to the end", LONG_LATENCY_BOUNDS),
+    "front_lag_seconds": (
+        "From a step's end until its outputs were text, on their way to clients",
+        SHORT_LATENCY_BOUNDS,
+    ),
+    "iteration_tokens_total": ("Prompt and output tokens computed in a step", STEP_TOKEN_BOUNDS),
+    "request_prompt_tokens": ("Prompt tokens of a request", COUNT_BOUNDS),
+    "request_prefill_kv_computed_tokens": (
+        "Prompt tokens of a request that were computed, not found cached",
+        COUNT_BOUNDS,
+    ),
+    "request_generation_tokens": ("Output tokens of a request", COUNT_BOUNDS),
+    "request_max_num_generation_tokens": ("Output tokens of a request's longest output", COUNT_BOUNDS),
     "request_num_preemptions": ("How often a request was preempted", (0, 1, 2, 3, 5, 10, 20, 50)),
     "request_params_n": ("n of a request", (1, 2, 5, 10, 20, 50, 100)),
-    "request_params_max_tokens": ("Tokens that a request may generate", COUNTS),
+    "request_params_max_tokens": ("Tokens that a request may generate", COUNT_BOUNDS),
 }
 BOUNDS = {name: bounds for name, (_, bounds) in HISTOGRAMS.items()}
 
 
-class Metrics(Counted):
-    """An Observer of an AsyncLLM (attach one with `watch`), and the collector of its own registry. Every series has the
-    labels `model_name` and `engine`; `config` adds what the engine itself doesn't know to cache_config_info. `others`
+class Metrics(ServerCounters):
+    """An Observer of an AsyncLLM (attach one with `attach`), and the collector of its own registry. Every series has
+    the
+    labels `model_name` and `engine`; `config` adds what the engine itself doesn't know to cache_config_info.
+    `other_counters`
     are the counts of other fronts, which are added to its own."""
 
     def __init__(self, model_name: str = "", prefix: str = "quire", config: EngineConfig | None = None) -> None:
         super().__init__(BOUNDS)
-        self.prefix, self.labels, self.config = PREFIXES[prefix], [model_name, ENGINE], config
+        self.prefix, self.labels, self.config = PREFIXES[prefix], [model_name, ENGINE_LABEL], config
         self.llm: AsyncLLM | None = None
-        self.others: Callable[[], Iterable[Counted]] = tuple
+        self.other_counters: Callable[[], Iterable[ServerCounters]] = tuple
         self.registry = CollectorRegistry()
 
-    def watch(self, llm: AsyncLLM) -> None:
+    def attach(self, llm: AsyncLLM) -> None:
         """Observe `llm` from now on."""
         self.llm, llm.observer = llm, self
         self.registry.register(self)
 
     # As it happens
 
-    def computed(self, tokens: int) -> None:
+    def on_step_computed(self, tokens: int) -> None:
         """A step computed so many tokens."""
         self._observe("iteration_tokens_total", tokens)
 
-    def told(self, outputs: Sequence[tuple[Output, Record]], now: float) -> None:
+    def on_outputs(self, outputs: Sequence[tuple[BranchOutput, RequestRecord]], now: float) -> None:
         """Take in a step's outputs."""
         gaps: dict[float, int] = {}
         for output, request in outputs:
             tokens = len(output.tokens)
             if tokens:
-                seen = request.seen.get(output.branch)
+                seen = request.branch_progress.get(output.branch)
                 if seen is None:
-                    self._begun(request, output.branch)
-                    request.seen[output.branch] = [now, tokens]
+                    self._on_first_token(request, output.branch)
+                    request.branch_progress[output.branch] = [now, tokens]
                 else:
                     gap = now - seen[0]
                     gaps[gap] = gaps.get(gap, 0) + 1
                     seen[0], seen[1] = now, seen[1] + tokens
             if output.done:
-                self._ended(output, request, now)
+                self._on_request_end(output, request, now)
         for gap, times in gaps.items():
             self._observe("inter_token_latency_seconds", gap, times)
         self._observe("front_lag_seconds", time.monotonic() - now)
 
-    def _begun(self, request: Record, branch: int) -> None:
+    def _on_first_token(self, request: RequestRecord, branch: int) -> None:
         """A branch has its first token."""
-        if branch == 0 and request.first_token is not None:
-            self._observe("time_to_first_token_seconds", request.first_token - request.arrival)
+        if branch == 0 and request.first_token_time is not None:
+            self._observe("time_to_first_token_seconds", request.first_token_time - request.arrival_time)
         self._count_prompt(request)
 
-    def _count_prompt(self, request: Record) -> None:
+    def _count_prompt(self, request: RequestRecord) -> None:
         """At a request's first token, or at its end if it had none: the whole prompt was computed, or found."""
-        if not request.seen and request.scheduled is not None:
-            self.sources["local_compute"] += request.prompt_len - request.cached_tokens
-            self.sources["local_cache_hit"] += request.cached_tokens
+        if not request.branch_progress and request.scheduled_time is not None:
+            self.prompt_sources["local_compute"] += request.prompt_len - request.cached_tokens
+            self.prompt_sources["local_cache_hit"] += request.cached_tokens
 
     def _observe(self, name: str, value: float, times: int = 1) -> None:
         self.histograms[name].observe(value, times)
 
-    def _ended(self, output: Output, request: Record, now: float) -> None:
+    def _on_request_end(self, output: BranchOutput, request: RequestRecord, now: float) -> None:
         self.finished[output.finish_reason or ""] += 1
         self._count_prompt(request)
-        branches = [int(tokens) for _, tokens in request.seen.values()]
+        branches = [int(tokens) for _, tokens in request.branch_progress.values()]
         tokens = sum(branches)
-        self._observe("e2e_request_latency_seconds", now - request.arrival)
+        self._observe("e2e_request_latency_seconds", now - request.arrival_time)
         self._observe("request_prompt_tokens", request.prompt_len)
         self._observe("request_generation_tokens", tokens)
         self._observe("request_max_num_generation_tokens", max(branches, default=0))
         self._observe("request_num_preemptions", request.preemptions)
         self._observe("request_params_n", request.params.n)
         self._observe("request_params_max_tokens", request.max_tokens)
-        if request.scheduled is None:
+        if request.scheduled_time is None:
             return
         self._observe("request_prefill_kv_computed_tokens", request.prompt_len - request.cached_tokens)
-        self._observe("request_queue_time_seconds", request.scheduled - request.arrival)
-        self._observe("request_inference_time_seconds", now - request.scheduled)
-        if request.first_token is not None:
-            decode = now - request.first_token
-            self._observe("request_prefill_time_seconds", request.first_token - request.scheduled)
+        self._observe("request_queue_time_seconds", request.scheduled_time - request.arrival_time)
+        self._observe("request_inference_time_seconds", now - request.scheduled_time)
+        if request.first_token_time is not None:
+            decode = now - request.first_token_time
+            self._observe("request_prefill_time_seconds", request.first_token_time - request.scheduled_time)
             self._observe("request_decode_time_seconds", decode)
             if tokens > 1:
                 self._observe("request_time_per_output_token_seconds", decode / (tokens - 1))
 
     # At scrape time, on any thread
 
-    def own(self) -> Counted:
+    def own_counters(self) -> ServerCounters:
         """What this front has counted until now."""
         assert self.llm is not None, "scraped before watching"
-        counted = Counted(BOUNDS)
+        counted = ServerCounters(BOUNDS)
         counted.add(self)
-        counted.aborted, counted.rejected = self.llm.aborted, self.llm.rejected
-        counted.seconds = time.process_time() - (self.llm.facts.seconds if self.llm.link.inside else 0)
+        counted.aborted, counted.rejected = self.llm.num_aborted, self.llm.num_rejected
+        counted.cpu_seconds = time.process_time() - (
+            self.llm.metrics.seconds if self.llm.engine_client.is_in_process else 0
+        )
         return counted
 
-    def text(self) -> bytes:
+    def render(self) -> bytes:
         """Prometheus' text format."""
         return generate_latest(self.registry)
 
-    def engines(self) -> bytes:
+    def render_engine(self) -> bytes:
         """The same without what fronts count, for one that doesn't know what the others did: its own part of a sum
         would look like counters that began anew."""
         assert self.llm is not None, "scraped before watching"
-        return PARTIAL + generate_latest(Part(self._families(gauges(self.llm, self.config), engine_counters(self.llm))))
+        return PARTIAL_COMMENT + generate_latest(
+            FamilyCollector(self._families(engine_gauges(self.llm, self.config), engine_counters(self.llm)))
+        )
 
     def _families(self, now: Iterable[Family], counted: Iterable[Family]) -> Iterator[Metric]:
         for kind, families in ((GaugeMetricFamily, now), (CounterMetricFamily, counted)):
             for name, text, labels, samples in families:
-                yield self._filled(kind(self.prefix + name, text, labels=[*LABELS, *labels]), samples)
+                yield self._with_samples(kind(self.prefix + name, text, labels=[*LABELS, *labels]), samples)
 
     def collect(self) -> Iterator[Metric]:
         """All families."""
         assert self.llm is not None, "scraped before watching"
-        whole = self.own()
-        for other in self.others():
+        whole = self.own_counters()
+        for other in self.other_counters():
             whole.add(other)
-        counters = chain(engine_counters(self.llm), front_counters(whole, self.llm.facts))
-        yield from self._families(gauges(self.llm, self.config), counters)
+        counters = chain(engine_counters(self.llm), frontend_counters(whole, self.llm.metrics))
+        yield from self._families(engine_gauges(self.llm, self.config), counters)
         for name, (text, _) in HISTOGRAMS.items():
             histogram, family = whole.histograms[name], HistogramMetricFamily(self.prefix + name, text, labels=LABELS)
             family.add_metric(self.labels, histogram.cumulative(), histogram.total)
             yield family
         yield from self._http(whole)
 
-    def _http(self, whole: Counted) -> Iterator[Metric]:
+    def _http(self, whole: ServerCounters) -> Iterator[Metric]:
         prefix = "" if self.prefix == PREFIXES["vllm"] else self.prefix  # vLLM's have none
         labels = [*LABELS, "handler", "method"]
         text = "HTTP requests but for probes, by kind of status"
         requests = CounterMetricFamily(f"{prefix}http_requests", text, labels=[*labels, "status"])
-        yield self._filled(requests, list(whole.http.requests.items()))
+        yield self._with_samples(requests, list(whole.http.requests.items()))
         text = "Seconds until they were answered, to the end of a stream"
         seconds = HistogramMetricFamily(f"{prefix}http_request_duration_seconds", text, labels=labels)
-        for names, histogram in whole.http.seconds.items():
+        for names, histogram in whole.http.durations.items():
             seconds.add_metric([*self.labels, *names], histogram.cumulative(), histogram.total)
         yield seconds
 
-    def _filled(self, family: GaugeMetricFamily | CounterMetricFamily, samples: Samples) -> Metric:
+    def _with_samples(self, family: GaugeMetricFamily | CounterMetricFamily, samples: Samples) -> Metric:
         for labels, value in samples:
             family.add_metric([*self.labels, *labels], value)
         return family
 
 
-class Part(NamedTuple):
+class FamilyCollector(NamedTuple):
     """A collector of some families."""
 
     families: Iterable[Metric]
@@ -212,10 +226,10 @@ class Part(NamedTuple):
         return self.families
 
 
-def gauges(llm: AsyncLLM, config: EngineConfig | None) -> Iterator[Family]:
+def engine_gauges(llm: AsyncLLM, config: EngineConfig | None) -> Iterator[Family]:
     """What is so now."""
     usage, sharing, types = llm.account
-    deferred = min(llm.link.queues.deferred, llm.queued)
+    deferred = min(llm.engine_client.queue_sizes.deferred, llm.queued)
     reasons = [(("capacity",), llm.queued - deferred), (("deferred",), deferred)]
     text = "Waiting requests: capacity: until there is room; deferred: until another one has computed a common prefix"
     yield "num_requests_waiting_by_reason", text, ("reason",), reasons
@@ -224,7 +238,7 @@ def gauges(llm: AsyncLLM, config: EngineConfig | None) -> Iterator[Family]:
     text = "Pages in use by layer type: used by tokens, the rest of them (internal), and cached"
     by_type = [((layer_type, name), size) for layer_type, *rest in types for name, size in zip(CATEGORIES, rest)]
     yield "kv_layer_bytes", text, ("layer_type", "category"), by_type
-    ranks = [((str(rank),), used.bytes) for rank, used in enumerate(llm.facts.ranks)]
+    ranks = [((str(rank),), used.memory_bytes) for rank, used in enumerate(llm.metrics.ranks)]
     yield "rank_memory_bytes", "Memory of each rank's process, with --tp", ("rank",), ranks
     held = (usage.total - usage.free - usage.cached) / max(usage.total, 1)
     for name, text, value in (
@@ -234,7 +248,11 @@ def gauges(llm: AsyncLLM, config: EngineConfig | None) -> Iterator[Family]:
         ("kv_cache_usage_perc", "KV memory in use by requests and registered prefixes; 1 is all of it", held),
         ("kv_unshared_bytes", "KV memory that requests would hold if none shared a page", sharing.tables),
         ("kv_sharing_saved_bytes", "KV memory that they hold less than that", sharing.saved),
-        ("kv_mapped_bytes", "Bytes that lie in the places of sequences, with --memory virtual", llm.facts.mapped.bytes),
+        (
+            "kv_mapped_bytes",
+            "Bytes that lie in the places of sequences, with --memory virtual",
+            llm.metrics.mapped.mapped_bytes,
+        ),
         ("host_pages", "Host pages for swapped requests", sharing.host_pages),
         ("host_pages_used", "Host pages in use", sharing.host_pages_used),
         ("registered_prefixes", "Prefixes that the operator registered", sharing.prefixes),
@@ -242,7 +260,7 @@ def gauges(llm: AsyncLLM, config: EngineConfig | None) -> Iterator[Family]:
         ("registered_prefix_capacity_tokens", "Tokens that may be in them", sharing.prefix_capacity),
     ):
         yield name, text, (), [((), value)]
-    states = [((state,), int(level == llm.facts.asleep)) for level, state in enumerate(SLEEP_STATES)]
+    states = [((state,), int(level == llm.metrics.asleep)) for level, state in enumerate(SLEEP_STATES)]
     yield "engine_sleep_state", "1 for the state that it is in: with its weights, or without", ("sleep_state",), states
     info = cache_info(llm, config)
     yield "cache_config_info", "The KV memory's shape", tuple(info), [(tuple(map(str, info.values())), 1)]
@@ -250,7 +268,7 @@ def gauges(llm: AsyncLLM, config: EngineConfig | None) -> Iterator[Family]:
 
 def cache_info(llm: AsyncLLM, config: EngineConfig | None) -> dict[str, object]:
     """Facts of the KV memory."""
-    info = dict(llm.cache)
+    info = dict(llm.kv_cache_info)
     if config is not None:
         info["gpu_memory_utilization"] = config.gpu_memory_utilization
         info["enable_prefix_caching"] = config.enable_prefix_caching
@@ -259,7 +277,7 @@ def cache_info(llm: AsyncLLM, config: EngineConfig | None) -> dict[str, object]:
 
 def engine_counters(llm: AsyncLLM) -> Iterator[Family]:
     """What the engine counted since its start."""
-    facts = llm.facts
+    facts = llm.metrics
     stats, sharing = facts.stats, facts.account.sharing
     for name, text, value in (
         ("prefix_cache_queries", "Tokens looked up in the prefix cache", sharing.queries),
@@ -276,9 +294,9 @@ def engine_counters(llm: AsyncLLM) -> Iterator[Family]:
         ("kv_pages_copied", "Pages copied on write", sharing.copies),
         ("kv_maps", "Pages mapped by --memory virtual, in each buffer", facts.mapped.maps),
         ("kv_unmaps", "Pages unmapped", facts.mapped.unmaps),
-        ("kv_maps_ahead", "Pages mapped while a step computed", facts.mapped.ahead),
-        ("kv_map_stall_seconds", "Seconds that steps waited for pages to be mapped", facts.mapped.seconds),
-        ("kv_map_ahead_seconds", "Seconds of mapping behind a step's launch", facts.mapped.meanwhile),
+        ("kv_maps_ahead", "Pages mapped while a step computed", facts.mapped.overlapped),
+        ("kv_map_stall_seconds", "Seconds that steps waited for pages to be mapped", facts.mapped.stall_seconds),
+        ("kv_map_ahead_seconds", "Seconds of mapping behind a step's launch", facts.mapped.overlap_seconds),
         ("swapped_out_bytes", "Bytes of KV memory copied to the host", sharing.swapped_out),
         ("swapped_in_bytes", "Bytes of KV memory copied back", sharing.swapped_in),
         ("prompt_tokens", "Prompt tokens of scheduled requests", stats.prompt_tokens),
@@ -293,21 +311,26 @@ def engine_counters(llm: AsyncLLM) -> Iterator[Family]:
     yield "preemptions", "Requests preempted, by the way it was done", ("way",), ways
 
 
-def front_counters(counted: Counted, facts: Facts) -> Iterator[Family]:
+def frontend_counters(counters: ServerCounters, facts: EngineMetrics) -> Iterator[Family]:
     """What all fronts counted; and the processor time of fronts, engine and ranks."""
     for name, text, value in (
-        ("prompt_tokens_cached", "Prompt tokens that were found cached", counted.sources["local_cache_hit"]),
-        ("aborted_requests", "Requests that ended before their end: clients that left, drains", counted.aborted),
-        ("invalid_requests", "Requests refused with a 4xx status", counted.invalid),
-        ("admission_rejections", "Requests refused for a full queue", counted.rejected),
+        ("prompt_tokens_cached", "Prompt tokens that were found cached", counters.prompt_sources["local_cache_hit"]),
+        ("aborted_requests", "Requests that ended before their end: clients that left, drains", counters.aborted),
+        ("invalid_requests", "Requests refused with a 4xx status", counters.invalid),
+        ("admission_rejections", "Requests refused for a full queue", counters.rejected),
     ):
         yield name, text, (), [((), value)]
-    seconds = {"front": counted.seconds, "engine": facts.seconds}
-    seconds |= {f"rank {rank}": used.seconds for rank, used in enumerate(facts.ranks)}
-    reasons = sorted({"stop", "length", "abort", "error", *counted.finished})
+    seconds = {"front": counters.cpu_seconds, "engine": facts.seconds}
+    seconds |= {f"rank {rank}": used.cpu_seconds for rank, used in enumerate(facts.ranks)}
+    reasons = sorted({"stop", "length", "abort", "error", *counters.finished})
     for name, text, label, counts in (
-        ("prompt_tokens_by_source", "Prompt tokens of requests that began to answer", "source", counted.sources),
+        (
+            "prompt_tokens_by_source",
+            "Prompt tokens of requests that began to answer",
+            "source",
+            counters.prompt_sources,
+        ),
         ("process_cpu_seconds", "Processor time of what speaks HTTP, of the engine and of ranks", "process", seconds),
-        ("request_success", "Requests that ended", "finished_reason", {why: counted.finished[why] for why in reasons}),
+        ("request_success", "Requests that ended", "finished_reason", {why: counters.finished[why] for why in reasons}),
     ):
         yield name, text, (label,), [((key,), count) for key, count in counts.items()]

@@ -8,29 +8,30 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from quire.async_llm import AsyncLLM
     from quire.server.metrics import Metrics
-    from quire.server.places import Places
+    from quire.server.places import AcceptSlots
 
 
-class Peers:
-    """`count` fronts are one server, which has been there since `started`. They share `places` for connections."""
+class ServerGroup:
+    """`num_frontends` fronts are one server, which has been there since `start_time`. They share `accept_slots` for "
+    "connections."""
 
-    def __init__(self, count: int = 1, started: int | None = None) -> None:
-        self.count, self.started = count, int(time.time()) if started is None else started
-        self.places: Places | None = None
+    def __init__(self, num_frontends: int = 1, start_time: int | None = None) -> None:
+        self.num_frontends, self.start_time = num_frontends, int(time.time()) if start_time is None else start_time
+        self.accept_slots: AcceptSlots | None = None
         self.llm: AsyncLLM
         self.metrics: Metrics
 
-    def join(self, llm: AsyncLLM, metrics: Metrics) -> None:
+    def set_engine(self, llm: AsyncLLM, metrics: Metrics) -> None:
         """What this front itself has to say."""
         self.llm, self.metrics = llm, metrics
 
-    def why(self) -> str:
+    def problem(self) -> str:
         """Why the server isn't well, as far as this front's engine doesn't say; "" if it is."""
         return ""
 
     async def scrape(self) -> bytes:
         """The metrics in Prometheus' text format."""
-        return self.metrics.text()
+        return self.metrics.render()
 
     async def load(self) -> int:
         """Requests in the server."""

@@ -14,22 +14,22 @@ from itertools import islice
 
 from quire.errors import InputError
 from quire.server.size import MAX_BYTES
-from quire.text.prompts import Prompts
+from quire.text.prompts import InputProcessor
 
-LOWEST = -9999.0  # what -inf becomes: JSON has no infinities
-SLICE = 32  # entries of a list between two looks at the clock
-TURN = 0.004  # seconds that a list is written for before the event loop turns
-SHORT = 1 << 14  # characters that are not worth a turn
-Pieces = list[str]
+MIN_LOGPROB = -9999.0  # what -inf becomes: JSON has no infinities
+SLICE_ENTRIES = 32  # entries of a list between two looks at the clock
+TURN_SECONDS = 0.004  # seconds that a list is written for before the event loop turns
+SHORT_CHARS = 1 << 14  # characters that are not worth a turn
+JsonPieces = list[str]
 
 
-class Turns:
+class WriterTurns:
     """Who writes long answers takes turns: in one turn of the event loop one of them writes, however many there are."""
 
     def __init__(self) -> None:
         self._waiting: deque[asyncio.Future[None]] = deque()
 
-    async def next(self) -> None:
+    async def wait_turn(self) -> None:
         """Returns when it is the caller's turn."""
         loop = asyncio.get_running_loop()
         if not self._waiting:
@@ -46,95 +46,96 @@ class Turns:
             asyncio.get_running_loop().call_soon(self._wake)
 
 
-class Pace:
+class WritePace:
     """Awaited between slices of work, it lets the event loop and other writers turn every few milliseconds, and refuses
-    to write more than `most` bytes for one answer."""
+    to write more than `max_bytes` bytes for one answer."""
 
-    def __init__(self, turns: Turns | None = None) -> None:
-        self.turns, self.most = turns or Turns(), float(MAX_BYTES)
-        self._end = time.perf_counter() + TURN
+    def __init__(self, writer_turns: WriterTurns | None = None) -> None:
+        self.writer_turns, self.max_bytes = writer_turns or WriterTurns(), float(MAX_BYTES)
+        self._turn_end = time.perf_counter() + TURN_SECONDS
         self._written = 0
-        self._next = SHORT
+        self._next_yield = SHORT_CHARS
 
     async def __call__(self, *written: str) -> None:
         """`written` was written since the last call."""
         self.count(*written)
-        if time.perf_counter() >= self._end:
-            if self._written >= self._next:  # else most of the time was spent waiting for something to write
-                await self.turns.next()
-                self._next = self._written + SHORT
-            self._end = time.perf_counter() + TURN
+        if time.perf_counter() >= self._turn_end:
+            if self._written >= self._next_yield:  # else most of the time was spent waiting for something to write
+                await self.writer_turns.wait_turn()
+                self._next_yield = self._written + SHORT_CHARS
+            self._turn_end = time.perf_counter() + TURN_SECONDS
 
     def count(self, *written: str) -> None:
         """As a call, without a turn. InputError when the answer becomes too long."""
         self._written += sum(map(len, written))
-        if self._written > self.most:
+        if self._written > self.max_bytes:
             raise InputError(f"the answer has more than {MAX_BYTES} bytes: ask for fewer log-probabilities or outputs")
 
 
-class Words:
+class TokenStrings:
     """Tokens as JSON text, each written once: as they are, or as "token_id:N" where a client asks for that."""
 
-    def __init__(self, text: Prompts) -> None:
-        self._text = text
-        self._quoted: dict[int, str] = {}
-        self._bytes: dict[int, str] = {}
-        self._named: dict[int, str] = {}
+    def __init__(self, input_processor: InputProcessor) -> None:
+        self._input_processor = input_processor
+        self._token_jsons: dict[int, str] = {}
+        self._bytes_jsons: dict[int, str] = {}
+        self._logprob_names: dict[int, str] = {}
 
     def length(self, token: int) -> int:
         """Characters of a token's text."""
-        return len(self._text.decode_token(token))
+        return len(self._input_processor.decode_token(token))
 
-    def quoted(self, token: int) -> str:
+    def token_json(self, token: int) -> str:
         """A token's text, as a JSON string."""
-        found = self._quoted.get(token)
+        found = self._token_jsons.get(token)
         if found is None:
-            found = self._quoted[token] = json.dumps(self._text.decode_token(token))
+            found = self._token_jsons[token] = json.dumps(self._input_processor.decode_token(token))
         return found
 
-    def named(self, token: int) -> str:
-        """A token in a completion's log-probabilities, as a JSON string: its text, or `bytes:\\xf0\\x9f` where it is
+    def logprob_name(self, token: int) -> str:
+        """A token in a completion's log-probabilities, as a JSON string: its text, or `bytes_json:\\xf0\\x9f` where it
+        is
         only a part of a character."""
-        found = self._named.get(token)
+        found = self._logprob_names.get(token)
         if found is None:
-            found, raw = self.quoted(token), self._raw(token)
+            found, raw = self.token_json(token), self._token_bytes(token)
             if "\\ufffd" in found and raw.decode(errors="replace") != raw.decode(errors="ignore"):
                 found = json.dumps("bytes:" + "".join(f"\\x{byte:02x}" for byte in raw))
-            self._named[token] = found
+            self._logprob_names[token] = found
         return found
 
-    def bytes(self, token: int) -> str:
+    def bytes_json(self, token: int) -> str:
         """A token's bytes, as a JSON list."""
-        found = self._bytes.get(token)
+        found = self._bytes_jsons.get(token)
         if found is None:
-            found = self._bytes[token] = json.dumps(list(self._raw(token)), separators=(",", ":"))
+            found = self._bytes_jsons[token] = json.dumps(list(self._token_bytes(token)), separators=(",", ":"))
         return found
 
-    def _raw(self, token: int) -> bytes:
-        tokenizer = self._text.tokenizer
+    def _token_bytes(self, token: int) -> bytes:
+        tokenizer = self._input_processor.tokenizer
         return tokenizer.token_bytes(token) if tokenizer is not None else b""
 
 
-class Numbers(Words):
+class TokenIdStrings(TokenStrings):
     """As Words, for return_tokens_as_token_ids."""
 
     def length(self, token: int) -> int:
         """Characters of "token_id:N"."""
-        return len(self.quoted(token)) - 2
+        return len(self.token_json(token)) - 2
 
-    def quoted(self, token: int) -> str:
+    def token_json(self, token: int) -> str:
         """ "token_id:N"."""
         return f'"token_id:{token}"'
 
-    named = quoted
+    logprob_name = token_json
 
 
-def finite(logprob: float) -> str:
+def logprob_json(logprob: float) -> str:
     """A log-probability as JSON: null for NaN, which JSON does not have."""
-    return "null" if math.isnan(logprob) else repr(max(logprob, LOWEST))
+    return "null" if math.isnan(logprob) else repr(max(logprob, MIN_LOGPROB))
 
 
-def array(slices: Iterable[str]) -> Pieces:
+def json_array(slices: Iterable[str]) -> JsonPieces:
     """Slices of a list, without brackets, as a JSON list."""
     pieces = ["["]
     for at, part in enumerate(slices):
@@ -142,19 +143,19 @@ def array(slices: Iterable[str]) -> Pieces:
     return [*pieces, "]"]
 
 
-async def numbers(ids: Iterable[int], pace: Pace) -> Pieces:
+async def ids_json(ids: Iterable[int], pace: WritePace) -> JsonPieces:
     """Token ids as a JSON list."""
     slices, rest = [], iter(ids)
-    while part := ",".join(map(str, islice(rest, 64 * SLICE))):
+    while part := ",".join(map(str, islice(rest, 64 * SLICE_ENTRIES))):
         slices.append(part)
         await pace(part)
-    return array(slices)
+    return json_array(slices)
 
 
-async def strings(texts: Iterable[str], pace: Pace) -> Pieces:
+async def texts_json(texts: Iterable[str], pace: WritePace) -> JsonPieces:
     """Texts as a JSON list."""
     slices, rest = [], iter(texts)
-    while part := ",".join(map(json.dumps, islice(rest, 8 * SLICE))):
+    while part := ",".join(map(json.dumps, islice(rest, 8 * SLICE_ENTRIES))):
         slices.append(part)
         await pace(part)
-    return array(slices)
+    return json_array(slices)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from quire.errors import EngineDead, QuireError, StartupError, shown
-from quire.files import LIMITS, read
+from quire.errors import EngineDead, QuireError, StartupError, short_repr
+from quire.files import MAX_BYTES_BY_FILE, read_bounded
 from quire.text.prompts import PREFIX_NAME
 
 if TYPE_CHECKING:
@@ -20,21 +20,23 @@ def read_prefixes(file: str | None) -> dict[str, Prefix]:
     """The prefixes in `file`, a text or token ids each. StartupError names the entry that is wrong."""
     if file is None:
         return {}
-    data = read(file, LIMITS["prefixes"], f"--prefixes {file}", REMEDY)
+    data = read_bounded(file, MAX_BYTES_BY_FILE["prefixes"], f"--prefixes {file}", REMEDY)
     try:
-        entries = json.loads(data, object_pairs_hook=_once)
+        entries = json.loads(data, object_pairs_hook=_unique_pairs)
     except (ValueError, RecursionError) as error:
         raise StartupError(f"--prefixes {file} is not JSON: {str(error)[:200]}", REMEDY) from error
     if not isinstance(entries, dict):
         raise StartupError(f"--prefixes {file} holds a {type(entries).__name__}", REMEDY)
-    return {name: _entry(f"--prefixes {file}, entry {shown(name)}", name, given) for name, given in entries.items()}
+    return {
+        name: _entry(f"--prefixes {file}, entry {short_repr(name)}", name, given) for name, given in entries.items()
+    }
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:
-            raise ValueError(f"{shown(name)} is there twice")
+            raise ValueError(f"{short_repr(name)} is there twice")
         found[name] = value
     return found
 

@@ -8,23 +8,23 @@ import uuid
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.server.http_counts import CountHttp, HttpCounts
+from quire.server.http_counts import CountHttpMiddleware, HttpCounters
 
 REQUEST_ID = "quire.request_id"  # in a request's scope
-HEADER = b"x-request-id"
-LONGEST_ID = 128  # characters
+REQUEST_ID_HEADER = b"x-request-id"
+MAX_ID_CHARS = 128  # characters
 METHODS = ("GET", "HEAD", "POST", "DELETE")
 
 
 def request_id(scope: Scope) -> str:
     """The client's X-Request-Id if it sent one of 1 to 128 visible ASCII characters, else a new one."""
-    given = [value for name, value in scope["headers"] if name == HEADER]
-    if len(given) == 1 and 0 < len(given[0]) <= LONGEST_ID and all(0x21 <= byte <= 0x7E for byte in given[0]):
+    given = [value for name, value in scope["headers"] if name == REQUEST_ID_HEADER]
+    if len(given) == 1 and 0 < len(given[0]) <= MAX_ID_CHARS and all(0x21 <= byte <= 0x7E for byte in given[0]):
         return str(given[0].decode("ascii"))
     return uuid.uuid4().hex
 
 
-class RequestId:
+class RequestIdMiddleware:
     """Names every request in its scope and in its response."""
 
     def __init__(self, app: ASGIApp) -> None:
@@ -35,7 +35,7 @@ class RequestId:
             await self.app(scope, receive, send)
             return
         scope[REQUEST_ID] = id = request_id(scope)
-        header = (HEADER, id.encode())
+        header = (REQUEST_ID_HEADER, id.encode())
 
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -45,7 +45,7 @@ class RequestId:
         await self.app(scope, receive, named)
 
 
-class RootPath:
+class RootPathMiddleware:
     """Below `root`, "/x" say, the same routes: a proxy in front may strip it from paths, or leave it there. What is
     inside sees whole paths, and `root` as ASGI's root_path."""
 
@@ -60,11 +60,13 @@ class RootPath:
         await self.app(scope, receive, send)
 
 
-def front(app: ASGIApp, counts: HttpCounts, root_path: str = "", allowed_origins: tuple[str, ...] = ()) -> ASGIApp:
+def wrap_app(
+    app: ASGIApp, counters: HttpCounters, root_path: str = "", allowed_origins: tuple[str, ...] = ()
+) -> ASGIApp:
     """All of it around `app`. Without `allowed_origins` other origins' pages are told nothing, preflights included."""
     if allowed_origins:
         # Outside of the keys: a preflight can't carry one. A page sends its own key, so no credentials of the browser.
         app = CORSMiddleware(
             app, allowed_origins, METHODS, allow_headers=("*",), expose_headers=("X-Request-Id", "Retry-After")
         )
-    return RequestId(RootPath(CountHttp(app, counts), root_path))
+    return RequestIdMiddleware(RootPathMiddleware(CountHttpMiddleware(app, counters), root_path))

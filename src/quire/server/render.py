@@ -12,285 +12,321 @@ from functools import partial
 from json.encoder import encode_basestring_ascii as quoted
 from typing import NamedTuple
 
-from quire.control.outcomes import Output
-from quire.server.pieces import SLICE, Pace, Pieces, Words, array, finite, numbers
+from quire.control.outcomes import BranchOutput
+from quire.server.pieces import SLICE_ENTRIES, JsonPieces, TokenStrings, WritePace, ids_json, json_array, logprob_json
 from quire.server.protocol import ChatRequest, CompletionRequest
-from quire.server.reading import Parts, Reading
-from quire.server.reasoning import Thinking
-from quire.server.tools import Toolbox
-from quire.text.prompts import Prompt, Prompts
-from quire.vocabulary.plan import Top
+from quire.server.reading import ChoiceParser, MessageParts
+from quire.server.reasoning import RequestReasoning
+from quire.server.tools import ToolChoice
+from quire.text.prompts import InputProcessor, Prompt
+from quire.vocabulary.plan import TopLogprobs
 
-NO_TOOLS = Toolbox()
+NO_TOOLS = ToolChoice()
 
 
-class Usage:
+class UsageCounter:
     """Tokens of one HTTP request, over its prompts and branches."""
 
     def __init__(self, prompts: list[Prompt]) -> None:
-        self.prompts = [len(prompt.ids) for prompt in prompts]
-        self.completions: dict[int, int] = {}  # by choice
-        self.cached: dict[int, int] = {}
-        self.thoughts: dict[int, int] = {}  # of completions, by choice, where models think
+        self.prompt_lengths = [len(prompt.ids) for prompt in prompts]
+        self.completion_tokens: dict[int, int] = {}  # by choice
+        self.cached_tokens: dict[int, int] = {}
+        self.reasoning_tokens: dict[int, int] = {}  # of completions, by choice, where models think
 
     def add(self, at: int, choice: int, tokens: int, cached: int) -> None:
-        """`tokens` more of a choice, an output of prompt `at`, of which `cached` tokens were reused."""
-        self.completions[choice] = self.completions.get(choice, 0) + tokens
-        self.cached[at] = cached
+        """`tokens` more of a choice, an output of prompt `at`, of which `cached_tokens` tokens were reused."""
+        self.completion_tokens[choice] = self.completion_tokens.get(choice, 0) + tokens
+        self.cached_tokens[at] = cached
 
-    def so_far(self, at: int, choice: int) -> str:
+    def choice_json(self, at: int, choice: int) -> str:
         """The usage of one choice until now, as JSON."""
-        prompt, completion = self.prompts[at], self.completions.get(choice, 0)
+        prompt, completion = self.prompt_lengths[at], self.completion_tokens.get(choice, 0)
         return (
             f'{{"prompt_tokens":{prompt},"completion_tokens":{completion},"total_tokens":{prompt + completion},'
-            f'"prompt_tokens_details":{{"cached_tokens":{self.cached.get(at, 0)}}}{self._details(choice)}}}'
+            f'"prompt_tokens_details":{{"cached_tokens":{self.cached_tokens.get(at, 0)}}}{self._details(choice)}}}'
         )
 
     def _details(self, *choices: int) -> str:
-        tokens = sum(self.thoughts.get(choice, 0) for choice in choices)
-        return f',"completion_tokens_details":{{"reasoning_tokens":{tokens}}}' if self.thoughts else ""
+        tokens = sum(self.reasoning_tokens.get(choice, 0) for choice in choices)
+        return f',"completion_tokens_details":{{"reasoning_tokens":{tokens}}}' if self.reasoning_tokens else ""
 
-    def total(self) -> str:
+    def total_json(self) -> str:
         """OpenAI's usage object, as JSON."""
-        prompt, completion = sum(self.prompts), sum(self.completions.values())
+        prompt, completion = sum(self.prompt_lengths), sum(self.completion_tokens.values())
         return (
             f'{{"prompt_tokens":{prompt},"completion_tokens":{completion},"total_tokens":{prompt + completion},'
-            f'"prompt_tokens_details":{{"cached_tokens":{sum(self.cached.values())}}}{self._details(*self.thoughts)}}}'
+            f'"prompt_tokens_details":{{"cached_tokens":{sum(self.cached_tokens.values())}}}{self._details(*self.reasoning_tokens)}}}'
         )
 
 
-class Scored(NamedTuple):
+class ScoredToken(NamedTuple):
     """A token beside its Top; None for a prompt's first token, which has no probability."""
 
     token: int
-    top: Top | None
+    top: TopLogprobs | None
 
 
-class Choice(NamedTuple):
+class ChoicePieces(NamedTuple):
     """What an output adds to choice `index`, which continues prompt `at`."""
 
     at: int
     index: int
-    pieces: Pieces
+    pieces: JsonPieces
 
 
-def _leaders(top: Top, k: int) -> dict[int, float]:
+def _top_logprobs(top: TopLogprobs, k: int) -> dict[int, float]:
     """The chosen token and the k most likely ones."""
     return {top.token: top.logprob, **dict(zip(top.ids[:k], top.logprobs[:k]))}
 
 
-async def prompt_logprobs(tops: Sequence[Top], k: int, words: Words, pace: Pace) -> Pieces:
+async def prompt_logprobs_json(
+    tops: Sequence[TopLogprobs], k: int, token_strings: TokenStrings, pace: WritePace
+) -> JsonPieces:
     """vLLM's prompt_logprobs: for each prompt token, and the `k` most likely ones in its place, {id: {logprob, rank,
     decoded_token}}; null for the first."""
     slices = ["null"]
-    for start in range(0, len(tops), SLICE):
-        slices.append(",".join(_ranked(top, k, words) for top in tops[start : start + SLICE]))
+    for start in range(0, len(tops), SLICE_ENTRIES):
+        slices.append(
+            ",".join(_prompt_token_json(top, k, token_strings) for top in tops[start : start + SLICE_ENTRIES])
+        )
         await pace(slices[-1])
-    return array(slices)
+    return json_array(slices)
 
 
-def _ranked(top: Top, k: int, words: Words) -> str:
+def _prompt_token_json(top: TopLogprobs, k: int, token_strings: TokenStrings) -> str:
     ranked = {id: (value, rank) for rank, (id, value) in enumerate(zip(top.ids[:k], top.logprobs), 1)}
     named = {top.token: (top.logprob, top.rank), **ranked}
     return "{" + ",".join(
-        f'"{id}":{{"logprob":{finite(value)},"rank":{rank},"decoded_token":{words.quoted(id)}}}'
+        f'"{id}":{{"logprob":{logprob_json(value)},"rank":{rank},"decoded_token":{token_strings.token_json(id)}}}'
         for id, (value, rank) in named.items()
     ) + "}"  # fmt: skip
 
 
-class Lists(NamedTuple):
-    """The four parallel lists of a completion's log-probabilities, in slices. The next token's text begins at `end`."""
+class LogprobLists(NamedTuple):
+    """The four parallel lists of a completion's log-probabilities, in slices. The next token's text begins at "
+    "`next_offset`."""
 
-    tokens: Pieces
-    chosen: Pieces
-    leaders: Pieces
-    offsets: Pieces
-    end: int
+    tokens: JsonPieces
+    token_logprobs: JsonPieces
+    top_logprobs: JsonPieces
+    text_offsets: JsonPieces
+    next_offset: int
 
-    def then(self, other: Lists) -> Lists:
+    def concat(self, other: LogprobLists) -> LogprobLists:
         """Both, one after the other."""
-        return Lists(*(mine + more for mine, more in zip(self[:4], other[:4])), other.end)
+        return LogprobLists(*(mine + more for mine, more in zip(self[:4], other[:4])), other.next_offset)
 
-    def json(self) -> Pieces:
+    def to_json(self) -> JsonPieces:
         """The legacy format's object."""
         names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
         pieces = []
         for name, slices in zip(names, self):
-            pieces += [f'{"," if pieces else "{"}"{name}":', *array(slices)]
+            pieces += [f'{"," if pieces else "{"}"{name}":', *json_array(slices)]
         return [*pieces, "}"]
 
 
-def ending(output: Output) -> str:
+def finish_json(output: BranchOutput) -> str:
     """How a choice ended, if it did."""
     if output.finish_reason is None and output.stop_reason is None:
         return ',"finish_reason":null,"stop_reason":null'
     return f',"finish_reason":{json.dumps(output.finish_reason)},"stop_reason":{json.dumps(output.stop_reason)}'
 
 
-class Answer:
+class BaseRenderer:
     """What both kinds of answers have in common. `index` of a choice: prompt * n + branch."""
 
-    objects = ("", "")  # of a response, and of a chunk
-    around = ("", "")  # a chunk's text, between its index and its log-probabilities
-    scored = False  # with log-probabilities
+    object_names = ("", "")  # of a response, and of a chunk
+    text_wrapper = ("", "")  # a chunk's text, between its index and its log-probabilities
+    has_logprobs = False  # with log-probabilities
 
     def __init__(
-        self, id: str, model: str, request: CompletionRequest | ChatRequest, prompts: list[Prompt], words: Words
+        self,
+        id: str,
+        model: str,
+        request: CompletionRequest | ChatRequest,
+        prompts: list[Prompt],
+        token_strings: TokenStrings,
     ) -> None:
-        self.id, self.prompts, self.usage, self.pace = id, prompts, Usage(prompts), Pace()
-        self.words, self.request = words, request
+        self.id, self.prompts, self.usage, self.pace = id, prompts, UsageCounter(prompts), WritePace()
+        self.token_strings, self.request = token_strings, request
         self.n = request.n or 1
-        self.with_ids = bool(request.return_token_ids)
+        self.returns_ids = bool(request.return_token_ids)
         self._head = f'"created":{int(time.time())},"model":{json.dumps(model)},"system_fingerprint":null,"choices":['
 
     def head(self, whole: bool) -> str:
         """A response, or a chunk of one, up to its first choice."""
-        return f'{{"id":{json.dumps(self.id)},"object":"{self.objects[0 if whole else 1]}",{self._head}'
+        return f'{{"id":{json.dumps(self.id)},"object":"{self.object_names[0 if whole else 1]}",{self._head}'
 
     @property
-    def plain(self) -> bool:
-        """Whether all that a stream's chunks have is text, so that `brief` writes them."""
-        return not (self.scored or self.with_ids or self.request.echo)
+    def is_text_only(self) -> bool:
+        """Whether all that a stream's chunks have is text, so that `choice_nowait` writes them."""
+        return not (self.has_logprobs or self.returns_ids or self.request.echo)
 
-    def brief(self, at: int, output: Output) -> Choice | None:
+    def choice_nowait(self, at: int, output: BranchOutput) -> ChoicePieces | None:
         """`choice`, for a chunk of a plain stream: nothing is awaited."""
         index = at * self.n + output.branch
         self.usage.add(at, index, len(output.tokens), output.cached_tokens)
         if not output.text and output.finish_reason is None:
             return None
-        before, after = self.around
+        before, after = self.text_wrapper
         text = quoted(output.text)
-        return Choice(at, index, [f'{{"index":{index},{before}{text}{after}null{ending(output)}}}'])
+        return ChoicePieces(at, index, [f'{{"index":{index},{before}{text}{after}null{finish_json(output)}}}'])
 
-    async def opening(self) -> list[Choice]:
+    async def opening_choices(self) -> list[ChoicePieces]:
         """Chunks that come before any output."""
         return []
 
-    async def tail(self, whole: bool) -> Pieces:
+    async def extra_members(self, whole: bool) -> JsonPieces:
         """What a response has beside its choices and its usage; a stream's first chunk too."""
         return []
 
-    async def _ids(self, name: str, ids: Iterable[int]) -> Pieces:
-        return [f',"{name}":', *(await numbers(ids, self.pace) if self.with_ids else ["null"])]
+    async def _ids_member(self, name: str, ids: Iterable[int]) -> JsonPieces:
+        return [f',"{name}":', *(await ids_json(ids, self.pace) if self.returns_ids else ["null"])]
 
 
-class CompletionRenderer(Answer):
+class CompletionRenderer(BaseRenderer):
     """/v1/completions."""
 
-    objects = ("text_completion", "text_completion")
-    around = '"text":', ',"logprobs":'
+    object_names = ("text_completion", "text_completion")
+    text_wrapper = '"text":', ',"logprobs":'
     request: CompletionRequest
 
     def __init__(
-        self, id: str, model: str, request: CompletionRequest, prompts: list[Prompt], words: Words, text: Prompts
+        self,
+        id: str,
+        model: str,
+        request: CompletionRequest,
+        prompts: list[Prompt],
+        token_strings: TokenStrings,
+        input_processor: InputProcessor,
     ) -> None:
-        super().__init__(id, model, request, prompts, words)
-        self.text = text
-        self.named = len(request.logprob_token_ids or ())
-        self.scored = request.logprobs is not None or self.named > 0
-        self.silent = bool(request.echo) and request.max_tokens == 0
+        super().__init__(id, model, request, prompts, token_strings)
+        self.input_processor = input_processor
+        self.num_logprob_ids = len(request.logprob_token_ids or ())
+        self.has_logprobs = request.logprobs is not None or self.num_logprob_ids > 0
+        self.scores_only = bool(request.echo) and request.max_tokens == 0
         self._offsets: dict[int, int] = {}  # where the next token's text begins, a choice
-        self._prompt_tops: dict[int, tuple[Top, ...]] = {}  # a prompt is scored once, before its branches
-        self._echoes: dict[int, tuple[str, Lists]] = {}
-        self._scores: dict[int, Pieces] = {}
+        self._prompt_tops: dict[int, tuple[TopLogprobs, ...]] = {}  # a prompt is scored once, before its branches
+        self._echoed: dict[int, tuple[str, LogprobLists]] = {}
+        self._prompt_scores: dict[int, JsonPieces] = {}
 
-    async def choice(self, at: int, output: Output, whole: bool) -> Choice | None:
+    async def choice(self, at: int, output: BranchOutput, whole: bool) -> ChoicePieces | None:
         """What `output` adds to its choice; None when there is nothing to show."""
-        if self.plain and not whole:
+        if self.is_text_only and not whole:
             await self.pace(output.text)
-            return self.brief(at, output)
+            return self.choice_nowait(at, output)
         index = at * self.n + output.branch
         first = index not in self._offsets
-        if output.prompt_tops is not None:
-            self._prompt_tops.setdefault(at, output.prompt_tops)
-        if self.silent:
-            output = output._replace(tokens=(), text="", tops=(), finish_reason="length")
+        if output.prompt_logprobs is not None:
+            self._prompt_tops.setdefault(at, output.prompt_logprobs)
+        if self.scores_only:
+            output = output._replace(tokens=(), text="", top_logprobs=(), finish_reason="length")
         self.usage.add(at, index, len(output.tokens), output.cached_tokens)
-        echoed, scored = first and bool(self.request.echo), self.scored
+        echoed, scored = first and bool(self.request.echo), self.has_logprobs
         offset = self._offsets.setdefault(index, 0)
-        news = output.text or output.finish_reason or (output.tops and scored) or (output.tokens and self.with_ids)
+        news = (
+            output.text
+            or output.finish_reason
+            or (output.top_logprobs and scored)
+            or (output.tokens and self.returns_ids)
+        )
         if not (news or echoed):
             return None
-        text, lists = quoted(output.text), Lists([], [], [], [], offset)
+        text, lists = quoted(output.text), LogprobLists([], [], [], [], offset)
         if echoed:
             before, lists = await self._echo(at)
             text = before[:-1] + text[1:]
         if scored:
-            pairs = list(map(Scored, output.tokens, output.tops))
-            more = await self._lists(pairs, self.named or self.request.logprobs or 0, lists.end)
-            lists = lists.then(more)
-            self._offsets[index] = lists.end
+            pairs = list(map(ScoredToken, output.tokens, output.top_logprobs))
+            more = await self._logprob_lists(
+                pairs, self.num_logprob_ids or self.request.logprobs or 0, lists.next_offset
+            )
+            lists = lists.concat(more)
+            self._offsets[index] = lists.next_offset
         await self.pace(text)
-        before, after = self.around
-        pieces = [f'{{"index":{index},{before}', text, after, *(lists.json() if scored else ["null"]), ending(output)]
-        if whole or self.with_ids:
-            pieces += await self._ids("token_ids", output.tokens)
+        before, after = self.text_wrapper
+        pieces = [
+            f'{{"index":{index},{before}',
+            text,
+            after,
+            *(lists.to_json() if scored else ["null"]),
+            finish_json(output),
+        ]
+        if whole or self.returns_ids:
+            pieces += await self._ids_member("token_ids", output.tokens)
             if whole or first:
-                pieces += await self._ids("prompt_token_ids", self.prompts[at].ids)
+                pieces += await self._ids_member("prompt_token_ids", self.prompts[at].ids)
         if whole:
-            pieces += [',"prompt_logprobs":', *await self._prompt_logprobs(at)]
-        return Choice(at, index, [*pieces, "}"])
+            pieces += [',"prompt_logprobs":', *await self._prompt_logprobs_json(at)]
+        return ChoicePieces(at, index, [*pieces, "}"])
 
-    async def _echo(self, at: int) -> tuple[str, Lists]:
+    async def _echo(self, at: int) -> tuple[str, LogprobLists]:
         """A prompt's text as JSON, and its lists."""
-        if at in self._echoes:
-            for slices in self._echoes[at][1][:4]:
+        if at in self._echoed:
+            for slices in self._echoed[at][1][:4]:
                 self.pace.count(*slices)
-            return self._echoes[at]
-        prompt, tokenizer = self.prompts[at], self.text.tokenizer
+            return self._echoed[at]
+        prompt, tokenizer = self.prompts[at], self.input_processor.tokenizer
         text = prompt.text
         if text is None:
             decode = partial(tokenizer.decode, prompt.ids, skip_special_tokens=False) if tokenizer is not None else str
-            text = await self.text.apart(len(prompt.ids), decode)
-        scored: list[Scored] = []
-        if self.scored:
-            scored = [Scored(prompt.ids[0], None), *map(Scored, prompt.ids[1:], self._prompt_tops.get(at, ()))]
-        self._echoes[at] = json.dumps(text), await self._lists(scored, self.request.logprobs or 0, 0)
-        return self._echoes[at]
+            text = await self.input_processor.offload(len(prompt.ids), decode)
+        scored: list[ScoredToken] = []
+        if self.has_logprobs:
+            scored = [
+                ScoredToken(prompt.ids[0], None),
+                *map(ScoredToken, prompt.ids[1:], self._prompt_tops.get(at, ())),
+            ]
+        self._echoed[at] = json.dumps(text), await self._logprob_lists(scored, self.request.logprobs or 0, 0)
+        return self._echoed[at]
 
-    async def _prompt_logprobs(self, at: int) -> Pieces:
+    async def _prompt_logprobs_json(self, at: int) -> JsonPieces:
         k = self.request.prompt_logprobs
         if k is None:
             return ["null"]
-        if at in self._scores:
-            self.pace.count(*self._scores[at])
+        if at in self._prompt_scores:
+            self.pace.count(*self._prompt_scores[at])
         else:
-            self._scores[at] = await prompt_logprobs(self._prompt_tops.get(at, ()), k, self.words, self.pace)
-        return self._scores[at]
+            self._prompt_scores[at] = await prompt_logprobs_json(
+                self._prompt_tops.get(at, ()), k, self.token_strings, self.pace
+            )
+        return self._prompt_scores[at]
 
-    async def _lists(self, scored: list[Scored], k: int, offset: int) -> Lists:
+    async def _logprob_lists(self, scored: list[ScoredToken], k: int, offset: int) -> LogprobLists:
         """The legacy format: four parallel lists, with up to `k` alternatives a token."""
-        found = Lists([], [], [], [], offset)
-        for start in range(0, len(scored), SLICE):
-            some = scored[start : start + SLICE]
+        found = LogprobLists([], [], [], [], offset)
+        for start in range(0, len(scored), SLICE_ENTRIES):
+            some = scored[start : start + SLICE_ENTRIES]
             offsets = []
             for item in some:
                 offsets.append(offset)
-                offset += self.words.length(item.token)
-            found.tokens.append(",".join(self.words.named(item.token) for item in some))
-            found.chosen.append(",".join("null" if item.top is None else finite(item.top.logprob) for item in some))
-            found.leaders.append(",".join(self._alternatives(item, k) for item in some))
-            found.offsets.append(",".join(map(str, offsets)))
-            await self.pace(found.tokens[-1], found.chosen[-1], found.leaders[-1], found.offsets[-1])
-        return found._replace(end=offset)
+                offset += self.token_strings.length(item.token)
+            found.tokens.append(",".join(self.token_strings.logprob_name(item.token) for item in some))
+            found.token_logprobs.append(
+                ",".join("null" if item.top is None else logprob_json(item.top.logprob) for item in some)
+            )
+            found.top_logprobs.append(",".join(self._alternatives(item, k) for item in some))
+            found.text_offsets.append(",".join(map(str, offsets)))
+            await self.pace(found.tokens[-1], found.token_logprobs[-1], found.top_logprobs[-1], found.text_offsets[-1])
+        return found._replace(next_offset=offset)
 
-    def _alternatives(self, item: Scored, k: int) -> str:
+    def _alternatives(self, scored: ScoredToken, k: int) -> str:
         """The drawn token and the `k` most likely ones by their names. Of tokens with one name the first has it, the
         others are "token_id:N", so that none hides another."""
-        if item.top is None:
+        if scored.top is None:
             return "null"
         named: dict[str, str] = {}
-        for id, value in _leaders(item.top, k).items():
-            name = self.words.named(id)
-            named[f'"token_id:{id}"' if name in named else name] = finite(value)
+        for id, value in _top_logprobs(scored.top, k).items():
+            name = self.token_strings.logprob_name(id)
+            named[f'"token_id:{id}"' if name in named else name] = logprob_json(value)
         return "{" + ",".join(f"{name}:{value}" for name, value in named.items()) + "}"
 
 
-class ChatRenderer(Answer):
-    """/v1/chat/completions. `before` is what `echo` puts before each output."""
+class ChatRenderer(BaseRenderer):
+    """/v1/chat/completions. `echoed_text` is what `echo` puts before each output."""
 
-    objects = ("chat.completion", "chat.completion.chunk")
-    around = '"delta":{"content":', '},"logprobs":'
+    object_names = ("chat.completion", "chat.completion.chunk")
+    text_wrapper = '"delta":{"content":', '},"logprobs":'
     request: ChatRequest
 
     def __init__(
@@ -299,103 +335,110 @@ class ChatRenderer(Answer):
         model: str,
         request: ChatRequest,
         prompts: list[Prompt],
-        words: Words,
-        box: Toolbox = NO_TOOLS,
-        thinking: Thinking | None = None,
+        token_strings: TokenStrings,
+        tool_choice: ToolChoice = NO_TOOLS,
+        reasoning: RequestReasoning | None = None,
     ) -> None:
-        super().__init__(id, model, request, prompts, words)
-        self.thinks = thinking is not None
-        reads = self.thinks or box.choice != "none"
-        self._readings = [Reading(box, thinking) for _ in range(self.n)] if reads else None
-        self.before = last_said(request) if request.echo else ""
-        self.named = len(request.logprob_token_ids or ())
-        self.scored = bool(request.logprobs) or self.named > 0
-        self._prompt_tops: tuple[Top, ...] = ()
+        super().__init__(id, model, request, prompts, token_strings)
+        self.has_reasoning = reasoning is not None
+        reads = self.has_reasoning or tool_choice.mode != "none"
+        self._parsers = [ChoiceParser(tool_choice, reasoning) for _ in range(self.n)] if reads else None
+        self.echoed_text = last_assistant_text(request) if request.echo else ""
+        self.num_logprob_ids = len(request.logprob_token_ids or ())
+        self.has_logprobs = bool(request.logprobs) or self.num_logprob_ids > 0
+        self._prompt_tops: tuple[TopLogprobs, ...] = ()
 
-    async def opening(self) -> list[Choice]:
+    async def opening_choices(self) -> list[ChoicePieces]:
         """The first chunk of each choice carries the role; with `echo` the next one the message that is continued."""
         said = ['{"role":"assistant","content":""}']
-        if self.before:
-            said.append(f'{{"content":{json.dumps(self.before)}}}')
+        if self.echoed_text:
+            said.append(f'{{"content":{json.dumps(self.echoed_text)}}}')
         return [
-            Choice(0, index, [f'{{"index":{index},"delta":{delta},"logprobs":null,"finish_reason":null}}'])
+            ChoicePieces(0, index, [f'{{"index":{index},"delta":{delta},"logprobs":null,"finish_reason":null}}'])
             for delta in said
             for index in range(self.n)
         ]
 
-    def brief(self, at: int, output: Output) -> Choice | None:
-        if self._readings is None:
-            return super().brief(at, output)
+    def choice_nowait(self, at: int, output: BranchOutput) -> ChoicePieces | None:
+        if self._parsers is None:
+            return super().choice_nowait(at, output)
         self.usage.add(at, output.branch, len(output.tokens), output.cached_tokens)
-        parts, output = self._read(self._readings[output.branch], output)
+        parts, output = self._parse(self._parsers[output.branch], output)
         if not parts and output.finish_reason is None:
             return None
-        pieces = f'{{"index":{output.branch},"delta":{parts.delta()},"logprobs":null{ending(output)}}}'
-        return Choice(at, output.branch, [pieces])
+        pieces = f'{{"index":{output.branch},"delta":{parts.to_delta()},"logprobs":null{finish_json(output)}}}'
+        return ChoicePieces(at, output.branch, [pieces])
 
-    def _read(self, reading: Reading, output: Output) -> tuple[Parts, Output]:
+    def _parse(self, parser: ChoiceParser, output: BranchOutput) -> tuple[MessageParts, BranchOutput]:
         """What an output's text is, and how it ended."""
-        parts = reading.push(output.text, output.finish_reason is not None, output.tokens)
-        if self.thinks:
-            self.usage.thoughts[output.branch] = reading.thought
-        return parts, output._replace(finish_reason=reading.finish_reason(output.finish_reason))
+        parts = parser.push(output.text, output.finish_reason is not None, output.tokens)
+        if self.has_reasoning:
+            self.usage.reasoning_tokens[output.branch] = parser.reasoning_tokens
+        return parts, output._replace(finish_reason=parser.finish_reason(output.finish_reason))
 
-    async def choice(self, at: int, output: Output, whole: bool) -> Choice | None:
+    async def choice(self, at: int, output: BranchOutput, whole: bool) -> ChoicePieces | None:
         """What `output` adds to its choice; None when there is nothing to show."""
-        if self.plain and not whole:
+        if self.is_text_only and not whole:
             await self.pace(output.text)
-            return self.brief(at, output)
+            return self.choice_nowait(at, output)
         index = output.branch
-        self._prompt_tops = output.prompt_tops or self._prompt_tops
+        self._prompt_tops = output.prompt_logprobs or self._prompt_tops
         self.usage.add(at, index, len(output.tokens), output.cached_tokens)
-        news = output.text or output.finish_reason or (output.tops and self.scored) or (output.tokens and self.with_ids)
+        news = (
+            output.text
+            or output.finish_reason
+            or (output.top_logprobs and self.has_logprobs)
+            or (output.tokens and self.returns_ids)
+        )
         if not news:
             return None
-        parts = Parts(output.text)
-        if self._readings is not None:
-            parts, output = self._read(self._readings[index], output)
-        name, text = ("message", parts.message(self.before)) if whole else ("delta", parts.delta())
+        parts = MessageParts(output.text)
+        if self._parsers is not None:
+            parts, output = self._parse(self._parsers[index], output)
+        name, text = ("message", parts.to_message(self.echoed_text)) if whole else ("delta", parts.to_delta())
         await self.pace(text)
-        scores = await self._content(output)
-        pieces = [f'{{"index":{index},"{name}":', text, ',"logprobs":', *scores, ending(output)]
-        if whole or self.with_ids:
-            pieces += await self._ids("token_ids", output.tokens)
-        return Choice(at, index, [*pieces, "}"])
+        scores = await self._logprobs_content(output)
+        pieces = [f'{{"index":{index},"{name}":', text, ',"logprobs":', *scores, finish_json(output)]
+        if whole or self.returns_ids:
+            pieces += await self._ids_member("token_ids", output.tokens)
+        return ChoicePieces(at, index, [*pieces, "}"])
 
-    async def tail(self, whole: bool) -> Pieces:
+    async def extra_members(self, whole: bool) -> JsonPieces:
         """The prompt's ids, and in a whole response its log-probabilities."""
-        pieces = await self._ids("prompt_token_ids", self.prompts[0].ids) if whole or self.with_ids else []
+        pieces = await self._ids_member("prompt_token_ids", self.prompts[0].ids) if whole or self.returns_ids else []
         if not whole:
             return pieces
         k = self.request.prompt_logprobs
-        scores = ["null"] if k is None else await prompt_logprobs(self._prompt_tops, k, self.words, self.pace)
+        scores = (
+            ["null"] if k is None else await prompt_logprobs_json(self._prompt_tops, k, self.token_strings, self.pace)
+        )
         return [*pieces, ',"prompt_logprobs":', *scores]
 
-    async def _content(self, output: Output) -> Pieces:
+    async def _logprobs_content(self, output: BranchOutput) -> JsonPieces:
         """The log-probabilities of an output's tokens."""
-        if not self.scored:
+        if not self.has_logprobs:
             return ["null"]
         slices = []
-        for start in range(0, len(output.tops), SLICE):
-            some = zip(output.tokens[start : start + SLICE], output.tops[start : start + SLICE])
-            slices.append(",".join(self._entry(token, top) for token, top in some))
+        for start in range(0, len(output.top_logprobs), SLICE_ENTRIES):
+            some = zip(output.tokens[start : start + SLICE_ENTRIES], output.top_logprobs[start : start + SLICE_ENTRIES])
+            slices.append(",".join(self._token_entry(token, top) for token, top in some))
             await self.pace(slices[-1])
-        return ['{"content":', *array(slices), ',"refusal":null}']
+        return ['{"content":', *json_array(slices), ',"refusal":null}']
 
-    def _entry(self, token: int, top: Top) -> str:
-        k = self.named or self.request.top_logprobs or 0
-        leaders = ",".join(f"{{{self._named(id, value)}}}" for id, value in zip(top.ids[:k], top.logprobs[:k]))
-        return f'{{{self._named(token, top.logprob)},"top_logprobs":[{leaders}]}}'
+    def _token_entry(self, token: int, top: TopLogprobs) -> str:
+        k = self.num_logprob_ids or self.request.top_logprobs or 0
+        leaders = ",".join(f"{{{self._token_members(id, value)}}}" for id, value in zip(top.ids[:k], top.logprobs[:k]))
+        return f'{{{self._token_members(token, top.logprob)},"top_logprobs":[{leaders}]}}'
 
-    def _named(self, token: int, logprob: float) -> str:
-        words = self.words
-        return f'"token":{words.quoted(token)},"logprob":{finite(logprob)},"bytes":{words.bytes(token)}'
+    def _token_members(self, token: int, logprob: float) -> str:
+        words = self.token_strings
+        return f'"token":{words.token_json(token)},"logprob":{logprob_json(logprob)},"bytes":{words.bytes_json(token)}'
 
 
 Renderer = CompletionRenderer | ChatRenderer
 
 
-def last_said(request: ChatRequest) -> str:
+def last_assistant_text(request: ChatRequest) -> str:
     """The text of the last message, if the assistant said it. For messages that the template has taken."""
     last = request.messages[-1]
     content = last.get("content")

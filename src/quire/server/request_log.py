@@ -13,7 +13,7 @@ from quire.server.proxy import REQUEST_ID
 from quire.text.prompts import Prompt
 from quire.vocabulary.params import SamplingParams
 
-MOST = 500  # characters of parameters
+MAX_PARAM_CHARS = 500  # characters of parameters
 log = logging.getLogger("quire.server")
 
 
@@ -22,7 +22,7 @@ def log_request(id: str, prompts: Sequence[Prompt], params: SamplingParams, scop
     the beginning is made."""
     values = [(field, getattr(params, field.name)) for field in fields(params) if field.repr]
     shown = ", ".join(f"{field.name}={short(value)}" for field, value in values if value != field.default)
-    tokens, pictures = sum(len(prompt.ids) for prompt in prompts), sum(len(prompt.media) for prompt in prompts)
+    tokens, pictures = sum(len(prompt.ids) for prompt in prompts), sum(len(prompt.images) for prompt in prompts)
     sizes = f"{len(prompts)} prompts, {tokens} tokens" + f", {pictures} pictures" * bool(pictures)
     text = "request %s (X-Request-Id %s): %s; %s"
-    log.info(text, id, scope.get(REQUEST_ID, "-"), sizes, shown[:MOST] or "no parameters")
+    log.info(text, id, scope.get(REQUEST_ID, "-"), sizes, shown[:MAX_PARAM_CHARS] or "no parameters")

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from quire.server.exact import Exact
+from quire.server.exact import StrictModel
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 
 
-class OutputText(Exact):
+class OutputText(StrictModel):
     type: Literal["output_text"]
     text: str
     annotations: list[str]
     logprobs: list[str]
 
 
-class OutputMessage(Exact):
+class OutputMessage(StrictModel):
     id: str
     type: Literal["message"]
     status: Status
@@ -24,7 +24,7 @@ class OutputMessage(Exact):
     content: list[OutputText]
 
 
-class FunctionCall(Exact):
+class FunctionCall(StrictModel):
     id: str
     type: Literal["function_call"]
     status: Status
@@ -33,12 +33,12 @@ class FunctionCall(Exact):
     arguments: str
 
 
-class ReasoningText(Exact):
+class ReasoningText(StrictModel):
     type: Literal["reasoning_text"]
     text: str
 
 
-class Reasoning(Exact):
+class OutputReasoning(StrictModel):
     id: str
     type: Literal["reasoning"]
     status: Status
@@ -46,24 +46,24 @@ class Reasoning(Exact):
     content: list[ReasoningText]
 
 
-class ResponseError(Exact):
+class ResponseError(StrictModel):
     code: Literal["server_error"]
     message: str
 
 
-class IncompleteDetails(Exact):
+class IncompleteDetails(StrictModel):
     reason: Literal["max_output_tokens"]
 
 
-class InputTokensDetails(Exact):
+class InputTokensDetails(StrictModel):
     cached_tokens: int
 
 
-class OutputTokensDetails(Exact):
+class OutputTokensDetails(StrictModel):
     reasoning_tokens: int
 
 
-class ResponseUsage(Exact):
+class ResponseUsage(StrictModel):
     input_tokens: int
     input_tokens_details: InputTokensDetails
     output_tokens: int
@@ -71,16 +71,16 @@ class ResponseUsage(Exact):
     total_tokens: int
 
 
-class ResponseEffort(Exact):
+class ResponseReasoning(StrictModel):
     effort: str | None
     summary: None
 
 
-class ResponseText(Exact):
+class ResponseText(StrictModel):
     format: dict[str, Any]
 
 
-class ResponseTool(Exact):
+class ResponseTool(StrictModel):
     type: Literal["function"]
     name: str
     description: str | None
@@ -88,7 +88,7 @@ class ResponseTool(Exact):
     strict: bool | None
 
 
-class Responded(Exact):
+class ResponsesResponse(StrictModel):
     """A response. `store`: whether it is kept. A stream's events are OpenAI's, response.created to response.completed,
     .incomplete or .failed."""
 
@@ -104,10 +104,10 @@ class Responded(Exact):
     max_output_tokens: int | None
     metadata: dict[str, str]
     model: str
-    output: list[OutputMessage | FunctionCall | Reasoning]
+    output: list[OutputMessage | FunctionCall | OutputReasoning]
     parallel_tool_calls: bool
     previous_response_id: str | None
-    reasoning: ResponseEffort
+    reasoning: ResponseReasoning
     store: bool
     temperature: float
     text: ResponseText
@@ -120,7 +120,7 @@ class Responded(Exact):
     user: None
 
 
-class DroppedResponse(Exact):
+class DeletedResponse(StrictModel):
     id: str
     object: Literal["response"]
     deleted: Literal[True]

@@ -11,10 +11,10 @@ from starlette.responses import JSONResponse, Response
 
 from quire.errors import InputError
 from quire.server.errors import UnknownResponse
-from quire.server.response_input import NAMES, ResponseRequest, as_chat, items_of, read_items
+from quire.server.response_input import NAMES, ResponseRequest, input_items, items_to_conversation, to_chat_request
 from quire.server.response_render import ResponseRenderer
-from quire.server.response_store import Store, owner_of
-from quire.server.said import SayingStream, whole_said
+from quire.server.response_store import ResponseStore, owner_of
+from quire.server.said import TypedEventStream, collect_answer
 from quire.server.stream import respond
 
 if TYPE_CHECKING:
@@ -23,47 +23,47 @@ if TYPE_CHECKING:
 Json = dict[str, Any]
 
 
-class Responses:
-    """The routes, over what `service` has. At most `stored` responses are kept."""
+class ResponseRoutes:
+    """The routes, over what `service` has. At most `get` responses are kept."""
 
-    def __init__(self, service: Service, stored: int = 0) -> None:
-        self.service, self.store = service, Store(stored)
+    def __init__(self, service: Service, capacity: int = 0) -> None:
+        self.service, self.store = service, ResponseStore(capacity)
 
     async def create(self, body: ResponseRequest, http: Request) -> Response:
         """Answer items with items."""
         service, owner = self.service, owner_of(http)
-        items, before = items_of(body), self._before(body, owner)
-        talk = read_items(body.instructions, before, items)
-        chat = as_chat(body, talk)
-        kept = bool(self.store.count) and body.store is not False
-        conversation = self.store.check([*before, *items]) if kept else b""
-        with NAMES.used(talk):
-            asked = await service.asked("resp", chat)
+        items, before = input_items(body), self._previous_items(body, owner)
+        talk = items_to_conversation(body.instructions, before, items)
+        chat = to_chat_request(body, talk)
+        kept = bool(self.store.capacity) and body.store is not False
+        conversation = self.store.dump_items([*before, *items]) if kept else b""
+        with NAMES.rename_errors(talk):
+            asked = await service.prepare_chat("resp", chat)
             id = asked.call.id.replace("-", "_")
-            keep = partial(self._keep, owner, conversation) if kept else None
-            renderer = ResponseRenderer(id, service.names[0], body, chat, asked, service.words, keep)
-            headers = await service.queue(
-                asked.call, renderer, chat, [asked.prompt], asked.params, http, NAMES.told(asked.said)
+            keep = partial(self._store_response, owner, conversation) if kept else None
+            renderer = ResponseRenderer(id, service.model_names[0], body, chat, asked, service.token_strings, keep)
+            headers = await service.submit(
+                asked.call, renderer, chat, [asked.prompt], asked.params, http, NAMES.rename_warnings(asked.warnings)
             )
         if body.stream:
-            return SayingStream(asked.call, renderer, headers)
-        return await respond(asked.call, whole_said(asked.call, renderer), headers, http.receive)
+            return TypedEventStream(asked.call, renderer, headers)
+        return await respond(asked.call, collect_answer(asked.call, renderer), headers, http.receive)
 
-    async def stored(self, name: str, http: Request) -> Response:
+    async def get(self, name: str, http: Request) -> Response:
         """A response that was kept, whole: a client that asks for its events would find none."""
         if http.query_params.get("stream", "false").lower() not in ("false", "0", ""):
             raise InputError("a response that was kept can't be streamed: leave out stream", "stream")
         return Response(self.store.get(name, owner_of(http)).response, media_type="application/json")
 
-    async def drop(self, name: str, http: Request) -> Response:
+    async def delete(self, name: str, http: Request) -> Response:
         """Forget one."""
         self.store.drop(name, owner_of(http))
         return JSONResponse({"id": name, "object": "response", "deleted": True})
 
-    def _keep(self, owner: bytes, before: bytes, response: Json) -> None:
+    def _store_response(self, owner: bytes, before: bytes, response: Json) -> None:
         self.store.put(response["id"], owner, response, before)
 
-    def _before(self, body: ResponseRequest, owner: bytes) -> list[Json]:
+    def _previous_items(self, body: ResponseRequest, owner: bytes) -> list[Json]:
         """The items of the conversation that the request goes on with."""
         if body.previous_response_id is None:
             return []

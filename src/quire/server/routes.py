@@ -30,14 +30,14 @@ class PlainRoute(APIRoute):
         more = asked.dependencies, asked.path_params, asked.query_params, asked.header_params, asked.cookie_params
         self.needs_fastapi = any(more) or len(asked.body_params) > 1
         if not self.needs_fastapi:
-            self.app = request_response(self._plain(endpoint))
+            self.app = request_response(self._plain_endpoint(endpoint))
 
-    def _plain(self, endpoint: Callable[..., Any]) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+    def _plain_endpoint(self, endpoint: Callable[..., Any]) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         models = {body.name: cast(type[BaseModel], body.field_info.annotation) for body in self.dependant.body_params}
         request_name = self.dependant.request_param_name
 
         async def answer(request: Request) -> Response:
-            given: dict[str, Any] = {name: await read(request, model) for name, model in models.items()}
+            given: dict[str, Any] = {name: await read_body(request, model) for name, model in models.items()}
             if request_name is not None:
                 given[request_name] = request
             return cast(Response, await endpoint(**given))
@@ -45,7 +45,7 @@ class PlainRoute(APIRoute):
         return answer
 
 
-async def read(request: Request, model: type[M]) -> M:
+async def read_body(request: Request, model: type[M]) -> M:
     """A request's body. RequestValidationError if it isn't one of the `model`."""
     raw = await request.body()
     given: Any = raw

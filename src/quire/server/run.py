@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from quire.config import EngineConfig
-from quire.errors import EngineDead, FrontDead, StartupError
-from quire.link.child import Interrupts
-from quire.link.collector import spare_the_loaded
-from quire.link.stacks import stacks
-from quire.server.descriptors import capacity, raise_limit
+from quire.errors import APIServerDead, EngineDead, StartupError
+from quire.link.child import InterruptGuard
+from quire.link.collector import freeze_loaded_objects
+from quire.link.stacks import format_thread_stacks
+from quire.server.descriptors import connection_capacity, raise_descriptor_limit
 from quire.server.keys import ADMIN_KEY_VARIABLE, read_keys
 from quire.server.prefixes import Prefix, read_prefixes, register_prefixes
 from quire.server.tls import check_certificate
@@ -27,16 +27,18 @@ from quire.vocabulary.params import MAX_LOGPROBS
 
 if TYPE_CHECKING:
     from quire.async_llm import AsyncLLM
-    from quire.server.fronts import Fronts
-    from quire.server.peers import Peers
+    from quire.server.fronts import FrontendManager
+    from quire.server.peers import ServerGroup
     from quire.text.chat import ChatTemplate
-    from quire.text.prompts import Prompts
+    from quire.text.prompts import InputProcessor
 
-LAST_WORDS = 1.0  # seconds in which a dead server still answers, so that its clients learn why
-MARGIN = 20.0  # seconds that the end may take beside draining, the engine's thread included; then it is forced
-MOST_TIMEOUT = 86_400  # seconds of --shutdown-timeout
-MOST_FRONTS = 64
-MOST_STORED = 1 << 20  # responses
+DEATH_NOTICE_SECONDS = 1.0  # seconds in which a dead server still answers, so that its clients learn why
+SHUTDOWN_MARGIN_SECONDS = (
+    20.0  # seconds that the end may take beside draining, the engine's thread included; then it is forced
+)
+MAX_SHUTDOWN_TIMEOUT = 86_400  # seconds of --shutdown-timeout
+MAX_FRONTENDS = 64
+MAX_STORED_RESPONSES = 1 << 20  # responses
 log = logging.getLogger("quire.server")
 
 
@@ -74,53 +76,53 @@ class ServeOptions(NamedTuple):
     uvicorn_log_level: str = "warning"
 
 
-def serve(config: EngineConfig, options: ServeOptions, say: Callable[[str], None]) -> int:
+def serve(config: EngineConfig, options: ServeOptions, print_line: Callable[[str], None]) -> int:
     """Serve until SIGTERM or Ctrl-C. Returns 0 after a clean end, 1 when the engine died or hangs. StartupError before
     that."""
     began = time.perf_counter()
-    _check(options)
-    keys, template = read_keys(options.api_key_file), read_template(options.chat_template)
+    _check_options(options)
+    keys, template = read_keys(options.api_key_file), read_chat_template(options.chat_template)
     admin_keys = read_keys(options.admin_key_file, "--admin-key-file", ADMIN_KEY_VARIABLE)
     prefixes = read_prefixes(options.prefixes)
     listener = bind(options.host, options.port)
-    from quire.server.fronts import Fronts, settings_of
+    from quire.server.fronts import FrontendManager, worker_settings
 
-    settings = settings_of(config, options, keys, admin_keys, template.source if template is not None else None)
-    fronts = Fronts(options.fronts, listener, settings, options.max_connections)
-    with Interrupts() as interrupts:
-        llm, name = _load(config, options, fronts)
+    settings = worker_settings(config, options, keys, admin_keys, template.source if template is not None else None)
+    fronts = FrontendManager(options.fronts, listener, settings, options.max_connections)
+    with InterruptGuard() as interrupts:
+        llm, name = _load_model(config, options, fronts)
     try:
-        interrupts.heed()
+        interrupts.raise_if_interrupted()
         if template is not None:
-            use_template(llm.prompts, template)
-        for line in [*llm.link.ready.lines, *llm.link.ready.notices]:
-            say(line)
+            set_chat_template(llm.prompts, template)
+        for line in [*llm.engine_client.ready.lines, *llm.engine_client.ready.notices]:
+            print_line(line)
         if not keys and options.host not in ("127.0.0.1", "localhost", "::1"):
-            say(f"anyone who reaches {options.host} can use this server: set QUIRE_API_KEY to ask for a key")
-        app = application(llm, name, config, options, keys, admin_keys, fronts)
-        url = address(options.host, listener.getsockname()[1], tls=options.ssl_certfile is not None)
+            print_line(f"anyone who reaches {options.host} can use this server: set QUIRE_API_KEY to ask for a key")
+        app = make_app(llm, name, config, options, keys, admin_keys, fronts)
+        url = server_url(options.host, listener.getsockname()[1], tls=options.ssl_certfile is not None)
         shown = [*options.served_model_name, name][0]
 
         def ready() -> None:
-            say(f"quire serves {shown} at {url} (ready in {time.perf_counter() - began:.1f} s)")
-            say(curl_line(url + options.root_path, chat=llm.prompts.chat_template is not None, key=bool(keys)))
+            print_line(f"quire serves {shown} at {url} (ready in {time.perf_counter() - began:.1f} s)")
+            print_line(curl_line(url + options.root_path, chat=llm.prompts.chat_template is not None, key=bool(keys)))
 
-        status = run_loop(_serve(app, listener, llm, options, fronts, prefixes, ready, say))
+        status = run_loop(_serve(app, listener, llm, options, fronts, prefixes, ready, print_line))
     finally:
-        ended = close(llm)
+        ended = close_engine(llm)
         fronts.close()
         listener.close()
     return status if ended else 1
 
 
-def application(
+def make_app(
     llm: AsyncLLM,
     name: str,
     config: EngineConfig,
     options: ServeOptions,
     keys: Sequence[str],
     admin_keys: Sequence[str],
-    peers: Peers,
+    server_group: ServerGroup,
 ) -> Any:
     """The ASGI application of a front; `name` is the model's unless others were given."""
     from quire.server.app import create_app
@@ -128,43 +130,44 @@ def application(
     return create_app(
         llm, options.served_model_name or (name,), keys=keys, admin_keys=admin_keys, root_path=options.root_path,
         config=config, allowed_origins=options.allowed_origins, metrics_prefix=options.metrics_prefix,
-        strict=options.strict, max_logprobs=options.max_logprobs, log_requests=options.log_requests, peers=peers,
-        tool_format=options.tool_call_parser, thoughts=options.reasoning_parser, console=options.console,
+        strict=options.strict, max_logprobs=options.max_logprobs, log_requests=options.log_requests,
+        server_group=server_group,
+        tool_format=options.tool_call_parser, reasoning_format=options.reasoning_parser, console=options.console,
         server_info=options.server_info, tokenizer_info=options.tokenizer_info,
         store_responses=options.store_responses,
     )  # fmt: skip
 
 
-def _check(options: ServeOptions) -> None:
+def _check_options(options: ServeOptions) -> None:
     """What can be refused at once; and the process's own limits are set."""
-    if not 0 <= options.shutdown_timeout <= MOST_TIMEOUT:
+    if not 0 <= options.shutdown_timeout <= MAX_SHUTDOWN_TIMEOUT:
         cause = f"--shutdown-timeout is {options.shutdown_timeout:g}"
-        raise StartupError(cause, f"It is in seconds, from 0 to {MOST_TIMEOUT:,}")
+        raise StartupError(cause, f"It is in seconds, from 0 to {MAX_SHUTDOWN_TIMEOUT:,}")
     if options.on_engine_death == "restart" and options.engine_process == "off":
         raise StartupError(
             "--on-engine-death is restart, and --engine-process is off", "Only a process can be started again"
         )
-    if not 1 <= options.fronts <= MOST_FRONTS:
-        raise StartupError(f"--fronts is {options.fronts}", f"It must be between 1 and {MOST_FRONTS}")
+    if not 1 <= options.fronts <= MAX_FRONTENDS:
+        raise StartupError(f"--fronts is {options.fronts}", f"It must be between 1 and {MAX_FRONTENDS}")
     if options.fronts > 1 and options.on_engine_death == "restart":
         cause = f"--fronts is {options.fronts}, and --on-engine-death is restart"
         raise StartupError(cause, "Only an engine with one front is started again")
     if options.fronts > 1 and options.engine_process == "off":
         cause = f"--fronts is {options.fronts}, and --engine-process is off"
         raise StartupError(cause, "Fronts share an engine that has a process of its own")
-    if not 0 <= options.store_responses <= MOST_STORED:
+    if not 0 <= options.store_responses <= MAX_STORED_RESPONSES:
         cause = f"--store-responses is {options.store_responses}"
-        raise StartupError(cause, f"It must be between 0, for none, and {MOST_STORED}")
+        raise StartupError(cause, f"It must be between 0, for none, and {MAX_STORED_RESPONSES}")
     if options.fronts > 1 and options.store_responses:
         cause = f"--fronts is {options.fronts}, and --store-responses is {options.store_responses}"
         raise StartupError(cause, "A front finds only the responses that it gave: store them with one front")
     check_certificate(options.ssl_keyfile, options.ssl_certfile)
-    raise_limit()
+    raise_descriptor_limit()
     most = options.max_connections
-    capacity(None if most is None else -(-most // options.fronts))
+    connection_capacity(None if most is None else -(-most // options.fronts))
 
 
-def _load(config: EngineConfig, options: ServeOptions, fronts: Fronts) -> tuple[AsyncLLM, str]:
+def _load_model(config: EngineConfig, options: ServeOptions, frontends: FrontendManager) -> tuple[AsyncLLM, str]:
     """The model, and its name. The web libraries load meanwhile: both wait for files, and torch's import leaves the
     interpreter free."""
     from quire.async_llm import AsyncLLM
@@ -174,23 +177,25 @@ def _load(config: EngineConfig, options: ServeOptions, fronts: Fronts) -> tuple[
     progress = sys.stderr.isatty()
     try:
         if options.engine_process == "on":
-            from quire.link.process import launch
+            from quire.link.process import launch_engine_process
 
             after = options.stall_after
-            link, prompts, source = launch(config, progress, after, fronts=options.fronts, others=fronts.start)
+            link, prompts, source = launch_engine_process(
+                config, progress, after, num_clients=options.fronts, start_other_clients=frontends.start_workers
+            )
             llm = AsyncLLM.over(link, prompts)
-            fronts.wait(llm)
+            frontends.wait_ready(llm)
             return llm, source.name
         from quire.build import build
 
         built = build(config, progress)
         return AsyncLLM.of(built, stall_after=options.stall_after), built.name
     except BaseException:
-        fronts.close()
+        frontends.close()
         raise
     finally:
         libraries.join()
-        spare_the_loaded()
+        freeze_loaded_objects()
 
 
 def run_loop(serving: Coroutine[Any, Any, int]) -> int:
@@ -202,16 +207,16 @@ def run_loop(serving: Coroutine[Any, Any, int]) -> int:
         return 1
 
 
-def close(llm: AsyncLLM) -> bool:
+def close_engine(llm: AsyncLLM) -> bool:
     """Close the engine; False, with all stacks in the log, if its thread hangs. The process ends nevertheless."""
-    from quire.server.ending import LAST_RESPONSES, arm, disarm
+    from quire.server.ending import LAST_RESPONSES_SECONDS, arm_exit_timer, cancel_exit_timer
 
     ended = llm.close()
     if ended:
-        disarm()
+        cancel_exit_timer()
     else:
-        log.error("the engine's thread hangs and is left behind; all threads:\n%s", stacks())
-        arm(LAST_RESPONSES)
+        log.error("the engine's thread hangs and is left behind; all threads:\n%s", format_thread_stacks())
+        arm_exit_timer(LAST_RESPONSES_SECONDS)
     return ended
 
 
@@ -240,7 +245,7 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def address(host: str, port: int, *, tls: bool = False) -> str:
+def server_url(host: str, port: int, *, tls: bool = False) -> str:
     """The URL that a client on this machine uses."""
     name = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
     return f"{'https' if tls else 'http'}://{name}:{port}"
@@ -257,7 +262,7 @@ def curl_line(url: str, *, chat: bool, key: bool) -> str:
     return f"{curl} {url}{path} -H 'Content-Type: application/json'{secret} -d '{body}'"
 
 
-def read_template(file: str | None) -> ChatTemplate | None:
+def read_chat_template(file: str | None) -> ChatTemplate | None:
     """The operator's chat template, if there is one."""
     if file is None:
         return None
@@ -266,13 +271,13 @@ def read_template(file: str | None) -> ChatTemplate | None:
     return ChatTemplate.find(Path(file).parent, file)
 
 
-def use_template(prompts: Prompts, template: ChatTemplate) -> None:
+def set_chat_template(input_processor: InputProcessor, template: ChatTemplate) -> None:
     """Have conversations written by `template`; the special tokens stay the model's."""
-    if prompts.tokenizer is None:
+    if input_processor.tokenizer is None:
         raise StartupError("--chat-template needs a tokenizer, and this model has none", "Give one: --tokenizer")
-    if prompts.chat_template is not None:
-        prompts.chat_template.close()
-    prompts.chat_template = template.with_special(prompts.tokenizer.special)
+    if input_processor.chat_template is not None:
+        input_processor.chat_template.close()
+    input_processor.chat_template = template.with_special_tokens(input_processor.tokenizer.special_tokens)
 
 
 async def _serve(
@@ -280,33 +285,33 @@ async def _serve(
     listener: socket.socket,
     llm: AsyncLLM,
     options: ServeOptions,
-    fronts: Fronts,
+    frontends: FrontendManager,
     prefixes: dict[str, Prefix],
-    ready: Callable[[], None],
-    say: Callable[[str], None],
+    on_ready: Callable[[], None],
+    print_line: Callable[[str], None],
 ) -> int:
-    from quire.server.ending import LoopErrors, arm, watch
-    from quire.server.status import tell_status
+    from quire.server.ending import LoopErrorLogger, arm_exit_timer, log_stalls
+    from quire.server.status import log_status
     from quire.server.web import WebServer
 
     loop = asyncio.get_running_loop()
-    LoopErrors(loop)
+    LoopErrorLogger(loop)
     stop, died = asyncio.Event(), asyncio.Event()
     llm.on_death = lambda: loop.call_soon_threadsafe(died.set)
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, _first_signal, loop, stop)
-    llm.link.attach()
-    await fronts.open()
+        loop.add_signal_handler(number, _on_first_signal, loop, stop)
+    llm.engine_client.attach_event_loop()
+    await frontends.connect()
     waits = [asyncio.ensure_future(event.wait()) for event in (stop, died)]
-    aside = [asyncio.ensure_future(watch(llm)), asyncio.ensure_future(tell_status(llm))]
+    aside = [asyncio.ensure_future(log_stalls(llm)), asyncio.ensure_future(log_status(llm))]
     try:
-        if prefixes and not await _registered(llm, prefixes, waits, say):
-            return await _end(llm, options, stop, fronts)
-        await fronts.accept()
-        server = WebServer(app, options, ready, died.set, places=fronts.places)
+        if prefixes and not await _register_prefixes(llm, prefixes, waits, print_line):
+            return await _shut_down(llm, options, stop, frontends)
+        await frontends.start_accepting()
+        server = WebServer(app, options, on_ready, died.set, accept_slots=frontends.accept_slots)
         serving = asyncio.ensure_future(server.serve(sockets=[listener]))
         await asyncio.wait([serving, *waits], return_when=asyncio.FIRST_COMPLETED)
-        if llm.error is not None and options.on_engine_death == "restart" and await _restarted(llm, stop):
+        if llm.error is not None and options.on_engine_death == "restart" and await _restart_engine(llm, stop):
             died.clear()
             if llm.error is not None:  # again, meanwhile
                 died.set()
@@ -314,17 +319,17 @@ async def _serve(
             await asyncio.wait([serving, *waits], return_when=asyncio.FIRST_COMPLETED)
         if serving.done():
             serving.result()  # why it could not start
-        status = await _end(llm, options, stop, fronts)
+        status = await _shut_down(llm, options, stop, frontends)
         server.should_exit = True
         await serving
         return status
     finally:
         for task in [*waits, *aside]:
             task.cancel()
-        arm(MARGIN)
+        arm_exit_timer(SHUTDOWN_MARGIN_SECONDS)
 
 
-async def _restarted(llm: AsyncLLM, stop: asyncio.Event) -> bool:
+async def _restart_engine(llm: AsyncLLM, stop: asyncio.Event) -> bool:
     """Whether a dead engine was started again; not when a signal came first."""
     log.error("the engine stopped: %s; it is started again, once", llm.heartbeat().why)
     restarting, stopping = asyncio.ensure_future(llm.restart()), asyncio.ensure_future(stop.wait())
@@ -340,41 +345,45 @@ async def _restarted(llm: AsyncLLM, stop: asyncio.Event) -> bool:
     return True
 
 
-async def _registered(
-    llm: AsyncLLM, prefixes: dict[str, Prefix], waits: list[asyncio.Task[Literal[True]]], say: Callable[[str], None]
+async def _register_prefixes(
+    llm: AsyncLLM,
+    prefixes: dict[str, Prefix],
+    end_events: list[asyncio.Task[Literal[True]]],
+    print_line: Callable[[str], None],
 ) -> bool:
-    """Whether the prefixes are there; False when a signal or the engine's death, of which `waits` are, came before."""
+    """Whether the prefixes are there; False when a signal or the engine's death, of which `end_events` are, came "
+    "before."""
     registering = asyncio.ensure_future(register_prefixes(llm, prefixes))
-    await asyncio.wait([registering, *waits], return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait([registering, *end_events], return_when=asyncio.FIRST_COMPLETED)
     if not registering.done() or isinstance(registering.exception(), EngineDead):
         registering.cancel()
         return False
-    say(f"{len(prefixes)} prefixes registered, {registering.result()} tokens")
+    print_line(f"{len(prefixes)} prefixes registered, {registering.result()} tokens")
     return True
 
 
-async def _end(llm: AsyncLLM, options: ServeOptions, stop: asyncio.Event, fronts: Fronts) -> int:
+async def _shut_down(llm: AsyncLLM, options: ServeOptions, stop: asyncio.Event, frontends: FrontendManager) -> int:
     """Let what runs end, after a signal, or say why the engine or the server did. From here on the end is certain.
     Returns the exit status."""
-    from quire.server.ending import arm
+    from quire.server.ending import arm_exit_timer
 
     if stop.is_set() and llm.error is None:
-        arm(options.shutdown_timeout + MARGIN)
+        arm_exit_timer(options.shutdown_timeout + SHUTDOWN_MARGIN_SECONDS)
         llm.accepting, end = False, time.monotonic() + options.shutdown_timeout
-        fronts.end(options.shutdown_timeout)
-        log.info("shutting down: %d requests have %g s to end", await fronts.load(), options.shutdown_timeout)
+        frontends.request_drain(options.shutdown_timeout)
+        log.info("shutting down: %d requests have %g s to end", await frontends.load(), options.shutdown_timeout)
         if not await llm.drain(options.shutdown_timeout):
             log.warning("requests that had not ended were aborted")
         if llm.error is None:
-            return 0 if await fronts.ended(max(end - time.monotonic(), 0)) else 1
-    arm(LAST_WORDS + MARGIN)
-    if llm.error is not None and not isinstance(llm.error, FrontDead):  # whose end was said
+            return 0 if await frontends.wait_ended(max(end - time.monotonic(), 0)) else 1
+    arm_exit_timer(DEATH_NOTICE_SECONDS + SHUTDOWN_MARGIN_SECONDS)
+    if llm.error is not None and not isinstance(llm.error, APIServerDead):  # whose end was said
         log.error("the engine stopped: %s", llm.heartbeat().why, exc_info=llm.error)
-    await asyncio.sleep(LAST_WORDS)
+    await asyncio.sleep(DEATH_NOTICE_SECONDS)
     return 1
 
 
-def _first_signal(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
+def _on_first_signal(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
     """Begin to drain; the next signal ends the process at once."""
     stop.set()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -8,30 +8,30 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from quire.control.outcomes import Output
+from quire.control.outcomes import BranchOutput
 from quire.errors import InputError, Overloaded, QuireError
-from quire.server.direct import Direct
-from quire.server.inbox import Items as Outputs
-from quire.server.pieces import Pieces, Words
+from quire.server.direct import DirectWriter
+from quire.server.inbox import IndexedOutputs as IndexedOutputs
+from quire.server.pieces import JsonPieces, TokenStrings
 from quire.server.protocol import ChatRequest
-from quire.server.reading import Call, Parts, Reading
-from quire.server.render import ChatRenderer, Choice
-from quire.server.stream import Call as Asking
+from quire.server.reading import ChoiceParser, MessageParts, ParsedCall
+from quire.server.render import ChatRenderer, ChoicePieces
+from quire.server.stream import EngineCall as EngineCall
 from quire.server.stream import EventStream
 
 if TYPE_CHECKING:
-    from quire.server.service import Asked
+    from quire.server.service import PreparedChat
 
 Json = dict[str, Any]
 
 
-class Say(Protocol):
+class EmitEvent(Protocol):
     """Writes an event of a `kind`."""
 
     def __call__(self, kind: str, **members: Any) -> None: ...
 
 
-class Entry(Protocol):
+class OutputItem(Protocol):
     """Thoughts, a text or a call, said as it comes. `item` is what a whole answer has."""
 
     item: Json
@@ -43,148 +43,156 @@ class Entry(Protocol):
         """There is no more."""
 
 
-class TextKind(Protocol):
+class TextItemFactory(Protocol):
     """Begins a text, or thoughts."""
 
-    def __call__(self, index: int, say: Say) -> Entry: ...
+    def __call__(self, index: int, emit: EmitEvent) -> OutputItem: ...
 
 
-class CallKind(Protocol):
+class CallItemFactory(Protocol):
     """Begins a call."""
 
-    def __call__(self, index: int, say: Say, call: Call) -> Entry: ...
+    def __call__(self, index: int, emit: EmitEvent, call: ParsedCall) -> OutputItem: ...
 
 
-class Entries:
-    """The entries of an output, one after another; the last one is open. `aloud`: events are written."""
+class OutputItems:
+    """The entries of an output, one after another; the last one is open. `emits_events`: events are written."""
 
-    text: ClassVar[TextKind]
-    thoughts: ClassVar[TextKind]
-    call: ClassVar[CallKind]
+    text_item: ClassVar[TextItemFactory]
+    reasoning_item: ClassVar[TextItemFactory]
+    call_item: ClassVar[CallItemFactory]
 
-    def __init__(self, aloud: bool) -> None:
-        self.aloud = aloud
-        self._said: Pieces = []
-        self._entries: list[Entry] = []
-        self._open: TextKind | CallKind | None = None  # what the open one is
+    def __init__(self, emits_events: bool) -> None:
+        self.emits_events = emits_events
+        self._events: JsonPieces = []
+        self._items: list[OutputItem] = []
+        self._open_kind: TextItemFactory | CallItemFactory | None = None  # what the open one is
 
-    def say(self, kind: str, **members: Any) -> None:
+    def emit(self, kind: str, **members: Any) -> None:
         """Write an event."""
-        if self.aloud:
+        if self.emits_events:
             data = json.dumps({"type": kind, **members}, separators=(",", ":"))
-            self._said.append(f"event: {kind}\ndata: {data}\n\n")
+            self._events.append(f"event: {kind}\ndata: {data}\n\n")
 
-    def take(self) -> Pieces:
+    def take_events(self) -> JsonPieces:
         """The events since the last time."""
-        said, self._said = self._said, []
+        said, self._events = self._events, []
         return said
 
-    def add(self, parts: Parts) -> None:
+    def add(self, parts: MessageParts) -> None:
         """A run of an output: what it thinks, says or calls."""
         if parts.reasoning:
-            self._text(type(self).thoughts).add(parts.reasoning)
+            self._text_item(type(self).reasoning_item).add(parts.reasoning)
         if parts.content:
-            self._text(type(self).text).add(parts.content)
+            self._text_item(type(self).text_item).add(parts.content)
         for call in parts.calls:
             if call.id:
-                self.close("completed")
-                kind = type(self).call
-                self._begin(kind, kind(len(self._entries), self.say, call))
+                self.close_item("completed")
+                kind = type(self).call_item
+                self._open_item(kind, kind(len(self._items), self.emit, call))
             if call.arguments:
-                self._entries[-1].add(call.arguments)
+                self._items[-1].add(call.arguments)
 
-    def end(self, status: str) -> None:
+    def finish(self, status: str) -> None:
         """There is no more; what said nothing said an empty text."""
-        if not self._entries:
-            self._text(type(self).text)
-        self.close(status)
+        if not self._items:
+            self._text_item(type(self).text_item)
+        self.close_item(status)
 
-    def output(self) -> list[Json]:
+    def items(self) -> list[Json]:
         """The entries."""
-        return [entry.item for entry in self._entries]
+        return [entry.item for entry in self._items]
 
-    def close(self, status: str) -> None:
+    def close_item(self, status: str) -> None:
         """End the last entry, if it hasn't ended."""
-        if self._open is not None:
-            self._open = None
-            self._entries[-1].end(status)
+        if self._open_kind is not None:
+            self._open_kind = None
+            self._items[-1].end(status)
 
-    def _text(self, kind: TextKind) -> Entry:
-        if self._open is not kind:
-            self.close("completed")
-            self._begin(kind, kind(len(self._entries), self.say))
-        return self._entries[-1]
+    def _text_item(self, kind: TextItemFactory) -> OutputItem:
+        if self._open_kind is not kind:
+            self.close_item("completed")
+            self._open_item(kind, kind(len(self._items), self.emit))
+        return self._items[-1]
 
-    def _begin(self, kind: TextKind | CallKind, entry: Entry) -> None:
-        self._entries.append(entry)
-        self._open = kind
+    def _open_item(self, kind: TextItemFactory | CallItemFactory, entry: OutputItem) -> None:
+        self._items.append(entry)
+        self._open_kind = kind
 
 
-class SayingRenderer(ChatRenderer):
-    """An output as entries. `about` is the whole answer once `_end` has run."""
+class EventRenderer(ChatRenderer):
+    """An output as entries. `body` is the whole answer once `_finish` has run."""
 
-    about: Json
+    body: Json
 
-    def __init__(self, id: str, model: str, chat: ChatRequest, asked: Asked, words: Words, entries: Entries) -> None:
-        prompt, box, thinking = asked.prompt, asked.box, asked.thinking
-        super().__init__(id, model, chat, [prompt], words, box, thinking)
-        self._reading, self._entries = Reading(box, thinking), entries
+    def __init__(
+        self,
+        id: str,
+        model: str,
+        chat: ChatRequest,
+        prepared: PreparedChat,
+        token_strings: TokenStrings,
+        items: OutputItems,
+    ) -> None:
+        prompt, box, thinking = prepared.prompt, prepared.tool_choice, prepared.reasoning
+        super().__init__(id, model, chat, [prompt], token_strings, box, thinking)
+        self._parser, self._items = ChoiceParser(box, thinking), items
 
-    def brief(self, at: int, output: Output) -> Choice | None:
+    def choice_nowait(self, at: int, output: BranchOutput) -> ChoicePieces | None:
         """The events of an output; with its last one, those of the end."""
         self.usage.add(at, 0, len(output.tokens), output.cached_tokens)
         last = output.finish_reason is not None
-        for parts in self._reading.runs(output.text, last, output.tokens):
-            self._entries.add(parts)
+        for parts in self._parser.push_runs(output.text, last, output.tokens):
+            self._items.add(parts)
         if last:
-            self._end(output)
-        pieces = self._entries.take()
-        return Choice(at, 0, pieces) if pieces else None
+            self._finish(output)
+        pieces = self._items.take_events()
+        return ChoicePieces(at, 0, pieces) if pieces else None
 
-    async def choice(self, at: int, output: Output, whole: bool) -> Choice | None:
-        """As `brief`, in its turn."""
-        found = self.brief(at, output)
+    async def choice(self, at: int, output: BranchOutput, whole: bool) -> ChoicePieces | None:
+        """As `choice_nowait`, in its turn."""
+        found = self.choice_nowait(at, output)
         await self.pace(*(found.pieces if found is not None else ()))
         return found
 
-    def failed(self, error: BaseException) -> Pieces:
+    def failure_events(self, error: BaseException) -> JsonPieces:
         """The last events of a stream that failed."""
         raise NotImplementedError
 
-    def _end(self, output: Output) -> None:
-        """The output has ended: `about` it, and its last events."""
+    def _finish(self, output: BranchOutput) -> None:
+        """The output has ended: `body` it, and its last events."""
         raise NotImplementedError
 
 
-class SayingStream(EventStream):
+class TypedEventStream(EventStream):
     """Sends events. The last one says how the stream ended; there is no [DONE]."""
 
-    _renderer: SayingRenderer
+    _renderer: EventRenderer
 
-    def __init__(self, call: Asking, renderer: SayingRenderer, headers: dict[str, str]) -> None:
+    def __init__(self, call: EngineCall, renderer: EventRenderer, headers: dict[str, str]) -> None:
         super().__init__(call, renderer, headers, usage=False, continuous=False)
 
-    def _write(self, direct: Direct, outputs: Outputs) -> bool:
+    def _try_write(self, direct: DirectWriter, outputs: IndexedOutputs) -> bool:
         if any(output.finish_reason is not None for _, output in outputs):  # its events may say all the text again
             return False
-        return super()._write(direct, outputs)
+        return super()._try_write(direct, outputs)
 
-    def _chunk(self, choice: Choice, tail: Any = ()) -> Pieces:
+    def _chunk(self, choice: ChoicePieces, tail: Any = ()) -> JsonPieces:
         return choice.pieces
 
-    def _last(self, error: BaseException | None) -> bytes:
-        return b"" if error is None else "".join(self._renderer.failed(error)).encode()
+    def _final_event(self, error: BaseException | None) -> bytes:
+        return b"" if error is None else "".join(self._renderer.failure_events(error)).encode()
 
 
-def unfinished(output: Output) -> QuireError:
+def unfinished_error(output: BranchOutput) -> QuireError:
     """Why an output ended that neither its model nor a length did: for what was asked, or since all end."""
     if output.finish_reason == "error":
         return InputError(f"the output can't go on: {output.stop_reason}")
     return Overloaded("the request was ended before its output", retry_after=10)
 
 
-async def whole_said(call: Asking, renderer: SayingRenderer) -> Pieces:
+async def collect_answer(call: EngineCall, renderer: EventRenderer) -> JsonPieces:
     """The whole answer of a call, when all of it is there."""
-    for at, output in await call.whole():
+    for at, output in await call.collect():
         await renderer.choice(at, output, whole=True)
-    return [json.dumps(renderer.about, separators=(",", ":"))]
+    return [json.dumps(renderer.body, separators=(",", ":"))]

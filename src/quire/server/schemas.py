@@ -9,40 +9,40 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from quire.control.rest import LEVELS, TAGS
-from quire.link.messages import MODES, MOST_TAGS
-from quire.server.embedding_schemas import Embeddings, Ranking, Scores
-from quire.server.errors import MESSAGES
-from quire.server.exact import Exact
-from quire.server.message_schemas import AnsweredMessage, CountedTokens, MessageError
-from quire.server.response_schemas import DroppedResponse, Responded
+from quire.control.rest import MEMORY_TAGS, SLEEP_LEVELS
+from quire.link.messages import MAX_TAGS, SLEEP_MODES
+from quire.server.embedding_schemas import EmbeddingResponse, RerankResponse, ScoreResponse
+from quire.server.errors import MESSAGES_PATH
+from quire.server.exact import StrictModel
+from quire.server.message_schemas import CountTokensResponse, MessageError, MessagesResponse
+from quire.server.response_schemas import DeletedResponse, ResponsesResponse
 
-Finish = Literal["stop", "length", "tool_calls", "abort", "error"] | None
+FinishReason = Literal["stop", "length", "tool_calls", "abort", "error"] | None
 
 
-class ErrorInfo(Exact):
+class ErrorInfo(StrictModel):
     message: str
     type: str
     param: str | None
     code: int
 
 
-class Error(Exact):
+class Error(StrictModel):
     error: ErrorInfo
 
 
-class PromptTokensDetails(Exact):
+class PromptTokensDetails(StrictModel):
     cached_tokens: int
 
 
-class Usage(Exact):
+class Usage(StrictModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
 
 
-class PromptLogprob(Exact):
+class PromptLogprob(StrictModel):
     logprob: float
     rank: int
     decoded_token: str
@@ -51,25 +51,25 @@ class PromptLogprob(Exact):
 PromptLogprobs = list[dict[str, PromptLogprob] | None] | None
 
 
-class CompletionLogprobs(Exact):
+class CompletionLogprobs(StrictModel):
     tokens: list[str]
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
-class CompletionChoice(Exact):
+class CompletionChoice(StrictModel):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
-    finish_reason: Finish
+    finish_reason: FinishReason
     stop_reason: int | str | None
     token_ids: list[int] | None
     prompt_token_ids: list[int] | None
     prompt_logprobs: PromptLogprobs
 
 
-class Completion(Exact):
+class Completion(StrictModel):
     id: str
     object: Literal["text_completion"]
     created: int
@@ -79,49 +79,49 @@ class Completion(Exact):
     usage: Usage
 
 
-class NamedToken(Exact):
+class TokenLogprob(StrictModel):
     token: str
     logprob: float
     bytes: list[int]
 
 
-class ChatToken(NamedToken):
-    top_logprobs: list[NamedToken]
+class ChatTokenLogprob(TokenLogprob):
+    top_logprobs: list[TokenLogprob]
 
 
-class ChatLogprobs(Exact):
-    content: list[ChatToken]
+class ChatLogprobs(StrictModel):
+    content: list[ChatTokenLogprob]
     refusal: None
 
 
-class CalledFunction(Exact):
+class ToolCallFunction(StrictModel):
     name: str
     arguments: str
 
 
-class ToolCall(Exact):
+class ToolCall(StrictModel):
     id: str
     type: Literal["function"]
-    function: CalledFunction
+    function: ToolCallFunction
 
 
-class Message(Exact):
+class Message(StrictModel):
     role: Literal["assistant"]
     content: str | None
     refusal: None
     tool_calls: list[ToolCall] = Field([])
 
 
-class ChatChoice(Exact):
+class ChatChoice(StrictModel):
     index: int
     message: Message
     logprobs: ChatLogprobs | None
-    finish_reason: Finish
+    finish_reason: FinishReason
     stop_reason: int | str | None
     token_ids: list[int] | None
 
 
-class ChatCompletion(Exact):
+class ChatCompletion(StrictModel):
     id: str
     object: Literal["chat.completion"]
     created: int
@@ -133,40 +133,40 @@ class ChatCompletion(Exact):
     usage: Usage
 
 
-class FunctionPiece(Exact):
+class DeltaFunctionCall(StrictModel):
     name: str = ""
     arguments: str
 
 
-class ToolCallPiece(Exact):
+class DeltaToolCall(StrictModel):
     """The first of a call has its id, type and name; the arguments of all pieces joined are its arguments."""
 
     index: int
     id: str = ""
     type: Literal["function"] = "function"
-    function: FunctionPiece
+    function: DeltaFunctionCall
 
 
-class Delta(Exact):
+class DeltaMessage(StrictModel):
     role: Literal["assistant"] = "assistant"
     content: str = ""
-    tool_calls: list[ToolCallPiece] = Field([])
+    tool_calls: list[DeltaToolCall] = Field([])
 
 
-class StreamedChoice(Exact):
+class ChunkChoice(StrictModel):
     """A completion's chunk has `text`, a chat's `delta`."""
 
     index: int
     text: str = ""
-    delta: Delta = Delta()
+    delta: DeltaMessage = DeltaMessage()
     logprobs: CompletionLogprobs | ChatLogprobs | None
-    finish_reason: Finish
+    finish_reason: FinishReason
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
 
 
-class Chunk(Exact):
+class Chunk(StrictModel):
     """The data of one server-sent event; the last event of a stream that ends well is [DONE]."""
 
     id: str
@@ -174,23 +174,23 @@ class Chunk(Exact):
     created: int
     model: str
     system_fingerprint: None
-    choices: list[StreamedChoice]
+    choices: list[ChunkChoice]
     prompt_token_ids: list[int] | None = None
     usage: Usage | None = None
 
 
-class Tokens(Exact):
+class TokenizeResponse(StrictModel):
     count: int
     max_model_len: int
     tokens: list[int]
     token_strs: list[str] | None
 
 
-class Text(Exact):
+class DetokenizeResponse(StrictModel):
     prompt: str
 
 
-class ModelCard(Exact):
+class ModelCard(StrictModel):
     id: str
     object: Literal["model"]
     created: int
@@ -200,41 +200,41 @@ class ModelCard(Exact):
     max_model_len: int
 
 
-class ModelList(Exact):
+class ModelList(StrictModel):
     object: Literal["list"]
     data: list[ModelCard]
 
 
-class RegisteredPrefix(Exact):
+class RegisteredPrefix(StrictModel):
     id: str
     object: Literal["prefix"]
     tokens: int
     status: Literal["ready", "computing"]
 
 
-class PrefixList(Exact):
+class PrefixList(StrictModel):
     object: Literal["list"]
     data: list[RegisteredPrefix]
     capacity_tokens: int
 
 
-class DroppedPrefix(Exact):
+class DeletedPrefix(StrictModel):
     id: str
     object: Literal["prefix"]
     deleted: Literal[True]
 
 
-class Emptied(Exact):
+class CacheReset(StrictModel):
     pages: int = Field(ge=0)
 
 
-class Rest(Exact):
+class SleepStatus(StrictModel):
     is_sleeping: bool
     level: Literal[0, 1, 2]
     away: list[Literal["weights", "kv_cache"]]
 
 
-class ServerInfo(Exact):
+class ServerInfo(StrictModel):
     version: str
     python: str
     platform: str
@@ -254,61 +254,61 @@ class TokenizerInfo(BaseModel):
     added_tokens_decoder: dict[str, Any]
 
 
-class Version(Exact):
+class VersionResponse(StrictModel):
     version: str
 
 
-class Load(Exact):
+class ServerLoad(StrictModel):
     server_load: int = Field(ge=0)
 
 
-ANSWERS: dict[str, type[BaseModel] | None] = {
+RESPONSE_MODELS: dict[str, type[BaseModel] | None] = {
     "POST /v1/completions": Completion,
     "POST /v1/chat/completions": ChatCompletion,
-    "POST /v1/responses": Responded,
-    "GET /v1/responses/{name}": Responded,
-    "DELETE /v1/responses/{name}": DroppedResponse,
-    "POST /v1/messages": AnsweredMessage,
-    "POST /v1/messages/count_tokens": CountedTokens,
-    "POST /v1/embeddings": Embeddings,
-    "POST /score": Scores,
-    "POST /rerank": Ranking,
+    "POST /v1/responses": ResponsesResponse,
+    "GET /v1/responses/{name}": ResponsesResponse,
+    "DELETE /v1/responses/{name}": DeletedResponse,
+    "POST /v1/messages": MessagesResponse,
+    "POST /v1/messages/count_tokens": CountTokensResponse,
+    "POST /v1/embeddings": EmbeddingResponse,
+    "POST /score": ScoreResponse,
+    "POST /rerank": RerankResponse,
     "GET /v1/models": ModelList,
     "GET /v1/models/{name:path}": ModelCard,
-    "POST /tokenize": Tokens,
-    "POST /detokenize": Text,
+    "POST /tokenize": TokenizeResponse,
+    "POST /detokenize": DetokenizeResponse,
     "GET /health": None,
     "GET /ping": None,
     "POST /ping": None,
-    "GET /version": Version,
-    "GET /load": Load,
+    "GET /version": VersionResponse,
+    "GET /load": ServerLoad,
     "GET /metrics": None,
     "GET /v1/prefixes": PrefixList,
     "POST /v1/prefixes": RegisteredPrefix,
-    "DELETE /v1/prefixes/{name}": DroppedPrefix,
-    "POST /reset_prefix_cache": Emptied,
-    "POST /sleep": Rest,
-    "POST /wake_up": Rest,
-    "GET /is_sleeping": Rest,
+    "DELETE /v1/prefixes/{name}": DeletedPrefix,
+    "POST /reset_prefix_cache": CacheReset,
+    "POST /sleep": SleepStatus,
+    "POST /wake_up": SleepStatus,
+    "GET /is_sleeping": SleepStatus,
     "GET /server_info": ServerInfo,
     "GET /tokenizer_info": TokenizerInfo,
 }
-STREAMED: dict[str, type[BaseModel]] = {
+STREAM_MODELS: dict[str, type[BaseModel]] = {
     "/v1/completions": Chunk,
     "/v1/chat/completions": Chunk,
-    "/v1/responses": Responded,
-    "/v1/messages": AnsweredMessage,
+    "/v1/responses": ResponsesResponse,
+    "/v1/messages": MessagesResponse,
 }
-PARAMETERS: dict[str, dict[str, dict[str, Any]]] = {  # behind a path's "?"
+QUERY_PARAMETERS: dict[str, dict[str, dict[str, Any]]] = {  # behind a path's "?"
     "POST /sleep": {
-        "level": {"type": "integer", "enum": list(LEVELS), "default": 1},
-        "mode": {"type": "string", "enum": list(MODES), "default": MODES[0]},
+        "level": {"type": "integer", "enum": list(SLEEP_LEVELS), "default": 1},
+        "mode": {"type": "string", "enum": list(SLEEP_MODES), "default": SLEEP_MODES[0]},
     },
     "POST /wake_up": {
-        "tags": {"type": "array", "items": {"type": "string", "enum": list(TAGS)}, "maxItems": MOST_TAGS},
+        "tags": {"type": "array", "items": {"type": "string", "enum": list(MEMORY_TAGS)}, "maxItems": MAX_TAGS},
     },
 }
-REASONS = {
+STATUS_DESCRIPTIONS = {
     400: "What was asked can't be done; the message names the field, the value and the limit",
     401: "No valid key",
     403: "No admin key",
@@ -319,12 +319,12 @@ REASONS = {
     500: "A defect of the server",
     503: "The queue is full, the engine sleeps, or the server is about to end; Retry-After says when to come back",
 }
-KEY = "KeyOfTheServer"
+SECURITY_SCHEME = "KeyOfTheServer"
 
 
-def responses(method: str, path: str) -> dict[int | str, dict[str, Any]]:
+def route_responses(method: str, path: str) -> dict[int | str, dict[str, Any]]:
     """The answers of a route, by status."""
-    error: type[BaseModel] = MessageError if path.startswith(MESSAGES) else Error
+    error: type[BaseModel] = MessageError if path.startswith(MESSAGES_PATH) else Error
     codes = {401: error, 500: error, 503: error}
     if method == "POST" and path != "/ping":
         codes |= dict.fromkeys((400, 404, 408, 413), error)
@@ -341,25 +341,25 @@ def responses(method: str, path: str) -> dict[int | str, dict[str, Any]]:
     if path == "/health":
         del codes[401]
     found: dict[int | str, dict[str, Any]] = {
-        code: {"model": model, "description": REASONS[code]} for code, model in sorted(codes.items())
+        code: {"model": model, "description": STATUS_DESCRIPTIONS[code]} for code, model in sorted(codes.items())
     }
-    answer = ANSWERS[f"{method} {path}"]
+    answer = RESPONSE_MODELS[f"{method} {path}"]
     found[200] = {"description": "The answer"} if answer is None else {"model": answer, "description": "The answer"}
     if path in ("/health", "/ping"):
         found[503]["description"] = "The engine's loop hangs, or requests are not accepted; without a key no body"
-    if method == "POST" and path in STREAMED:
-        described = {"type": "string", "description": STREAMED[path].__doc__}
+    if method == "POST" and path in STREAM_MODELS:
+        described = {"type": "string", "description": STREAM_MODELS[path].__doc__}
         found[200]["content"] = {"text/event-stream": {"schema": described}}
     return found
 
 
-def parameters(method: str, path: str) -> dict[str, Any]:
+def query_parameters(method: str, path: str) -> dict[str, Any]:
     """What a route takes behind its path, for the document."""
-    taken = PARAMETERS.get(f"{method} {path}", {})
+    taken = QUERY_PARAMETERS.get(f"{method} {path}", {})
     return {"parameters": [{"name": name, "in": "query", "schema": schema} for name, schema in taken.items()]}
 
 
-def describe(document: dict[str, Any], asks_for_keys: bool) -> dict[str, Any]:
+def finish_openapi(document: dict[str, Any], requires_keys: bool) -> dict[str, Any]:
     """FastAPI's OpenAPI document, less what it says of answers that this server doesn't give."""
     bodies = {"/health": None, "/ping": None, "/metrics": {"text/plain": {"schema": {"type": "string"}}}}
     for path, methods in document["paths"].items():
@@ -370,14 +370,14 @@ def describe(document: dict[str, Any], asks_for_keys: bool) -> dict[str, Any]:
                 operation["responses"]["200"].pop("content", None)
                 if content is not None:
                     operation["responses"]["200"]["content"] = content
-            if asks_for_keys and path != "/health":
-                operation["security"] = [{KEY: []}]
+            if requires_keys and path != "/health":
+                operation["security"] = [{SECURITY_SCHEME: []}]
     schemas = document["components"]["schemas"]
     for name in ("HTTPValidationError", "ValidationError"):
         schemas.pop(name, None)
     schemas["Chunk"] = Chunk.model_json_schema(ref_template="#/components/schemas/{model}")
     schemas.update(schemas["Chunk"].pop("$defs", {}))
-    if asks_for_keys:
+    if requires_keys:
         told = {"type": "http", "scheme": "bearer", "description": "Or the key alone in the header x-api-key"}
-        document["components"]["securitySchemes"] = {KEY: told}
+        document["components"]["securitySchemes"] = {SECURITY_SCHEME: told}
     return document

@@ -11,33 +11,33 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from quire.async_llm import AsyncLLM
 
-STATUS_EVERY = 10.0  # seconds
+STATUS_SECONDS = 10.0  # seconds
 log = logging.getLogger("quire.server")
 
 
-async def tell_status(llm: AsyncLLM) -> None:
+async def log_status(llm: AsyncLLM) -> None:
     """One line every 10 s in which something happened."""
-    before, at = _counted(llm), time.monotonic()
+    before, at = _token_counts(llm), time.monotonic()
     with suppress(asyncio.CancelledError):
         while True:
-            await asyncio.sleep(STATUS_EVERY)
-            now, tokens = time.monotonic(), _counted(llm)
+            await asyncio.sleep(STATUS_SECONDS)
+            now, tokens = time.monotonic(), _token_counts(llm)
             if tokens != before or llm.active or llm.running or llm.queued:
                 rates = [(new - old) / (now - at) for new, old in zip(tokens, before)]
                 log.info("%s", status_line(llm, *rates))
             before, at = tokens, now
 
 
-def _counted(llm: AsyncLLM) -> tuple[int, int]:
+def _token_counts(llm: AsyncLLM) -> tuple[int, int]:
     """Tokens of prompts and of outputs since the start."""
-    stats = llm.facts.stats
+    stats = llm.metrics.stats
     return stats.prompt_tokens, stats.generated_tokens
 
 
 def status_line(llm: AsyncLLM, prompt_rate: float, output_rate: float) -> str:
     """What the server is doing, in one line."""
     usage, sharing, _ = llm.account
-    preemptions = sum(llm.facts.preempted.values())
+    preemptions = sum(llm.metrics.preempted.values())
     held = 100 * (usage.total - usage.free - usage.cached) / max(usage.total, 1)
     cached = 100 * usage.cached / max(usage.total, 1)
     line = (

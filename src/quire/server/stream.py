@@ -18,26 +18,26 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from quire.async_llm import AsyncLLM
-from quire.control.outcomes import Output
-from quire.server.direct import DIRECT, Direct
-from quire.server.errors import failure
-from quire.server.inbox import Inbox, Items, Writer
-from quire.server.pieces import SHORT, Pieces
-from quire.server.render import Choice, Renderer
-from quire.server.size import Held, Size
+from quire.control.outcomes import BranchOutput
+from quire.server.direct import DIRECT_EXTENSION, DirectWriter
+from quire.server.errors import to_failure
+from quire.server.inbox import IndexedOutputs, OutputQueue, TryWrite
+from quire.server.pieces import SHORT_CHARS, JsonPieces
+from quire.server.render import ChoicePieces, Renderer
+from quire.server.size import AnswerBudget, AnswerSize
 from quire.text.prompts import Prompt
-from quire.text.streams import Stream
+from quire.text.streams import OutputStream
 from quire.vocabulary.params import SamplingParams
 
-PART = 1 << 16  # characters sent at once
-MANY = 256  # tokens of an output that are worth a turn of the event loop
+PART_CHARS = 1 << 16  # characters sent at once
+MANY_TOKENS = 256  # tokens of an output that are worth a turn of the event loop
 DONE = b"data: [DONE]\n\n"
-CLIENT_LEFT = 499
+CLIENT_CLOSED_REQUEST = 499
 T = TypeVar("T")
 Json = dict[str, Any]
 
 
-def event(payload: Json) -> bytes:
+def sse_event(payload: Json) -> bytes:
     """One server-sent event. JSON is ASCII, so an event has no line breaks of its own."""
     return b"data: " + json.dumps(payload, separators=(",", ":")).encode() + b"\n\n"
 
@@ -49,78 +49,78 @@ async def send_pieces(send: Send, pieces: Iterable[str], more: bool) -> None:
     for piece in pieces:
         part.append(piece)
         size += len(piece)
-        if size >= PART:
+        if size >= PART_CHARS:
             await send({"type": "http.response.body", "body": "".join(part).encode(), "more_body": True})
             part, size = [], 0
             await asyncio.sleep(0)
     await send({"type": "http.response.body", "body": "".join(part).encode(), "more_body": more})
 
 
-class Call:
+class EngineCall:
     """The engine requests of one HTTP request, one a prompt: accepted all or none, and ended together. Until then its
-    answer's `size` counts in `held`."""
+    answer's `size` counts in `budget`."""
 
-    def __init__(self, llm: AsyncLLM, id: str, held: Held, size: Size) -> None:
+    def __init__(self, llm: AsyncLLM, id: str, budget: AnswerBudget, size: AnswerSize) -> None:
         self.llm, self.id = llm, id
-        self.streams: list[Stream] = []
-        self._held, self._size, self._bytes = held, size, 0
+        self.streams: list[OutputStream] = []
+        self._budget, self._size, self._bytes = budget, size, 0
 
     async def submit(
-        self, prompts: Sequence[Prompt], params: SamplingParams, *, salt: str, patient: bool, client: str
+        self, prompts: Sequence[Prompt], params: SamplingParams, *, salt: str, final_only: bool, client: str
     ) -> None:
         """Queue all prompts of a client, or none."""
-        self._held.add(self._size)
+        self._budget.reserve(self._size)
         named = [(f"{self.id}-{at}", prompt.ids) for at, prompt in enumerate(prompts)]
         pixels = [one for prompt in prompts for one in prompt.pixels]
-        media = [prompt.media for prompt in prompts] if pixels else ()
+        media = [prompt.images for prompt in prompts] if pixels else ()
         try:
             self.streams = await self.llm.submit_all(
-                named, params, salt=salt, patient=patient, media=media, pixels=pixels, client=client
+                named, params, salt=salt, patient=final_only, media=media, pixels=pixels, client=client
             )
         except BaseException:
-            self._held.drop(self._size)
+            self._budget.release(self._size)
             raise
 
-    def outputs(self, writer: Writer | None = None) -> Inbox:
+    def outputs(self, writer: TryWrite | None = None) -> OutputQueue:
         """(prompt index, Output) as they come, but what `writer` writes. A prompt whose reader is slow is merged, not
         queued."""
-        return Inbox(self.streams, writer)
+        return OutputQueue(self.streams, writer)
 
-    async def whole(self) -> list[tuple[int, Output]]:
+    async def collect(self) -> list[tuple[int, BranchOutput]]:
         """All of it: one Output for each prompt and branch, in order. For patient streams."""
-        found: list[tuple[int, Output]] = []
+        found: list[tuple[int, BranchOutput]] = []
         async for at, output in self.outputs():
             found.append((at, output))
-            if len(output.tokens) > MANY:
+            if len(output.tokens) > MANY_TOKENS:
                 await asyncio.sleep(0)
         return sorted(found, key=lambda item: (item[0], item[1].branch))
 
-    def weigh(self, bytes: int) -> None:
+    def hold_bytes(self, bytes: int) -> None:
         """The answer was written and has so many bytes, which are held until it is sent. Overloaded if all that are
         held are too many."""
-        self._held.weigh(bytes)
+        self._budget.add_bytes(bytes)
         self._bytes = bytes
 
     def close(self) -> None:
         """Abort what hasn't ended; nothing of the answer is held any more."""
         if self.streams:
-            self._held.drop(self._size, self._bytes)
+            self._budget.release(self._size, self._bytes)
         for stream in self.streams:
             if not stream.done:
                 self.llm.abort(stream.id)
         self.streams = []
 
 
-async def _left(receive: Receive) -> None:
+async def _wait_disconnect(receive: Receive) -> None:
     """Returns when the client is gone."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-async def unless_left(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
+async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
     """The result of `work`; None, with `work` cancelled, when the client leaves first."""
     task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_left(receive))
+    gone = asyncio.ensure_future(_wait_disconnect(receive))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         return task.result() if task.done() else None
@@ -142,20 +142,22 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, call: Call, renderer: Renderer, headers: dict[str, str], usage: bool, continuous: bool) -> None:
+    def __init__(
+        self, call: EngineCall, renderer: Renderer, headers: dict[str, str], usage: bool, continuous: bool
+    ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
         del self.headers["content-length"]
         self._call, self._renderer, self._usage, self._continuous = call, renderer, usage, usage and continuous
         self._head = f"data: {renderer.head(whole=False)}"
-        self._writer: Writer | None = None
-        renderer.pace.most = math.inf  # nothing of it is held
+        self._try_writer: TryWrite | None = None
+        renderer.pace.max_bytes = math.inf  # nothing of it is held
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        direct = scope.get("extensions", {}).get(DIRECT)
-        if direct is not None and self._renderer.plain:
-            self._writer = partial(self._write, direct)
+        direct = scope.get("extensions", {}).get(DIRECT_EXTENSION)
+        if direct is not None and self._renderer.is_text_only:
+            self._try_writer = partial(self._try_write, direct)
         try:
-            await unless_left(receive, self._send(send))
+            await cancel_on_disconnect(receive, self._send(send))
         finally:
             self._call.close()
 
@@ -169,54 +171,54 @@ class EventStream(Response):
             raise
         except BaseException as error:  # also what libraries raise beside Exception
             failed = error
-        await send({"type": "http.response.body", "body": self._last(failed), "more_body": False})
+        await send({"type": "http.response.body", "body": self._final_event(failed), "more_body": False})
 
-    def _last(self, error: BaseException | None) -> bytes:
+    def _final_event(self, error: BaseException | None) -> bytes:
         """The end of the stream, which may have failed."""
-        return DONE if error is None else event(failure(error).body())
+        return DONE if error is None else sse_event(to_failure(error).body())
 
-    async def _chunks(self) -> AsyncIterator[Pieces]:
-        """The events of the stream that `_write` doesn't write, without [DONE]."""
+    async def _chunks(self) -> AsyncIterator[JsonPieces]:
+        """The events of the stream that `_try_write` doesn't write, without [DONE]."""
         renderer = self._renderer
-        tail = await renderer.tail(whole=False)
-        for choice in await renderer.opening():
+        tail = await renderer.extra_members(whole=False)
+        for choice in await renderer.opening_choices():
             yield self._chunk(choice, tail)
             tail = []
-        async for at, output in self._call.outputs(self._writer):
+        async for at, output in self._call.outputs(self._try_writer):
             found = await renderer.choice(at, output, whole=False)
             if found is not None:
                 yield self._chunk(found)
         if self._usage:
-            yield [self._head, f'],"usage":{renderer.usage.total()}}}\n\n']
+            yield [self._head, f'],"usage":{renderer.usage.total_json()}}}\n\n']
 
-    def _write(self, direct: Direct, outputs: Items) -> bool:
+    def _try_write(self, direct: DirectWriter, outputs: IndexedOutputs) -> bool:
         """Write the chunks of `outputs`, unless that must wait for the client or takes long."""
-        if not direct.open or sum(len(output.text) for _, output in outputs) > SHORT:
+        if not direct.is_open or sum(len(output.text) for _, output in outputs) > SHORT_CHARS:
             return False
-        pieces: Pieces = []
+        pieces: JsonPieces = []
         for at, output in outputs:
-            found = self._renderer.brief(at, output)
+            found = self._renderer.choice_nowait(at, output)
             if found is not None:
                 pieces += self._chunk(found)
         if pieces:
             direct.write("".join(pieces).encode())
         return True
 
-    def _chunk(self, choice: Choice, tail: Sequence[str] = ()) -> Pieces:
+    def _chunk(self, choice: ChoicePieces, tail: Sequence[str] = ()) -> JsonPieces:
         """The event of a choice. `tail`: what a chunk has beside its choices."""
         usage = ""
         if self._usage:
-            so_far = self._renderer.usage.so_far(choice.at, choice.index) if self._continuous else "null"
+            so_far = self._renderer.usage.choice_json(choice.at, choice.index) if self._continuous else "null"
             usage = f',"usage":{so_far}'
         return [self._head, *choice.pieces, "]", *tail, usage, "}\n\n"]
 
 
-class WholeAnswer(Response):
+class JsonPiecesResponse(Response):
     """A response whose JSON was written in pieces; ends its call, if it is the answer to one, once it is sent."""
 
     media_type = "application/json"
 
-    def __init__(self, pieces: Pieces, headers: dict[str, str], call: Call | None = None) -> None:
+    def __init__(self, pieces: JsonPieces, headers: dict[str, str], call: EngineCall | None = None) -> None:
         super().__init__(headers=headers)
         self.headers["content-length"] = str(sum(map(len, pieces)))
         self._pieces, self._call = pieces, call
@@ -230,27 +232,29 @@ class WholeAnswer(Response):
                 self._call.close()
 
 
-async def respond(call: Call, work: Coroutine[Any, Any, Pieces], headers: dict[str, str], receive: Receive) -> Response:
+async def respond(
+    call: EngineCall, work: Coroutine[Any, Any, JsonPieces], headers: dict[str, str], receive: Receive
+) -> Response:
     """The response of a call, whose pieces are `work`'s; 499, which nobody reads, when the client left."""
     try:
-        pieces = await unless_left(receive, work)
+        pieces = await cancel_on_disconnect(receive, work)
         if pieces is not None:
-            call.weigh(sum(map(len, pieces)))
-            return WholeAnswer(pieces, headers, call)
+            call.hold_bytes(sum(map(len, pieces)))
+            return JsonPiecesResponse(pieces, headers, call)
     except BaseException:
         call.close()
         raise
     call.close()
-    return Response(status_code=CLIENT_LEFT)
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
-async def whole(call: Call, renderer: Renderer) -> Pieces:
+async def render_whole(call: EngineCall, renderer: Renderer) -> JsonPieces:
     """The answer of a call, when all of it is there."""
     pieces = [renderer.head(whole=True)]
     choices = 0
-    for at, output in await call.whole():
+    for at, output in await call.collect():
         found = await renderer.choice(at, output, whole=True)
         if found is not None:
             pieces += ([","] if choices else []) + found.pieces
             choices += 1
-    return [*pieces, "]", *await renderer.tail(whole=True), f',"usage":{renderer.usage.total()}}}']
+    return [*pieces, "]", *await renderer.extra_members(whole=True), f',"usage":{renderer.usage.total_json()}}}']

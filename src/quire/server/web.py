@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 from starlette.types import ASGIApp
 
-from quire.server.connections import BoundedProtocol, Bounds, Door
-from quire.server.descriptors import capacity
-from quire.server.ending import LAST_RESPONSES
-from quire.server.errors import LastResort
-from quire.server.places import Places
+from quire.server.connections import BoundedProtocol, ConnectionAcceptor, ConnectionLimits
+from quire.server.descriptors import connection_capacity
+from quire.server.ending import LAST_RESPONSES_SECONDS
+from quire.server.errors import CatchAllMiddleware
+from quire.server.places import AcceptSlots
 
 if TYPE_CHECKING:
     from quire.server.run import ServeOptions
 
-FEW = 256  # connections
+LOW_CONNECTIONS = 256  # connections
 log = logging.getLogger("quire.server")
 
 
@@ -33,31 +33,32 @@ class WebServer(uvicorn.Server):
         self,
         app: ASGIApp,
         options: ServeOptions,
-        ready: Callable[[], None],
-        end: Callable[[], object] = bool,
-        bounds: dict[str, Any] | None = None,
-        places: Places | None = None,
+        on_ready: Callable[[], None],
+        on_exit_request: Callable[[], object] = bool,
+        limits: dict[str, Any] | None = None,
+        accept_slots: AcceptSlots | None = None,
     ) -> None:
-        """`ready` is called once it listens, `end` when a request asked for the process's end; `bounds` are fields of
-        connections.Bounds. `places` are those of all fronts, if there are several."""
+        """`on_ready` is called once it listens, `on_exit_request` when a request asked for the process's end; `limits`
+        are fields of
+        connections.Bounds. `accept_slots` are those of all fronts, if there are several."""
         super().__init__(
             uvicorn.Config(
-                LastResort(app, end),
+                CatchAllMiddleware(app, on_exit_request),
                 log_config=None,
                 access_log=options.access_log,
                 http="h11",
                 ws="none",
                 ssl_keyfile=options.ssl_keyfile,
                 ssl_certfile=options.ssl_certfile,
-                timeout_keep_alive=round(Bounds().idle),
-                timeout_graceful_shutdown=LAST_RESPONSES,
+                timeout_keep_alive=round(ConnectionLimits().idle),
+                timeout_graceful_shutdown=LAST_RESPONSES_SECONDS,
                 server_header=False,
             )
         )
-        self._max_connections, self._ready, self._bounds = options.max_connections, ready, bounds or {}
-        self._places = places
+        self._max_connections, self._on_ready, self._limits = options.max_connections, on_ready, limits or {}
+        self._accept_slots = accept_slots
         if options.access_log:
-            logging.getLogger("uvicorn.access").addFilter(without_query)
+            logging.getLogger("uvicorn.access").addFilter(strip_query)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -67,21 +68,23 @@ class WebServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept on the one socket."""
         await super().startup(sockets=[])
-        room = capacity(self._max_connections if self._places is None else None)
-        if room < FEW and self._max_connections is None:
+        room = connection_capacity(self._max_connections if self._accept_slots is None else None)
+        if room < LOW_CONNECTIONS and self._max_connections is None:
             log.warning("there is room for %d connections only: raise the limit of open files (ulimit -n)", room)
         [listener] = sockets or []
         make = partial(BoundedProtocol, self.config, self.server_state, self.lifespan.state)
-        self.door = Door(listener, Bounds(room)._replace(**self._bounds), make, self.config.ssl, self._places)
-        self._ready()
+        self.acceptor = ConnectionAcceptor(
+            listener, ConnectionLimits(room)._replace(**self._limits), make, self.config.ssl, self._accept_slots
+        )
+        self._on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept nothing more, and let what runs end."""
-        self.door.close()
+        self.acceptor.close()
         await super().shutdown(sockets)
 
 
-def without_query(record: logging.LogRecord) -> bool:
+def strip_query(record: logging.LogRecord) -> bool:
     """Cuts the query, where clients put keys, from a line of uvicorn's access log."""
     if isinstance(record.args, tuple) and len(record.args) == 5:
         client, method, path, version, status = record.args

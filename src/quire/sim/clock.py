@@ -14,11 +14,11 @@ class VirtualClock:
     def __call__(self) -> float:
         return self.now
 
-    def pass_by(self, seconds: float) -> None:
+    def advance(self, seconds: float) -> None:
         """Let `seconds` pass."""
         assert seconds >= 0, f"{seconds} seconds can't pass"
         self.now += seconds
 
-    def reach(self, moment: float) -> None:
-        """Let time pass until `moment`, if that is still to come."""
-        self.now = max(self.now, moment)
+    def advance_to(self, time: float) -> None:
+        """Let time pass until `time`, if that is still to come."""
+        self.now = max(self.now, time)

@@ -6,34 +6,34 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from quire.config import EngineConfig
-from quire.control.edge import Limits
+from quire.control.edge import EngineLimits
 from quire.control.engine import Engine
-from quire.control.memory import Size, build_memory
+from quire.control.memory import MemorySize, build_memory
 from quire.control.memory.paged import PagedMemory
 from quire.control.scheduler import Scheduler
 from quire.sim.echo import EchoRunner
-from quire.vocabulary.media import Medium, Pixels
+from quire.vocabulary.media import ImageItem, ImagePixels
 from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.plan import Encode
+from quire.vocabulary.plan import ImageEncoding
 from quire.vocabulary.specs import LayerSpec, ModelSpec, VisionSpec
 
 PICTURE = bytes(32)
 VOCAB = 64
 
 
-class Held(NamedTuple):
+class StepUsage(NamedTuple):
     """A step: the tokens that it computes, whether it encodes the picture, and what is held while it runs: tokens with
     keys and values, places for more of them, and embeddings of the picture, of which some are left behind it."""
 
     tokens: int
     encodes: bool
     kv: int
-    places: int
+    free_places: int
     embeddings: int
-    left: int
+    leftover_embeddings: int
 
 
-def figure_12(vision_cache: str, text: tuple[int, int] = (1, 1), picture: int = 4, chunk: int = 3) -> list[Held]:
+def figure_12(vision_cache: str, text: tuple[int, int] = (1, 1), picture: int = 4, chunk: int = 3) -> list[StepUsage]:
     """The steps of a request [t0 i0 i1 i2 i3 t1], in chunks of 3 tokens, and its first decode: with "pages" as in
     Figure 12a, with "inside" as in 12b, with "off" as in engines that keep no embeddings. Pages hold one token."""
     layers = (LayerSpec(1, 8),)
@@ -42,27 +42,27 @@ def figure_12(vision_cache: str, text: tuple[int, int] = (1, 1), picture: int = 
         page_size=1, max_num_seqs=2, max_num_batched_tokens=chunk, swap_gib=0, vision_cache=vision_cache,
         enable_prefix_caching=False,
     )  # fmt: skip
-    memory = build_memory(config, spec, Size(64, 32, 2))
+    memory = build_memory(config, spec, MemorySize(64, 32, 2))
     assert isinstance(memory, PagedMemory), "pictures are in pages"
     runner = EchoRunner(vocab_size=VOCAB)
-    runner.bind(memory.geometry)
-    scheduler = Scheduler(memory, budget=chunk, max_seqs=2, max_len=64)
-    engine = Engine(scheduler, runner, Limits(VOCAB, 64, 4), clock=lambda: 0.0)
-    media = (Medium(PICTURE, text[0], picture, picture, 1),)
+    runner.bind(memory.kv_config)
+    scheduler = Scheduler(memory, token_budget=chunk, max_seqs=2, max_len=64)
+    engine = Engine(scheduler, runner, EngineLimits(VOCAB, 64, 4), clock=lambda: 0.0)
+    media = (ImageItem(PICTURE, text[0], picture, picture, 1),)
     prompt = [1] * text[0] + [2] * picture + [3] * text[1]
     params = SamplingParams(max_tokens=2, ignore_eos=True, seed=1)
-    engine.add("a", prompt, params, media=media, pixels=[Pixels(PICTURE, (1, 1, 1, 3), bytes(3))])
-    steps: list[Held] = []
-    while engine.unfinished:
+    engine.add("a", prompt, params, images=media, pixels=[ImagePixels(PICTURE, (1, 1, 1, 3), bytes(3))])
+    steps: list[StepUsage] = []
+    while engine.has_unfinished_requests:
         plan = scheduler.schedule()
         assert plan is not None, "there is a request to serve"
-        [resident] = memory.residents.values()
+        [resident] = memory.seq_pages.values()
         tables = dict(zip((group.kind for group in memory.groups), resident.tables))
         embeddings = [page for page in tables.get("vision", []) if page]
-        tokens = sum(len(row.tokens) for row in plan.rows)
-        end = max((row.start + len(row.tokens) for row in plan.rows), default=0)
-        encodes = any(isinstance(entry, Encode) for entry in plan.journal)
+        tokens = sum(len(row.tokens) for row in plan.slices)
+        end = max((row.start + len(row.tokens) for row in plan.slices), default=0)
+        encodes = any(isinstance(entry, ImageEncoding) for entry in plan.page_ops)
         scheduler.update(plan, runner.collect(runner.submit(plan)))
-        left = sum(bool(page) for page in tables.get("vision", [])) if memory.residents else 0
-        steps.append(Held(tokens, encodes, end, len(tables["full"]) - end, len(embeddings), left))
+        left = sum(bool(page) for page in tables.get("vision", [])) if memory.seq_pages else 0
+        steps.append(StepUsage(tokens, encodes, end, len(tables["full"]) - end, len(embeddings), left))
     return steps

@@ -8,7 +8,7 @@ from quire.control.scheduler import Scheduler
 from quire.vocabulary.plan import StepPlan
 
 
-class Padded(NamedTuple):
+class PaddingCounts(NamedTuple):
     """In one step: tokens that pad prompts to the longest of their batch, and rows of members that ended, which the
     others still need."""
 
@@ -16,19 +16,19 @@ class Padded(NamedTuple):
     rows: int
 
 
-class Padding:
+class StaticBatchPadding:
     """Watches a scheduler of static batches, in which all members of a batch come in one step."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
-        self.members = 0  # sequences of the batch under way, those to be forked included
+        self.batch_size = 0  # sequences of the batch under way, those to be forked included
 
-    def __call__(self, plan: StepPlan) -> Padded:
+    def __call__(self, plan: StepPlan) -> PaddingCounts:
         """What is computed for nothing in the step that was just planned."""
         by_slot = self.scheduler.by_slot
-        prompts = [birth.prompt_len for birth in plan.births if birth.parent < 0]
-        branches = sum(seq.branches for _, seq in by_slot.values())
+        prompts = [birth.prompt_len for birth in plan.new_slots if birth.parent_slot < 0]
+        branches = sum(seq.num_forks for _, seq in by_slot.values())
         if prompts:
-            self.members = len(by_slot) + branches
+            self.batch_size = len(by_slot) + branches
         prompt = len(prompts) * max(prompts, default=0) - sum(prompts)
-        return Padded(prompt, max(self.members - len(by_slot) - branches, 0))
+        return PaddingCounts(prompt, max(self.batch_size - len(by_slot) - branches, 0))

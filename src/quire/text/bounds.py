@@ -16,8 +16,8 @@ from jinja2.sandbox import SandboxedEscapeFormatter, SandboxedFormatter
 MAX_STRING = 1 << 20  # characters of any one string, items of any one list
 MAX_INTEGER = 1 << 16  # size of an integer handed to a function or filter: widths, counts, ranges
 MAX_POWER = 64  # exponent
-MAX_LISTS = 1 << 16  # lists that one batch makes
-MAX_SET = 1 << 10  # characters to strip
+MAX_BATCHES = 1 << 16  # lists that one batch makes
+MAX_STRIP_CHARS = 1 << 10  # characters to strip
 MAX_SEARCH = 1 << 26  # characters times characters of a search from the end, which tries every place
 UNSAFE_METHODS = {"encode", "to_bytes"}  # they make bytes, which no chat needs and whose methods would need bounds
 _PRINTF = re.compile(r"%(?:\((?P<key>[^)]*)\))?[#0 +-]*(?P<width>\d+|\*)?(?:\.(?P<precision>\d+|\*)?)?")
@@ -35,13 +35,13 @@ def check_integer(value: int) -> None:
         raise SecurityError(f"integers given to functions may be {MAX_INTEGER} at most")
 
 
-def check_weight(values: Iterable[Any], each: int = 0, indent: int = 0) -> int:
+def check_nested_size(values: Iterable[Any], extra_per_value: int = 0, indent: int = 0) -> int:
     """Refuse to write out nested values that would be huge: a list may hold one long value many times. The size, with
-    `each` characters more a value and `indent` more a level that it is deep."""
+    `extra_per_value` characters more a value and `indent` more a level that it is deep."""
     weight, left = 0, [(value, 0) for value in values]
     while left:
         value, depth = left.pop()
-        weight += (len(value) if isinstance(value, str) else 1) + each + depth * indent
+        weight += (len(value) if isinstance(value, str) else 1) + extra_per_value + depth * indent
         if isinstance(value, Mapping):
             left += [(inner, depth + 1) for pair in value.items() for inner in pair]
         elif isinstance(value, list | tuple):
@@ -80,7 +80,7 @@ def check_method(text: str, name: str, args: Sequence[Any], kwargs: Mapping[str,
     elif name == "join" and isinstance(first, list | tuple | Mapping | str):
         check_joined(text, first)
     elif name in ("strip", "lstrip", "rstrip"):
-        check_set(first)
+        check_strip_chars(first)
     elif name in ("rfind", "rindex", "rsplit", "rpartition") and len(text) * len(str(first)) > MAX_SEARCH:
         raise SecurityError(f"{name} of {len(text)} by {len(str(first))} characters is too long a search")
 
@@ -93,60 +93,60 @@ def check_replaced(text: str, old: Any, new: Any) -> None:
 
 def check_joined(separator: Any, items: Any) -> None:
     """Before separator.join(items)."""
-    check_size(len(str(separator)) * len(items) + check_weight((items,)))
+    check_size(len(str(separator)) * len(items) + check_nested_size((items,)))
 
 
-def check_set(characters: Any) -> None:
+def check_strip_chars(characters: Any) -> None:
     """Before text.strip(characters), which looks for each of the text's in all of these."""
-    if isinstance(characters, str) and len(characters) > MAX_SET:
-        raise SecurityError(f"at most {MAX_SET} characters may be stripped, got {len(characters)}")
+    if isinstance(characters, str) and len(characters) > MAX_STRIP_CHARS:
+        raise SecurityError(f"at most {MAX_STRIP_CHARS} characters may be stripped, got {len(characters)}")
 
 
 def check_printf(text: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Before `text` % args: widths, precisions, and values that it names over and over."""
-    size = len(text) + check_weight(args)
+    size = len(text) + check_nested_size(args)
     for found in _PRINTF.finditer(text):
         for digits in (found["width"], found["precision"]):
             if digits == "*":
                 raise SecurityError("widths and precisions may not be *")
             if digits:
-                size += _width(digits)
+                size += _checked_width(digits)
         if found["key"] is not None:
-            size += check_weight((kwargs.get(found["key"]),))
+            size += check_nested_size((kwargs.get(found["key"]),))
         check_size(size)
 
 
-def _width(digits: str) -> int:
+def _checked_width(digits: str) -> int:
     if len(digits) > 9:
         digits = "9" * 9
     check_integer(int(digits))
     return int(digits)
 
 
-class _Bounded(SandboxedFormatter):
+class _BoundedFormatter(SandboxedFormatter):
     """str.format with bounds: on each width and precision, and on all that it writes."""
 
     size = 0
 
     def convert_field(self, value: Any, conversion: Any) -> Any:
         """!r and !s write out."""
-        check_weight((value,))
+        check_nested_size((value,))
         return super().convert_field(value, conversion)
 
     def format_field(self, value: Any, format_spec: str) -> Any:
         """One field."""
-        check_weight((value, format_spec))
+        check_nested_size((value, format_spec))
         for digits in re.findall(r"\d+", format_spec):
-            _width(digits)
+            _checked_width(digits)
         text = super().format_field(value, format_spec)
         self.size += len(text)
         check_size(self.size)
         return text
 
 
-class BoundedFormatter(_Bounded):
+class BoundedFormatter(_BoundedFormatter):
     """For strings."""
 
 
-class BoundedEscapeFormatter(_Bounded, SandboxedEscapeFormatter):
+class BoundedEscapeFormatter(_BoundedFormatter, SandboxedEscapeFormatter):
     """For markup, which escapes what is put into it."""

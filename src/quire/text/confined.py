@@ -14,19 +14,19 @@ from importlib.util import find_spec
 from pathlib import Path
 
 KILL_SECONDS = 5.0
-KEPT = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT")  # of the environment
+KEPT_VARIABLES = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT")  # of the environment
 
 
-def start(
-    arguments: Sequence[str], why: str, refused: type[Exception], kept: Sequence[str] = ()
+def start_isolated(
+    arguments: Sequence[str], purpose: str, error_type: type[Exception], variables: Sequence[str] = ()
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """A Python, isolated, with these arguments, and the connection that is its input and output. `refused` where the
-    system has none `why` (for ..., to ...); `kept` are more names of the environment."""
+    """A Python, isolated, with these arguments, and the connection that is its input and output. `error_type` where the
+    system has none `purpose` (for ..., to ...); `variables` are more names of the environment."""
     try:
         ours, theirs = socket.socketpair()
     except OSError as error:
-        raise refused(f"no socket can be had {why}: {error.strerror}") from error
-    environment = {name: os.environ[name] for name in (*KEPT, *kept) if name in os.environ}
+        raise error_type(f"no socket can be had {purpose}: {error.strerror}") from error
+    environment = {name: os.environ[name] for name in (*KEPT_VARIABLES, *variables) if name in os.environ}
     try:
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", *arguments], stdin=theirs, stdout=theirs, stderr=subprocess.DEVNULL,
@@ -34,13 +34,13 @@ def start(
         )  # fmt: skip
     except OSError as error:
         ours.close()
-        raise refused(f"no process can be started {why}: {error.strerror}") from error
+        raise error_type(f"no process can be started {purpose}: {error.strerror}") from error
     finally:
         theirs.close()
     return process, ours
 
 
-def end(process: subprocess.Popen[bytes], connection: socket.socket) -> None:
+def kill(process: subprocess.Popen[bytes], connection: socket.socket) -> None:
     """Kill it, and wait until it is gone."""
     process.kill()
     with suppress(subprocess.TimeoutExpired):
@@ -48,7 +48,7 @@ def end(process: subprocess.Popen[bytes], connection: socket.socket) -> None:
     connection.close()
 
 
-def folders_of(*names: str) -> list[str]:
+def package_folders(*names: str) -> list[str]:
     """Those that hold these packages, as far as they are there."""
     specs = [find_spec(name) for name in names]
     places = [spec.submodule_search_locations for spec in specs if spec is not None]

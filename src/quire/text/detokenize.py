@@ -26,44 +26,44 @@ class Detokenizer:
     here, so they stay; each undecodable byte becomes one U+FFFD, as there.
     """
 
-    __slots__ = ("_decoder", "_escaped", "_first", "_skip", "_space", "_strip", "_tokenizer")
+    __slots__ = ("_at_start", "_byte_fallback", "_decoder", "_skip_ids", "_strip_char", "_strip_left", "_tokenizer")
 
     def __init__(self, tokenizer: Tokenizer, prompt_tail: Sequence[int], skip_special_tokens: bool = True) -> None:
-        pieces = tokenizer.pieces
+        pieces = tokenizer.decoder_rules
         self._tokenizer = tokenizer
-        self._skip = tokenizer.special_ids if skip_special_tokens else frozenset()
-        self._escaped = pieces.byte_fallback
-        self._decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape" if self._escaped else "replace")
-        self._first = True
-        self._space, self._strip = pieces.strip
+        self._skip_ids = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._byte_fallback = pieces.byte_fallback
+        self._decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape" if self._byte_fallback else "replace")
+        self._at_start = True
+        self._strip_char, self._strip_left = pieces.strip
         self.push(prompt_tail)
 
     def push(self, ids: Iterable[int]) -> str:
         """The text that these tokens complete; "" while a character is still in parts."""
-        if self._first:
-            return self._opening(ids)
-        shown = b"".join(self._tokenizer.token_bytes(id) for id in ids if id not in self._skip)
-        return self._text(self._decoder.decode(shown))
+        if self._at_start:
+            return self._push_first(ids)
+        shown = b"".join(self._tokenizer.token_bytes(id) for id in ids if id not in self._skip_ids)
+        return self._finish_text(self._decoder.decode(shown))
 
     def flush(self) -> str:
         """What is still held back: U+FFFD for bytes that never became a character. Nothing may be pushed after it."""
-        return self._text(self._decoder.decode(b"", final=True))
+        return self._finish_text(self._decoder.decode(b"", final=True))
 
-    def _opening(self, ids: Iterable[int]) -> str:
+    def _push_first(self, ids: Iterable[int]) -> str:
         """Push until the first token that shows, which has its own rule about spaces."""
         rest = iter(ids)
         for id in rest:
-            if id not in self._skip and self._tokenizer.has(id):
-                self._first = False
-                text = self._text(self._decoder.decode(self._tokenizer.opening_bytes(id)))
+            if id not in self._skip_ids and self._tokenizer.has_id(id):
+                self._at_start = False
+                text = self._finish_text(self._decoder.decode(self._tokenizer.first_token_bytes(id)))
                 return text + self.push(rest)
         return ""
 
-    def _text(self, text: str) -> str:
-        if self._escaped and not text.isascii():
+    def _finish_text(self, text: str) -> str:
+        if self._byte_fallback and not text.isascii():
             text = _ESCAPED.sub("\ufffd", text)
-        if self._strip and text:
-            dropped = min(len(text) - len(text.lstrip(self._space)), self._strip)
-            self._strip = 0 if dropped < len(text) else self._strip - dropped
+        if self._strip_left and text:
+            dropped = min(len(text) - len(text.lstrip(self._strip_char)), self._strip_left)
+            self._strip_left = 0 if dropped < len(text) else self._strip_left - dropped
             text = text[dropped:]
         return text

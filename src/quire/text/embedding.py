@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from quire.control.outcomes import Output
+from quire.control.outcomes import BranchOutput
 from quire.errors import InputError, Overloaded
 from quire.vocabulary.params import SamplingParams
 
 if TYPE_CHECKING:
     import numpy as np
 
-EMBED = SamplingParams(pooling="auto", temperature=0, max_tokens=1, detokenize=False)
+EMBEDDING_PARAMS = SamplingParams(pooling="auto", temperature=0, max_tokens=1, detokenize=False)
 
 
-def vector(output: Output, dimensions: int | None = None, normalize: bool = True) -> np.ndarray:
+def embedding_vector(output: BranchOutput, dimensions: int | None = None, normalize: bool = True) -> np.ndarray:
     """float32 [hidden], or its first `dimensions` numbers, of length 1 or, without `normalize`, as the model gives it.
     InputError if there is none, Overloaded if it was ended before."""
     import numpy as np

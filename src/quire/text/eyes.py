@@ -8,68 +8,80 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from quire.vocabulary.media import Pixels
+from quire.vocabulary.media import ImagePixels
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-Grid = tuple[int, ...]
-GUARD = "\ufdd0\ufdd1"  # characters that Unicode keeps for a program's own use
+GridNumbers = tuple[int, ...]
+TOKEN_ESCAPE = "\ufdd0\ufdd1"  # characters that Unicode keeps for a program's own use
 
 
-def guarded(text: str, words: Sequence[str]) -> str:
-    """`text` with a GUARD inside each of the `words`, so that it stays text: it is tokenised in parts, cut there."""
-    pattern = "|".join(map(re.escape, sorted(words, key=len, reverse=True)))
-    return re.sub(pattern, lambda found: found[0][:1] + GUARD + found[0][1:], text)
+def escape_image_tokens(text: str, token_texts: Sequence[str]) -> str:
+    """`text` with a GUARD inside each of the `token_texts`, so that it stays text: it is tokenised in parts, cut "
+    "there."""
+    pattern = "|".join(map(re.escape, sorted(token_texts, key=len, reverse=True)))
+    return re.sub(pattern, lambda found: found[0][:1] + TOKEN_ESCAPE + found[0][1:], text)
 
 
-def guarded_within(value: Any, words: Sequence[str]) -> Any:
-    """A JSON value with all of its texts `guarded`."""
+def escape_image_tokens_in_json(value: Any, token_texts: Sequence[str]) -> Any:
+    """A JSON value with all of its texts `escape_image_tokens`."""
     if isinstance(value, str):
-        return guarded(value, words)
+        return escape_image_tokens(value, token_texts)
     if isinstance(value, list):
-        return [guarded_within(one, words) for one in value]
+        return [escape_image_tokens_in_json(one, token_texts) for one in value]
     if isinstance(value, dict):
-        return {guarded(key, words): guarded_within(one, words) for key, one in value.items()}
+        return {
+            escape_image_tokens(key, token_texts): escape_image_tokens_in_json(one, token_texts)
+            for key, one in value.items()
+        }
     return value
 
 
-class Eyes(Protocol):
+class ImageProcessor(Protocol):
     """Of one model. Used by several threads at once.
 
-    `token` is the id that stands for a whole picture in a prompt before `place`; `reserved` are the ids that only
-    `place` may write, `token` among them or not. `words` are the texts that the tokenizer, or `spelled`, takes for one
-    of these. `settings` says all that `prepare` depends on: it is part of what a picture's key is made of. Where it
-    `joins` them, pictures that are neighbours in a prompt are seen as one: their rows stand nowhere in it."""
+    `image_token_id` is the id that stands for a whole picture in a prompt before `expand_placeholders`; `reserved_ids`
+    are the ids that only
+    `expand_placeholders` may write, `image_token_id` among them or not. `reserved_texts` are the texts that the
+    tokenizer, or `normalize_placeholders`, takes for one
+    of these. `cache_settings` says all that `prepare` depends on: it is part of what a picture's key is made of. Where
+    it
+    `joins_adjacent` them, pictures that are neighbours in a prompt are seen as one: their rows stand nowhere in it."""
 
     @property
-    def token(self) -> int: ...
+    def image_token_id(self) -> int: ...
     @property
-    def reserved(self) -> frozenset[int]: ...
+    def reserved_ids(self) -> frozenset[int]: ...
     @property
-    def words(self) -> tuple[str, ...]: ...
+    def reserved_texts(self) -> tuple[str, ...]: ...
     @property
-    def settings(self) -> str: ...
+    def cache_settings(self) -> str: ...
     @property
-    def joins(self) -> bool: ...
+    def joins_adjacent(self) -> bool: ...
 
-    def marker(self, number: int) -> str:
+    def placeholder_text(self, number: int) -> str:
         """The text of a prompt's picture `number`, from 1 on, as a template that takes only strings is given it."""
 
-    def spelled(self, text: str) -> str:
-        """A prompt's text as the tokenizer is to read it, with one `token` a picture: where publishers number their
+    def normalize_placeholders(self, text: str) -> str:
+        """A prompt's text as the tokenizer is to read it, with one `image_token_id` a picture: where publishers number
+        their
         markers, say. InputError for numbers that can't be."""
 
-    def prepare(self, image: Image, alone: bool = True) -> Pixels:
-        """What the encoder gets of an RGB picture, under no key yet. `alone`: it is its prompt's only one, which some
+    def prepare(self, image: Image, only_image: bool = True) -> ImagePixels:
+        """What the encoder gets of an RGB picture, under no key yet. `only_image`: it is its prompt's only one, which
+        some
         models show in more tiles; its grid says so. InputError for one that can't be prepared."""
 
-    def rows(self, grid: Grid) -> int:
+    def num_rows(self, grid: GridNumbers) -> int:
         """Rows that the encoder makes of a picture."""
 
-    def parts(self, grid: Grid) -> int:
+    def num_parts(self, grid: GridNumbers) -> int:
         """Equal shares that it can be encoded in, one after another."""
 
-    def place(self, token_ids: Sequence[int], grids: Sequence[Grid]) -> tuple[list[int], list[tuple[int, int]]]:
-        """The prompt with each `token`, of which there is one a grid, as long as its picture is; and where each picture
+    def expand_placeholders(
+        self, token_ids: Sequence[int], grids: Sequence[GridNumbers]
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        """The prompt with each `image_token_id`, of which there is one a grid, as long as its picture is; and where
+        each picture
         stands: its first position, and how many it takes. InputError for more pictures than the model takes."""

@@ -13,111 +13,126 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from quire.vocabulary.structured import NAMING, OPTIONS, Structured, read_json
+from quire.vocabulary.structured import LLGUIDANCE_OPTIONS_KEY, SCHEMA_MAP_KEYWORDS, Structured, parse_source
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-    from quire.text.grammar_tokens import Vocabulary
+    from quire.text.grammar_tokens import GrammarVocabulary
 
-PLAIN = re.compile(r'[^"\\\x00-\x1F\x7F]+')  # characters that stand for themselves in a JSON string
-OPEN = re.compile(rb"(?<!\\)\\(\\\\)*(u[0-9A-Fa-f]{0,3})?$")  # an escape that isn't whole
-LONGEST = 512  # characters that counted strings of a schema may have, each kind once: for each llguidance's lexer makes
+PLAIN_CHARS = re.compile(r'[^"\\\x00-\x1F\x7F]+')  # characters that stand for themselves in a JSON string
+OPEN_ESCAPE = re.compile(rb"(?<!\\)\\(\\\\)*(u[0-9A-Fa-f]{0,3})?$")  # an escape that isn't whole
+MAX_COUNTED_CHARS = (
+    512  # characters that counted strings of a schema may have, each kind once: for each llguidance's lexer makes
+)
 # a state, and of these only so many before the next mask is made (strings of 256 take a third of what it is given)
 MAX_DEPTH = 64  # of a schema, as far as it is looked into here
-FREE = 1 << 30  # characters: any number
-PROBES = 64  # tokens of some letters that are kept
-SINGLE = frozenset(("null", "boolean", "integer", "number"))  # types without strings
-REMARKS = frozenset(("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment",
+UNBOUNDED = 1 << 30  # characters: any number
+MAX_PROBES = 64  # tokens of some letters that are kept
+TYPES_WITHOUT_STRINGS = frozenset(("null", "boolean", "integer", "number"))  # types without strings
+ANNOTATIONS = frozenset(("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly",
+"$comment",
                      "$schema"))  # fmt: skip
-KNOWN = REMARKS | frozenset((
+KNOWN_KEYWORDS = ANNOTATIONS | frozenset((
     "type", "properties", "required", "additionalProperties", "items", "prefixItems", "minItems", "maxItems", "minimum",
     "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "minLength", "maxLength", "enum", "const", "anyOf",
     "$ref", "$defs", "definitions",
 ))  # fmt: skip
 """Keywords that are understood here; of a schema with others nothing is known."""
-ALONE = ("anyOf", "$ref", "enum", "const")
+EXCLUSIVE_KEYWORDS = ("anyOf", "$ref", "enum", "const")
 """Keywords beside which no other may say what the same value is; enum and const may have a type."""
-SHAPES = {"properties": dict, "$defs": dict, "definitions": dict, "anyOf": list, "minLength": int, "maxLength": int,
+KEYWORD_TYPES = {"properties": dict, "$defs": dict, "definitions": dict, "anyOf": list, "minLength": int,
+"maxLength": int,
           "$ref": str}  # fmt: skip
 """Of keywords that are looked into here. llguidance itself looks at none that nothing refers to, or of another type."""
-INSIDE = re.compile(
+LOCAL_REF = re.compile(
     r"#(/(\$defs|definitions|properties)/[^/%]*|/(items|additionalProperties)(?![^/])|/(prefixItems|anyOf)/[0-9]+)*"
 )  # where a $ref may lead: to what is looked through; not into an example, a default or a constant
 OWN_OPTIONS = frozenset(("whitespace_flexible", "lenient"))
-ESCAPED = b"bfnrtuabcdefABCDEF"  # what an escape may go on with
-ALWAYS = "true false null eE"  # what may be spoken though no schema says it
+ESCAPE_LETTERS = b"bfnrtuabcdefABCDEF"  # what an escape may go on with
+ALWAYS_ALLOWED = "true false null eE"  # what may be spoken though no schema says it
 
 
-class Tokens:
-    """Of a vocabulary: `plain` says of each token whether it is whole characters that stand for themselves; a quote and
+class StringTokens:
+    """Of a vocabulary: `is_plain` says of each token whether it is whole characters that stand for themselves; a quote
+    and
     a colon; tokens of letters that go on with no escape, the longest first; and those that end within an escape."""
 
-    def __init__(self, words: Vocabulary, ends: Iterable[int]) -> None:
-        self.plain = bytearray(map(_is_plain, words.tokens))
-        for id in (*words.special_token_ids, *ends):
-            self.plain[id] = False
-        self.escaping = frozenset(id for id, token in enumerate(words.tokens) if b"\\" in token and OPEN.search(token))
-        self.closing = [words.find(b'"'), words.find(b":")]
-        letters = [(id, token.decode()) for id, token in enumerate(words.tokens)
-                   if self.plain[id] and token.isalpha() and token[0] not in ESCAPED]  # fmt: skip
+    def __init__(self, vocabulary: GrammarVocabulary, eos_ids: Iterable[int]) -> None:
+        self.is_plain = bytearray(map(_is_plain, vocabulary.tokens))
+        for id in (*vocabulary.special_token_ids, *eos_ids):
+            self.is_plain[id] = False
+        self.open_escape_ids = frozenset(
+            id for id, token in enumerate(vocabulary.tokens) if b"\\" in token and OPEN_ESCAPE.search(token)
+        )
+        self.closing_ids = [vocabulary.token_id(b'"'), vocabulary.token_id(b":")]
+        letters = [(id, token.decode()) for id, token in enumerate(vocabulary.tokens)
+                   if self.is_plain[id] and token.isalpha() and token[0] not in ESCAPE_LETTERS]  # fmt: skip
         singles = [one for one in letters if len(one[1]) == 1]
-        self.letters = [*[one for one in letters if 3 <= len(one[1]) <= 6][:PROBES], *singles]
+        self.letter_tokens = [*[one for one in letters if 3 <= len(one[1]) <= 6][:MAX_PROBES], *singles]
 
 
 def _is_plain(token: bytes) -> bool:
     try:
-        return PLAIN.fullmatch(token.decode()) is not None
+        return PLAIN_CHARS.fullmatch(token.decode()) is not None
     except UnicodeDecodeError:
         return False
 
 
-class Strings:
+class StringDetector:
     """Where a grammar is in a string. `probe` is a token, and its letters, that may be spoken nowhere but in free and
     counted strings, `letter` a token of one letter, `closing` a quote and a colon; of counted strings none has more
-    than `most` characters, and those in `least` are how many some must have."""
+    than `max_chars` characters, and those in `min_chars` are how many some must have."""
 
-    __slots__ = ("_closing", "_ends", "_probe", "_run", "_whole", "most")
+    __slots__ = ("_closing", "_ends", "_probe", "_run", "_whole_string", "max_chars")
 
-    def __init__(self, probe: tuple[int, str], letter: int, closing: list[int], most: int, least: set[int]) -> None:
+    def __init__(
+        self, probe: tuple[int, str], letter: int, closing: list[int], max_chars: int, min_chars: set[int]
+    ) -> None:
         token, text = probe
-        self._probe, self._closing, self.most = [token], closing, most
-        self._run = [letter] * (most + 1)
-        self._whole = None if any(least) else [token, *closing]
-        self._ends = [[token, *[letter] * (count - len(text)), *closing] for count in sorted(least)]
+        self._probe, self._closing, self.max_chars = [token], closing, max_chars
+        self._run = [letter] * (max_chars + 1)
+        self._whole_string = None if any(min_chars) else [token, *closing]
+        self._ends = [[token, *[letter] * (count - len(text)), *closing] for count in sorted(min_chars)]
 
-    def room(self, inner: LLMatcher) -> int | None:
+    def chars_left(self, matcher: LLMatcher) -> int | None:
         """How many characters more there may be in a string here that is a value; FREE: any number. 0: it isn't known
         to be one. None: any number, but it may not end yet. A value's string may end, and no colon follows then."""
-        if self._whole is not None:  # any may end anywhere
-            if inner.validate_tokens(self._whole) != 2:
+        if self._whole_string is not None:  # any may end anywhere
+            if matcher.validate_tokens(self._whole_string) != 2:
                 return 0
-            return FREE if not self.most or (room := inner.validate_tokens(self._run)) > self.most else room
-        if not inner.validate_tokens(self._probe):
+            return (
+                UNBOUNDED
+                if not self.max_chars or (room := matcher.validate_tokens(self._run)) > self.max_chars
+                else room
+            )
+        if not matcher.validate_tokens(self._probe):
             return 0
-        closing = inner.validate_tokens(self._closing)
-        if closing != 1 and (closing or not any(inner.validate_tokens(end) == len(end) - 1 for end in self._ends)):
+        closing = matcher.validate_tokens(self._closing)
+        if closing != 1 and (closing or not any(matcher.validate_tokens(end) == len(end) - 1 for end in self._ends)):
             return 0
-        room = inner.validate_tokens(self._run)
-        return room if room <= self.most else FREE if closing else None
+        room = matcher.validate_tokens(self._run)
+        return room if room <= self.max_chars else UNBOUNDED if closing else None
 
 
-def strings_of(asked: Structured, tokens: Tokens) -> Strings | None:
+def make_string_detector(structured: Structured, tokens: StringTokens) -> StringDetector | None:
     """None: nothing is known of the strings of this form. One that was compiled."""
-    if asked.kind not in ("json", "json_object") or None in tokens.closing:
+    if structured.kind not in ("json", "json_object") or None in tokens.closing_ids:
         return None
-    schema = read_json(asked) if asked.kind == "json" else {"type": "object"}
+    schema = parse_source(structured) if structured.kind == "json" else {"type": "object"}
     counted = {(0, 0)}  # least and most characters
     for at in _schemas(schema, 0, root=True):
         if at is None:
             return None
         counted.add((at.get("minLength", 0), at.get("maxLength", 0)))
-    said = ALWAYS + json.dumps(schema, ensure_ascii=False)
-    probe = next(((id, text) for id, text in tokens.letters if text not in said), None)
-    letter = next((id for id, text in tokens.letters if len(text) == 1), None)
-    if probe is None or letter is None or sum(map(max, counted)) > LONGEST:
+    said = ALWAYS_ALLOWED + json.dumps(schema, ensure_ascii=False)
+    probe = next(((id, text) for id, text in tokens.letter_tokens if text not in said), None)
+    letter = next((id for id, text in tokens.letter_tokens if len(text) == 1), None)
+    if probe is None or letter is None or sum(map(max, counted)) > MAX_COUNTED_CHARS:
         return None
-    return Strings(probe, letter, tokens.closing, max(most for _, most in counted), {least for least, _ in counted})
+    return StringDetector(
+        probe, letter, tokens.closing_ids, max(most for _, most in counted), {least for least, _ in counted}
+    )
 
 
 def _schemas(at: Any, depth: int, root: bool = False) -> Iterator[dict[str, Any] | None]:
@@ -125,12 +140,12 @@ def _schemas(at: Any, depth: int, root: bool = False) -> Iterator[dict[str, Any]
     one of these alone at each place."""
     if isinstance(at, bool):
         return
-    if not isinstance(at, dict) or depth > MAX_DEPTH or not _understood(at, root):
+    if not isinstance(at, dict) or depth > MAX_DEPTH or not _is_understood(at, root):
         yield None
         return
     yield at
     for name, value in at.items():
-        if name in NAMING:
+        if name in SCHEMA_MAP_KEYWORDS:
             parts = list(value.values())
         elif name in ("items", "prefixItems", "anyOf", "additionalProperties"):
             parts = value if isinstance(value, list) else [value]
@@ -140,22 +155,24 @@ def _schemas(at: Any, depth: int, root: bool = False) -> Iterator[dict[str, Any]
             yield from _schemas(part, depth + 1)
 
 
-def _understood(at: dict[str, Any], root: bool) -> bool:
-    options = at.get(OPTIONS, {}) if root else {}
+def _is_understood(at: dict[str, Any], root: bool) -> bool:
+    options = at.get(LLGUIDANCE_OPTIONS_KEY, {}) if root else {}
     if not (isinstance(options, dict) and OWN_OPTIONS.issuperset(options)):
         return False
-    names = at.keys() - REMARKS - {"$defs", "definitions"} - ({OPTIONS} if root else set())
-    if not KNOWN.issuperset(names) or not all(type(at[name]) is SHAPES[name] for name in SHAPES.keys() & at.keys()):
+    names = at.keys() - ANNOTATIONS - {"$defs", "definitions"} - ({LLGUIDANCE_OPTIONS_KEY} if root else set())
+    if not KNOWN_KEYWORDS.issuperset(names) or not all(
+        type(at[name]) is KEYWORD_TYPES[name] for name in KEYWORD_TYPES.keys() & at.keys()
+    ):
         return False
-    if at.get("minLength", 0) < 0 or at.get("maxLength", 0) < 0 or not INSIDE.fullmatch(at.get("$ref", "#")):
+    if at.get("minLength", 0) < 0 or at.get("maxLength", 0) < 0 or not LOCAL_REF.fullmatch(at.get("$ref", "#")):
         return False
-    if not names.isdisjoint(ALONE):
+    if not names.isdisjoint(EXCLUSIVE_KEYWORDS):
         if len(names - {"type"}) != 1 or ("type" in names and not names.isdisjoint(("anyOf", "$ref"))):
             return False
-        return "anyOf" not in names or sum(not _single(one) for one in at["anyOf"]) <= 1
+        return "anyOf" not in names or sum(not _has_no_strings(one) for one in at["anyOf"]) <= 1
     return True
 
 
-def _single(at: Any) -> bool:
+def _has_no_strings(at: Any) -> bool:
     """A schema of one type that has no strings."""
-    return isinstance(at, dict) and isinstance(kind := at.get("type"), str) and kind in SINGLE
+    return isinstance(at, dict) and isinstance(kind := at.get("type"), str) and kind in TYPES_WITHOUT_STRINGS

@@ -11,20 +11,20 @@ if TYPE_CHECKING:
     from quire.text.tokenizer import Tokenizer
 
 
-class Vocabulary:
-    """What llguidance.TokenizerWrapper asks of a tokenizer. None of the tokens `ends` is text."""
+class GrammarVocabulary:
+    """What llguidance.TokenizerWrapper asks of a tokenizer. None of the tokens `eos_ids` is text."""
 
     bos_token_id = None
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, ends: Collection[int]) -> None:
-        self.tokenizer, self.eos_token_id = tokenizer, min(ends)
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Collection[int]) -> None:
+        self.tokenizer, self.eos_token_id = tokenizer, min(eos_ids)
         self.tokens = [tokenizer.token_bytes(id) for id in range(vocab_size)]
-        self.special_token_ids = sorted(id for id in {*tokenizer.special_ids, *ends} if id < vocab_size)
+        self.special_token_ids = sorted(id for id in {*tokenizer.special_ids, *eos_ids} if id < vocab_size)
         self._special = frozenset(self.special_token_ids)
         self._ids = {token: id for id, token in enumerate(self.tokens) if token and id not in self._special}
         self._longest = max(map(len, self._ids), default=1)
 
-    def find(self, text: bytes) -> int | None:
+    def token_id(self, text: bytes) -> int | None:
         """The token of just these bytes, if there is one."""
         return self._ids.get(text)
 

@@ -18,21 +18,21 @@ import threading
 from contextlib import suppress
 from typing import Any
 
-SECONDS = 0.5  # of a processor that making one grammar may take
-MEMORY = 1 << 30  # bytes of addresses beyond those of the start
-STACK = 1 << 20  # bytes; llguidance calls itself as deep as a grammar is nested, later on threads of 2 to 8 MiB
+MAX_SECONDS = 0.5  # of a processor that making one grammar may take
+MAX_MEMORY = 1 << 30  # bytes of addresses beyond those of the start
+STACK_BYTES = 1 << 20  # bytes; llguidance calls itself as deep as a grammar is nested, later on threads of 2 to 8 MiB
 HEADER = 4  # bytes of a frame's length
 MAX_ANSWER = 4096  # bytes
 
 
-class Bytes:
+class ByteVocabulary:
     """What llguidance.TokenizerWrapper asks of a tokenizer: `size` tokens, of which `special` are named in hexadecimal
     digits by their ids, and others are single bytes, or nothing."""
 
     bos_token_id = None
 
-    def __init__(self, size: int, end: int, special: dict[str, str]) -> None:
-        self.eos_token_id = end
+    def __init__(self, size: int, eos_id: int, special: dict[str, str]) -> None:
+        self.eos_token_id = eos_id
         self.special_token_ids = sorted(map(int, special))
         self.tokens = [b""] * size
         for name, digits in special.items():
@@ -56,7 +56,7 @@ def main() -> None:
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # may be ignored or blocked by inheritance
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
     sys.path += sys.argv[1:]
-    threading.stack_size(STACK)
+    threading.stack_size(STACK_BYTES)
     thread = threading.Thread(target=_serve)
     thread.start()
     thread.join()
@@ -69,23 +69,23 @@ def _serve() -> None:
     if first is None:
         return
     about: dict[str, Any] = json.loads(first)
-    words = Bytes(about["size"], about["ends"][0], about["special"])
+    words = ByteVocabulary(about["size"], about["ends"][0], about["special"])
     tokenizer = LLTokenizer(TokenizerWrapper(words), n_vocab=about["size"], eos_token=about["ends"], slices=[])
     limits = LLParserLimits(**about["limits"])
-    _limit()
+    _set_limits()
     _write("")
     while (grammar := _read()) is not None:
         # Ends the process: there is no other way out of the call.
-        signal.setitimer(signal.ITIMER_PROF, SECONDS)
+        signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS)
         why = LLMatcher(tokenizer, grammar.decode(), log_level=0, limits=limits).get_error()
         signal.setitimer(signal.ITIMER_PROF, 0)
         _write(why)
 
 
-def _limit() -> None:
+def _set_limits() -> None:
     """So much memory, where the system tells what is in use; no core, and no further file or descriptor."""
     with suppress(OSError), open("/proc/self/statm") as file:
-        most = int(file.read().split()[0]) * resource.getpagesize() + MEMORY
+        most = int(file.read().split()[0]) * resource.getpagesize() + MAX_MEMORY
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
     for what, most in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_NOFILE, 3)):
         resource.setrlimit(what, (most, most))
@@ -93,11 +93,11 @@ def _limit() -> None:
 
 def _read() -> bytes | None:
     """A frame's body; None at the end of the input."""
-    header = _exactly(HEADER)
-    return None if header is None else _exactly(int.from_bytes(header, "big"))
+    header = _read_exactly(HEADER)
+    return None if header is None else _read_exactly(int.from_bytes(header, "big"))
 
 
-def _exactly(size: int) -> bytes | None:
+def _read_exactly(size: int) -> bytes | None:
     data = bytearray()
     while len(data) < size:
         chunk = os.read(0, size - len(data))

@@ -17,20 +17,20 @@ from typing import Any
 
 from quire.errors import EngineDead, Overloaded
 from quire.text import confined
-from quire.text.grammar_trial import HEADER, MAX_ANSWER, MEMORY, SECONDS
+from quire.text.grammar_trial import HEADER, MAX_ANSWER, MAX_MEMORY, MAX_SECONDS
 
 START_SECONDS = 20.0  # for the process to come up: it loads llguidance from a disk that may be busy
 WAIT_SECONDS = 30.0  # for an answer, on a machine that has little time for the process
 PROGRAM = Path(__file__).resolve().with_name("grammar_trial.py")
-TIME = f"making its grammar takes more than {SECONDS:g} s of a processor"
-SPACE = f"it is nested too deep, or making its grammar takes more than {MEMORY >> 20} MiB of memory"
+TIME_REASON = f"making its grammar takes more than {MAX_SECONDS:g} s of a processor"
+MEMORY_REASON = f"it is nested too deep, or making its grammar takes more than {MAX_MEMORY >> 20} MiB of memory"
 
 
-class TooComplex(Exception):
+class GrammarTooComplex(Exception):
     """A grammar takes more than may be spent on making it; says what."""
 
 
-class Ended(Exception):
+class TrialProcessEnded(Exception):
     """The process was gone before it answered, with this status."""
 
     def __init__(self, status: int | None) -> None:
@@ -38,94 +38,94 @@ class Ended(Exception):
         self.status = status
 
 
-class Trials:
+class TrialProcess:
     """A process that tries the grammars of one vocabulary. It starts with the first, and ends with `close`, with this
     object or with the program.
 
     Any thread may ask; one at a time is served."""
 
     def __init__(self) -> None:
-        self._turn = threading.Lock()
+        self._lock = threading.Lock()
         self._closed = False
         self._process: subprocess.Popen[bytes] | None = None
-        self._end: weakref.finalize[Any, Any] | None = None
+        self._kill: weakref.finalize[Any, Any] | None = None
 
-    def why_not(self, grammar: str, about: Mapping[str, Any]) -> str:
-        """What is wrong with a grammar; "" if nothing is. `about` is what its process must know of the vocabulary
+    def check_grammar(self, grammar: str, vocabulary: Mapping[str, Any]) -> str:
+        """What is wrong with a grammar; "" if nothing is. `vocabulary` is what its process must know of the vocabulary
         (Masker.about). TooComplex if that takes too much; Overloaded if it can't be found out now, EngineDead after
         `close`."""
-        with self._turn:
+        with self._lock:
             try:
-                return self._asked(grammar, about)
-            except Ended as ended:
+                return self._check(grammar, vocabulary)
+            except TrialProcessEnded as ended:
                 if ended.status == -signal.SIGPROF:
-                    raise TooComplex(TIME) from ended
+                    raise GrammarTooComplex(TIME_REASON) from ended
             try:  # killed by the system, which may kill any process: only in a second one it's the grammar's doing
-                return self._asked(grammar, about)
-            except Ended as ended:
-                raise TooComplex(TIME if ended.status == -signal.SIGPROF else SPACE) from ended
+                return self._check(grammar, vocabulary)
+            except TrialProcessEnded as ended:
+                raise GrammarTooComplex(TIME_REASON if ended.status == -signal.SIGPROF else MEMORY_REASON) from ended
 
     def close(self) -> None:
         """End the process; nothing can be tried any more."""
         self._closed = True
-        end = self._end
+        end = self._kill
         if end is not None:
             end()
 
-    def _asked(self, grammar: str, about: Mapping[str, Any]) -> str:
+    def _check(self, grammar: str, vocabulary: Mapping[str, Any]) -> str:
         if self._process is None or self._process.poll() is not None:
-            self._start(about)
+            self._start(vocabulary)
         end = time.monotonic() + WAIT_SECONDS
         try:
             self._send(grammar.encode(), end)
-            return self._answer(end)
-        except Ended:
+            return self._read_answer(end)
+        except TrialProcessEnded:
             self._stop()
             raise
         except TimeoutError as error:
             self._stop()
             raise Overloaded(f"a grammar could not be tried within {WAIT_SECONDS:g} s", 1) from error
 
-    def _start(self, about: Mapping[str, Any]) -> None:
+    def _start(self, vocabulary: Mapping[str, Any]) -> None:
         self._stop()
-        command = [str(PROGRAM), *confined.folders_of("llguidance")]
-        process, ours = confined.start(command, "to try grammars", Overloaded)
+        command = [str(PROGRAM), *confined.package_folders("llguidance")]
+        process, ours = confined.start_isolated(command, "to try grammars", Overloaded)
         self._process, self._socket = process, ours
-        self._end = weakref.finalize(self, confined.end, process, ours)
+        self._kill = weakref.finalize(self, confined.kill, process, ours)
         if self._closed:  # meanwhile, by another thread
-            self._end()
+            self._kill()
         end = time.monotonic() + START_SECONDS
         try:
-            self._send(json.dumps(about).encode(), end)
-            if self._answer(end):
-                raise Ended(None)
-        except (Ended, TimeoutError) as error:
+            self._send(json.dumps(vocabulary).encode(), end)
+            if self._read_answer(end):
+                raise TrialProcessEnded(None)
+        except (TrialProcessEnded, TimeoutError) as error:
             self._stop()
-            what = f"fails (status {error.status})" if isinstance(error, Ended) else "is late"
+            what = f"fails (status {error.status})" if isinstance(error, TrialProcessEnded) else "is late"
             raise Overloaded(f"the process that tries grammars {what} at its start", 1) from error
 
     def _stop(self) -> None:
         if self._closed:
             raise EngineDead("the engine was closed")
-        if self._end is not None:
-            self._end()
-        self._process = self._end = None
+        if self._kill is not None:
+            self._kill()
+        self._process = self._kill = None
 
-    def _send(self, body: bytes, end: float) -> None:
+    def _send(self, body: bytes, deadline: float) -> None:
         with suppress(BrokenPipeError, ConnectionError):  # of a process that ended: the answer tells
-            self._socket.settimeout(max(end - time.monotonic(), 0.001))
+            self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
             self._socket.sendall(len(body).to_bytes(HEADER, "big") + body)
 
-    def _answer(self, end: float) -> str:
-        size = int.from_bytes(self._exactly(HEADER, end), "big")
+    def _read_answer(self, deadline: float) -> str:
+        size = int.from_bytes(self._read_exactly(HEADER, deadline), "big")
         if size > MAX_ANSWER:
-            raise Ended(None)
-        return self._exactly(size, end).decode(errors="replace")
+            raise TrialProcessEnded(None)
+        return self._read_exactly(size, deadline).decode(errors="replace")
 
-    def _exactly(self, size: int, end: float) -> bytes:
+    def _read_exactly(self, size: int, deadline: float) -> bytes:
         data = bytearray()
         while len(data) < size:
-            self._socket.settimeout(max(end - time.monotonic(), 0.001))
+            self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
             try:
                 chunk = self._socket.recv(size - len(data))
             except TimeoutError:
@@ -133,11 +133,11 @@ class Trials:
             except OSError:  # closed, or reset
                 chunk = b""
             if not chunk:
-                raise Ended(self._status())
+                raise TrialProcessEnded(self._exit_status())
             data += chunk
         return bytes(data)
 
-    def _status(self) -> int | None:
+    def _exit_status(self) -> int | None:
         """How the process ended, which has left its connection."""
         if self._closed:
             raise EngineDead("the engine was closed")

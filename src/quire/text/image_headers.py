@@ -13,43 +13,43 @@ from typing import NamedTuple
 MAX_BLOCKS = 1 << 16  # chunks of a PNG or WebP, segments of a JPEG's head
 MAX_GIF_BLOCKS = 1 << 17  # of up to 255 bytes each
 MAX_SCANS = 32  # of a progressive JPEG: each may touch every pixel, and encoders write some ten
-PNG_KEPT = (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND")
-WEBP_KEPT, WEBP_ALPHA = (b"ALPH", b"VP8 ", b"VP8L"), 0x10
+PNG_CHUNKS = (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND")
+WEBP_CHUNKS, WEBP_ALPHA = (b"ALPH", b"VP8 ", b"VP8L"), 0x10
 GIF_CONTROL = 0xF9  # the extension that says which colour is transparent
 ADOBE, JFIF, COMMENT, SCAN = 0xEE, 0xE0, 0xFE, 0xDA
-FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
-ALONE = frozenset({0x01, *range(0xD0, 0xD9)})  # markers without a segment
+START_OF_FRAME = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
+MARKERS_WITHOUT_SEGMENT = frozenset({0x01, *range(0xD0, 0xD9)})  # markers without a segment
 ORIENTATION = 0x0112
-CUT = "it is cut short"
+TRUNCATED = "it is cut short"
 
 
 class BadImage(ValueError):
     """Why a picture can't be read, in words that say nothing of this machine."""
 
 
-class Header(NamedTuple):
-    """`data` is what is to be decoded. `turned` is EXIF's orientation, from 1 (upright) to 8."""
+class ImageHeader(NamedTuple):
+    """`data` is what is to be decoded. `orientation` is EXIF's orientation, from 1 (upright) to 8."""
 
     format: str
     width: int
     height: int
     data: bytes
-    turned: int = 1
-    animated: bool = False
+    orientation: int = 1
+    is_animated: bool = False
 
 
-def read_header(data: bytes) -> Header:
+def read_header(data: bytes) -> ImageHeader:
     """The header of a PNG, JPEG, WebP or GIF, which its first bytes tell. BadImage for anything else."""
-    for start, read in STARTS:
+    for start, read in READERS:
         if data.startswith(start):
             try:
                 return read(data)
             except (struct.error, IndexError) as error:
-                raise BadImage(CUT) from error
+                raise BadImage(TRUNCATED) from error
     raise BadImage("it is no PNG, JPEG, WebP or GIF" if data else "it is empty")
 
 
-def _png(data: bytes) -> Header:
+def _png(data: bytes) -> ImageHeader:
     kept, at, turned, animated = [data[:8]], 8, 1, False
     first, width, height = struct.unpack_from(">4sII", data, 12)
     if first != b"IHDR":
@@ -58,19 +58,19 @@ def _png(data: bytes) -> Header:
         length, kind = struct.unpack_from(">I4s", data, at)
         end = at + 12 + length
         if end > len(data):
-            raise BadImage(CUT)
-        if kind in PNG_KEPT:
+            raise BadImage(TRUNCATED)
+        if kind in PNG_CHUNKS:
             kept.append(data[at:end])
         elif kind == b"eXIf":
-            turned = orientation(data[at + 8 : end - 4])
+            turned = read_orientation(data[at + 8 : end - 4])
         animated |= kind == b"acTL"
         at = end
         if kind == b"IEND":
-            return Header("PNG", width, height, b"".join(kept), turned, animated)
+            return ImageHeader("PNG", width, height, b"".join(kept), turned, animated)
     raise BadImage(f"it has more than {MAX_BLOCKS} chunks")
 
 
-def _jpeg(data: bytes) -> Header:
+def _jpeg(data: bytes) -> ImageHeader:
     kept, at, turned, size = [data[:2]], 2, 1, None
     for _ in range(MAX_BLOCKS):
         start = at
@@ -79,22 +79,22 @@ def _jpeg(data: bytes) -> Header:
         while data[at] == 0xFF:
             at += 1
         marker, at = data[at], at + 1
-        if marker in ALONE:
+        if marker in MARKERS_WITHOUT_SEGMENT:
             continue
         (length,) = struct.unpack_from(">H", data, at)
         end = at + length
         if length < 2 or end > len(data):
-            raise BadImage(CUT)
+            raise BadImage(TRUNCATED)
         if marker == SCAN:
             kept.append(data[start:])
             break
-        if marker in FRAMES:
+        if marker in START_OF_FRAME:
             if size is not None:
                 raise BadImage("it says its size twice")
             height, width = struct.unpack_from(">HH", data, at + 3)
             size = width, height
         if marker == 0xE1 and data[at + 2 : at + 8] == b"Exif\0\0":
-            turned = orientation(data[at + 8 : end])
+            turned = read_orientation(data[at + 8 : end])
         if not (0xE0 <= marker <= 0xEF or marker == COMMENT) or marker in (JFIF, ADOBE):
             kept.append(data[start:end])
         at = end
@@ -104,15 +104,15 @@ def _jpeg(data: bytes) -> Header:
         raise BadImage("it does not say its size")
     if (scans := kept[-1].count(b"\xff\xda")) > MAX_SCANS:
         raise BadImage(f"it has {scans} scans; at most {MAX_SCANS} are read")
-    return Header("JPEG", *size, b"".join(kept), turned)
+    return ImageHeader("JPEG", *size, b"".join(kept), turned)
 
 
-def _webp(data: bytes) -> Header:
+def _webp(data: bytes) -> ImageHeader:
     (size,) = struct.unpack_from("<I", data, 4)
     if data[8:12] != b"WEBP":
         raise BadImage("it is no PNG, JPEG, WebP or GIF")
     if size + 8 > len(data):
-        raise BadImage(CUT)
+        raise BadImage(TRUNCATED)
     at, turned, animated, sizes, kept = 12, 1, False, set[tuple[int, int]](), list[bytes]()
     for _ in range(MAX_BLOCKS):
         if at + 8 > size + 8:
@@ -129,22 +129,24 @@ def _webp(data: bytes) -> Header:
             (bits,) = struct.unpack_from("<I", body, 1)
             sizes.add((1 + (bits & 0x3FFF), 1 + (bits >> 14 & 0x3FFF)))
         elif kind == b"EXIF":
-            turned = orientation(data[at + 8 : at + 8 + length].removeprefix(b"Exif\0\0"))
+            turned = read_orientation(data[at + 8 : at + 8 + length].removeprefix(b"Exif\0\0"))
         animated |= kind in (b"ANIM", b"ANMF")
         start, at = at, at + 8 + length + length % 2
         if kind == b"VP8X":  # without the flags of what isn't kept
             kept += data[start : start + 8], bytes([body[0] & WEBP_ALPHA]), data[start + 9 : at]
-        elif kind in WEBP_KEPT:
+        elif kind in WEBP_CHUNKS:
             kept.append(data[start:at])
     else:
         raise BadImage(f"it has more than {MAX_BLOCKS} chunks")
     if not animated and len(sizes) != 1:
         raise BadImage("it does not say its size" if not sizes else "it says two sizes")
     body = b"WEBP" + b"".join(kept)
-    return Header("WebP", *max(sizes, default=(1, 1)), b"RIFF" + struct.pack("<I", len(body)) + body, turned, animated)
+    return ImageHeader(
+        "WebP", *max(sizes, default=(1, 1)), b"RIFF" + struct.pack("<I", len(body)) + body, turned, animated
+    )
 
 
-def _gif(data: bytes) -> Header:
+def _gif(data: bytes) -> ImageHeader:
     width, height, flags = struct.unpack_from("<HHB", data, 6)
     at = 13 + (3 << (flags & 7) + 1 if flags & 0x80 else 0)
     frames, inside, start, kept = 0, False, at, [data[:at]]
@@ -169,13 +171,13 @@ def _gif(data: bytes) -> Header:
         elif block == 0x3B:  # the end
             if not frames:
                 raise BadImage("there is no picture in it")
-            return Header("GIF", width, height, b"".join([*kept, data[start:at]]), animated=frames > 1)
+            return ImageHeader("GIF", width, height, b"".join([*kept, data[start:at]]), is_animated=frames > 1)
         else:
             raise BadImage("a block of it is broken")
     raise BadImage(f"it has more than {MAX_GIF_BLOCKS} blocks")
 
 
-def orientation(exif: bytes) -> int:
+def read_orientation(exif: bytes) -> int:
     """The orientation that an EXIF block says; 1 where it says none, or nothing that can be read."""
     order = {b"II*\0": "<", b"MM\0*": ">"}.get(exif[:4])
     if order is None:
@@ -192,6 +194,6 @@ def orientation(exif: bytes) -> int:
     return 1
 
 
-STARTS: tuple[tuple[bytes, Callable[[bytes], Header]], ...] = (
+READERS: tuple[tuple[bytes, Callable[[bytes], ImageHeader]], ...] = (
     (b"\x89PNG\r\n\x1a\n", _png), (b"\xff\xd8\xff", _jpeg), (b"RIFF", _webp), (b"GIF87a", _gif), (b"GIF89a", _gif),
 )  # fmt: skip

@@ -17,41 +17,44 @@ import tokenizers
 
 from quire.errors import InputError, QuireError, StartupError
 
-WORD = "Pages, 12 naïve words 日本 😀\n"  # that is tried at start
-WORD_SECONDS = 2.0
+TEST_TEXT = "Pages, 12 naïve words 日本 😀\n"  # that is tried at start
+TEST_SECONDS = 2.0
 MAX_GROWTH = 1 << 12  # times that a tokenizer's replacements may lengthen a text
 PANIC = "PanicException"  # of the library's language; derives from BaseException, and no module exports it
 
 
 @contextmanager
-def failing(turned: Callable[[str], QuireError], *passed: type[Exception]) -> Iterator[None]:
-    """What the library raises becomes `turned` of the reason; `passed` and quire's own errors stay."""
+def translate_errors(to_error: Callable[[str], QuireError], *passthrough: type[Exception]) -> Iterator[None]:
+    """What the library raises becomes `to_error` of the reason; `passthrough` and quire's own errors stay."""
     try:
         yield
-    except (QuireError, *passed):
+    except (QuireError, *passthrough):
         raise
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != PANIC:
             raise
-        raise turned(" ".join(str(error).split())[:200] or type(error).__name__) from error
+        raise to_error(" ".join(str(error).split())[:200] or type(error).__name__) from error
 
 
-def refused(what: str) -> Any:
+def errors_to_input_error(what: str) -> Any:
     """A context in which the library's failures are InputErrors; a TypeError is its answer to what isn't its type."""
-    return failing(lambda reason: InputError(f"{what}: {reason}"), TypeError, OverflowError)
+    return translate_errors(lambda reason: InputError(f"{what}: {reason}"), TypeError, OverflowError)
 
 
 @contextmanager
-def unreadable(what: str | Path) -> Iterator[None]:
+def errors_to_startup_error(what: str | Path) -> Iterator[None]:
     """A context in which the library's failures are StartupErrors. For the start: what it writes to descriptor 2 when
     it panics is left out."""
     remedy = "Download the file again"
-    with failing(lambda reason: StartupError(f"{what} is not a readable tokenizer: {reason}", remedy)), _held_back():
+    with (
+        translate_errors(lambda reason: StartupError(f"{what} is not a readable tokenizer: {reason}", remedy)),
+        _capture_stderr(),
+    ):
         yield
 
 
 @contextmanager
-def _held_back() -> Iterator[None]:
+def _capture_stderr() -> Iterator[None]:
     """Write what comes to descriptor 2 at the end, unless the library panicked."""
     try:
         there = os.dup(2)
@@ -87,14 +90,14 @@ def encode(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -
     return ids
 
 
-def try_out(backend: tokenizers.Tokenizer) -> None:
+def check_encodes(backend: tokenizers.Tokenizer) -> None:
     """Encode and decode a word. StartupError if the library panics, or if it takes more than 2 s."""
     failed: list[BaseException] = []
 
     def work() -> None:
         try:
-            with failing(InputError):
-                backend.decode_batch([encode(backend, WORD, True)])
+            with translate_errors(InputError):
+                backend.decode_batch([encode(backend, TEST_TEXT, True)])
         except InputError as error:  # a word without its unknown token is the word's fault
             if type(error.__cause__).__name__ == PANIC:
                 failed.append(error)
@@ -103,18 +106,18 @@ def try_out(backend: tokenizers.Tokenizer) -> None:
 
     thread = threading.Thread(target=work, name="quire-tokenizer", daemon=True)
     thread.start()
-    thread.join(WORD_SECONDS)
+    thread.join(TEST_SECONDS)
     if thread.is_alive():
-        raise StartupError(f"the tokenizer takes more than {WORD_SECONDS:g} s for a word", "Use another --tokenizer")
+        raise StartupError(f"the tokenizer takes more than {TEST_SECONDS:g} s for a word", "Use another --tokenizer")
     if failed:
         raise StartupError(f"the tokenizer fails at a word: {failed[0]}", "Download the file again") from failed[0]
 
 
-def check_growth(backend: tokenizers.Tokenizer) -> None:
+def check_replacement_growth(backend: tokenizers.Tokenizer) -> None:
     """StartupError for replacements of replacements that make much of little, which no time limit would stop."""
     for part in (backend.normalizer, backend.decoder):
         growth = 1
-        for step in _steps(json.loads(part.__getstate__())) if part is not None else ():
+        for step in _flatten_steps(json.loads(part.__getstate__())) if part is not None else ():
             if step.get("type") == "Replace":
                 growth *= max(len(step["content"]), 1)
             if step.get("type") == "Prepend":
@@ -125,9 +128,9 @@ def check_growth(backend: tokenizers.Tokenizer) -> None:
                 )
 
 
-def _steps(step: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _flatten_steps(step: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The steps of a sequence of sequences."""
     if step.get("type") != "Sequence":
         yield step
     for inner in step.get("normalizers", step.get("decoders", ())) if step.get("type") == "Sequence" else ():
-        yield from _steps(inner)
+        yield from _flatten_steps(inner)

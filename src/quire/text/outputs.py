@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, replace
 from itertools import count, repeat
 from typing import NamedTuple
 
-from quire.control.outcomes import Output
+from quire.control.outcomes import BranchOutput
 from quire.control.request import Request
 from quire.errors import PrefixesFull, PrefixTaken
-from quire.text.streams import Record
+from quire.text.streams import RequestRecord
 from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.plan import Top
+from quire.vocabulary.plan import TopLogprobs
 
 Decode = Callable[[int], str | None] | None
 
@@ -91,10 +91,11 @@ class BeamSearchOutput:
     sequences: list[BeamSearchSequence]
 
 
-def alternatives(top: Top, decode: Decode, named: bool = False) -> dict[int, Logprob]:
-    """A Top as a mapping: the token itself first, then the most likely ones; or, without ranks, those `named`."""
+def make_logprobs(top: TopLogprobs, decode: Decode, from_token_ids: bool = False) -> dict[int, Logprob]:
+    """A Top as a mapping: the token itself first, then the most likely ones; or, without ranks, those "
+    "`from_token_ids`."""
     text = decode if decode is not None else _no_text
-    ranked = zip(top.ids, top.logprobs, repeat(None) if named else count(1))
+    ranked = zip(top.ids, top.logprobs, repeat(None) if from_token_ids else count(1))
     return {
         top.token: Logprob(top.logprob, top.rank, text(top.token)),
         **{token: Logprob(value, rank, text(token)) for token, value, rank in ranked if token != top.token},
@@ -105,24 +106,24 @@ def _no_text(token: int) -> None:
     return None
 
 
-class Assembly:
+class RequestOutputBuilder:
     """Collects the Outputs of one request into its RequestOutput."""
 
     def __init__(self, id: str, prompt: str | None, ids: list[int], params: SamplingParams, decode: Decode) -> None:
         self.result = RequestOutput(id, prompt, ids)
-        self._wanted, self._named = params.top >= 0, bool(params.logprob_token_ids)
+        self._want_logprobs, self._from_token_ids = params.num_logprobs >= 0, bool(params.logprob_token_ids)
         self._decode = decode
         self._texts: list[list[str]] = [[] for _ in range(params.n)]
         self.result.outputs = [CompletionOutput(index) for index in range(params.n)]
-        if self._wanted:
+        if self._want_logprobs:
             for completion in self.result.outputs:
                 completion.logprobs = []
         # Branches that are chosen by it have it, whether log-probabilities were asked for or not.
-        if self._wanted or params.ranked or params.beam_width is not None or params.method is not None:
+        if self._want_logprobs or params.returns_best_of or params.beam_width is not None or params.method is not None:
             for completion in self.result.outputs:
                 completion.cumulative_logprob = 0.0
 
-    def push(self, output: Output) -> None:
+    def push(self, output: BranchOutput) -> None:
         """Take in what a step brought."""
         completion = self.result.outputs[output.branch]
         completion.token_ids += output.tokens
@@ -130,10 +131,12 @@ class Assembly:
         if completion.cumulative_logprob is not None:
             completion.cumulative_logprob = output.cumulative_logprob
         if completion.logprobs is not None:
-            completion.logprobs += [alternatives(top, self._decode, self._named) for top in output.tops]
+            completion.logprobs += [
+                make_logprobs(top, self._decode, self._from_token_ids) for top in output.top_logprobs
+            ]
         completion.finish_reason, completion.stop_reason = output.finish_reason, output.stop_reason
-        if output.prompt_tops is not None and output.branch == 0:  # the prompt was scored once, before its branches
-            scored = [alternatives(top, self._decode) for top in output.prompt_tops]
+        if output.prompt_logprobs is not None and output.branch == 0:  # the prompt was scored once, before its branches
+            scored = [make_logprobs(top, self._decode) for top in output.prompt_logprobs]
             self.result.prompt_logprobs = [None, *scored]
         self.result.num_cached_tokens = output.cached_tokens
         self.result.finished = output.done
@@ -147,18 +150,20 @@ class Assembly:
             outputs.append(replace(completion, text=texts[0], token_ids=list(completion.token_ids), logprobs=logprobs))
         return replace(self.result, outputs=outputs)
 
-    def finish(self, request: Request | Record | None = None, now: float | None = None) -> RequestOutput:
+    def finish(self, request: Request | RequestRecord | None = None, now: float | None = None) -> RequestOutput:
         """The result. Branches that never came to life (an abort before they were forked) end as aborted."""
         for completion, texts in zip(self.result.outputs, self._texts):
             completion.text = "".join(texts)
             completion.finish_reason = completion.finish_reason or "abort"
         self.result.finished = True
         if request is not None:
-            self.result.metrics = RequestMetrics(request.arrival, request.scheduled, request.first_token, now)
+            self.result.metrics = RequestMetrics(
+                request.arrival_time, request.scheduled_time, request.first_token_time, now
+            )
         return self.result
 
 
-def check_registered(name: str, last: Output) -> None:
+def check_registered(name: str, last: BranchOutput) -> None:
     """Raise what kept a prefix from being registered, given the last output of its computation."""
     if last.finish_reason == "error":
         raise PrefixesFull(f"the prefix {name!r} was not registered: {last.stop_reason}", "prefix")

@@ -26,7 +26,7 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Pieces:
+class DecoderRules:
     """The rules. The text of pieces is their bytes joined, decoded as UTF-8, less what `strip` takes from its start."""
 
     alphabet: dict[str, int] | None = None  # byte-level: each character is one byte
@@ -34,12 +34,12 @@ class Pieces:
     replacements: tuple[tuple[str, str], ...] = ()
     opening_space: str = ""  # the space mark that Metaspace drops from the first piece
     spaced: bool = False  # words, separated by a space
-    continuing: str = ""  # WordPiece's "##": glued to the piece before
+    continuation_prefix: str = ""  # WordPiece's "##": glued to the piece before
     cleanup: bool = False  # WordPiece: no space before punctuation and clitics
     strip: tuple[str, int] = ("", 0)  # so many of this character at most leave the start of the text
 
     @classmethod
-    def of(cls, decoder: Decoder | None) -> Pieces:
+    def from_decoder(cls, decoder: Decoder | None) -> DecoderRules:
         """The rules of a `tokenizers` decoder. StartupError for one that works otherwise."""
         if decoder is None:
             return cls(spaced=True)
@@ -57,7 +57,7 @@ class Pieces:
                     rules["replacements"] += ((mark, " "),)
                     rules["opening_space"] = "" if scheme == "never" else mark
                 case {"type": "WordPiece", "prefix": prefix, "cleanup": cleanup} if not fused:
-                    rules |= {"spaced": True, "continuing": prefix, "cleanup": cleanup}
+                    rules |= {"spaced": True, "continuation_prefix": prefix, "cleanup": cleanup}
                 case {"type": "Fuse"}:
                     fused = True
                 case {"type": "Strip", "content": character, "start": start, "stop": 0} if fused:
@@ -81,8 +81,8 @@ class Pieces:
         for old, new in self.replacements:
             piece = piece.replace(old, new)
         if self.spaced and not first:
-            glued = self.continuing and piece.startswith(self.continuing)
-            piece = piece[len(self.continuing) :] if glued else " " + piece
+            glued = self.continuation_prefix and piece.startswith(self.continuation_prefix)
+            piece = piece[len(self.continuation_prefix) :] if glued else " " + piece
         return (_clean(piece) if self.cleanup else piece).encode()
 
 

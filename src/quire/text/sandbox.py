@@ -24,44 +24,44 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 from quire.text.bounds import (
-    MAX_LISTS,
+    MAX_BATCHES,
     UNSAFE_METHODS,
     BoundedEscapeFormatter,
     BoundedFormatter,
     check_integer,
     check_joined,
     check_method,
+    check_nested_size,
     check_power,
     check_printf,
     check_product,
     check_replaced,
-    check_set,
     check_size,
-    check_weight,
+    check_strip_chars,
 )
 
-SHARE = 0.8
-WRITERS = {  # filters that write out what they are given
+STOP_FRACTION = 0.8
+WRITING_FILTERS = {  # filters that write out what they are given
     "capitalize", "center", "e", "escape", "forceescape", "format", "indent", "join", "lower", "replace", "safe",
     "string", "striptags", "title", "tojson", "trim", "truncate", "upper", "urlencode", "wordcount", "xmlattr",
 }  # fmt: skip
 
 
-class Budget:
+class RenderBudget:
     """What one render may still use of its `seconds` of wall clock: most of them, so that the template is stopped here,
     where the reason can be told, before its process is killed."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
-        self._end = time.monotonic() + SHARE * seconds
+        self._deadline = time.monotonic() + STOP_FRACTION * seconds
 
     def tick(self) -> None:
         """Raise SecurityError once the time is over."""
-        if time.monotonic() > self._end:
+        if time.monotonic() > self._deadline:
             raise SecurityError(f"the template ran longer than {self.seconds:g} s")
 
 
-class Generation(Extension):
+class GenerationTag(Extension):
     """{% generation %} ... {% endgeneration %}: marks the assistant's words for training; a plain scope here."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2's protocol)
@@ -71,7 +71,7 @@ class Generation(Extension):
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
 
 
-class _Bounds(NodeTransformer):
+class _InterceptLoops(NodeTransformer):
     """Sends what the environment can't intercept, loops and `~`, through filters that can be bounded."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
@@ -94,21 +94,21 @@ class Sandbox(ImmutableSandboxedEnvironment):
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
-            extensions=[LoopControlExtension, Generation],
+            extensions=[LoopControlExtension, GenerationTag],
             optimized=False,  # folding constants would compute them outside of any budget
-            finalize=_output,
+            finalize=_check_output,
         )
-        self.budget = Budget(1.0)
-        self.filters |= FILTERS
+        self.budget = RenderBudget(1.0)
+        self.filters |= BOUNDED_FILTERS
         for name in ("urlize", "wordwrap", "pprint"):  # slow on long text, and no chat needs them
             del self.filters[name]
-        self.filters = {name: self._bounded(name, function) for name, function in self.filters.items()}
-        self.filters |= {" steps": self._steps, " concat": self._concat}
+        self.filters = {name: self._wrap_filter(name, function) for name, function in self.filters.items()}
+        self.filters |= {" steps": self._with_ticks, " concat": self._concat}
         del self.globals["lipsum"]
         self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        tree: nodes.Template = _Bounds().visit(super()._parse(source, name, filename))
+        tree: nodes.Template = _InterceptLoops().visit(super()._parse(source, name, filename))
         return tree
 
     def concat(self, parts: Iterable[str]) -> str:
@@ -156,32 +156,32 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Call a function or macro."""
-        check_weight((*args, *kwargs.values()))
+        check_nested_size((*args, *kwargs.values()))
         owner = getattr(__obj, "__self__", None)
         if isinstance(owner, str):
             if __obj.__name__ == "join":  # a call into C would run through a generator unseen
-                args = tuple(map(__self._list, args))
+                args = tuple(map(__self._bounded_list, args))
             check_method(owner, __obj.__name__, args, kwargs)
-        return __self._checked(super().call, (__context, __obj, *args), kwargs)
+        return __self._call_checked(super().call, (__context, __obj, *args), kwargs)
 
-    def _bounded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_filter(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)  # keeps jinja2's marks of which functions want the context
         def bounded(*args: Any, **kwargs: Any) -> Any:
-            if name in WRITERS:
-                check_weight((*args, *kwargs.values()))
-            return self._checked(function, args, kwargs)
+            if name in WRITING_FILTERS:
+                check_nested_size((*args, *kwargs.values()))
+            return self._call_checked(function, args, kwargs)
 
         return bounded
 
-    def _list(self, items: Iterable[Any]) -> list[Any]:
+    def _bounded_list(self, items: Iterable[Any]) -> list[Any]:
         found, size = [], 0
-        for item in self._steps(items):
+        for item in self._with_ticks(items):
             found.append(item)
             size += len(item) if isinstance(item, str) else 1
             check_size(max(size, len(found)))
         return found
 
-    def _checked(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call_checked(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.budget.tick()
         for value in (*args, *kwargs.values()):
             if isinstance(value, int):
@@ -191,23 +191,23 @@ class Sandbox(ImmutableSandboxedEnvironment):
             check_size(len(result))
         return result
 
-    def _steps(self, items: Iterable[Any]) -> Iterator[Any]:
+    def _with_ticks(self, items: Iterable[Any]) -> Iterator[Any]:
         for item in items:
             self.budget.tick()
             yield item
 
     def _concat(self, parts: tuple[Any, ...]) -> str:
         self.budget.tick()
-        check_weight(parts)
+        check_nested_size(parts)
         return self.concat(map(str, parts))
 
 
 @pass_context
-def _output(context: Context, value: Any) -> Any:
+def _check_output(context: Context, value: Any) -> Any:
     """Each output passes here (being given the context also keeps it from running when the template is compiled)."""
     assert isinstance(context.environment, Sandbox)
     context.environment.budget.tick()
-    check_weight((value,))
+    check_nested_size((value,))
     return value
 
 
@@ -230,7 +230,7 @@ def _tojson(
 ) -> str:
     """JSON as chat templates expect it: no HTML escapes."""
     deep = len(indent) if isinstance(indent, str) else max(indent or 0, 0)
-    check_weight((value,), sum(map(len, separators or ())), deep)
+    check_nested_size((value,), sum(map(len, separators or ())), deep)
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -248,7 +248,7 @@ def _format(value: str, *args: Any, **kwargs: Any) -> str:
 @pass_eval_context
 def _join(eval_ctx: EvalContext, value: Any, d: str = "", attribute: str | int | None = None) -> str:
     assert isinstance(eval_ctx.environment, Sandbox)
-    items = eval_ctx.environment._list(value)
+    items = eval_ctx.environment._bounded_list(value)
     check_joined(d, items)
     return filters.sync_do_join(eval_ctx, items, d, attribute)
 
@@ -266,7 +266,7 @@ def _sum(environment: Sandbox, iterable: Iterable[Any], attribute: str | int | N
         return filters.sync_do_sum(environment, iterable, attribute, start + 0)  # numbers only
     parts = iterable if attribute is None else map(filters.make_attrgetter(environment, attribute), iterable)
     total = list(start)
-    for part in environment._steps(parts):
+    for part in environment._with_ticks(parts):
         if not isinstance(part, type(start)):
             raise SecurityError(f"sum can't add a {type(part).__name__} to a {type(start).__name__}")
         check_size(len(total) + len(part))
@@ -275,19 +275,19 @@ def _sum(environment: Sandbox, iterable: Iterable[Any], attribute: str | int | N
 
 
 def _trim(value: str, chars: str | None = None) -> str:
-    check_set(chars)
+    check_strip_chars(chars)
     return filters.do_trim(value, chars)
 
 
 @pass_environment
 def _batch(environment: Sandbox, value: Iterable[Any], linecount: int, fill_with: Any = None) -> Iterator[list[Any]]:
-    items = environment._list(value)
-    if len(items) > MAX_LISTS * linecount:
-        raise SecurityError(f"batch makes at most {MAX_LISTS} lists")
+    items = environment._bounded_list(value)
+    if len(items) > MAX_BATCHES * linecount:
+        raise SecurityError(f"batch makes at most {MAX_BATCHES} lists")
     return filters.do_batch(items, linecount, fill_with)
 
 
-FILTERS: dict[str, Callable[..., Any]] = {  # those that multiply, with a look at what they would make
+BOUNDED_FILTERS: dict[str, Callable[..., Any]] = {  # those that multiply, with a look at what they would make
     "batch": _batch, "format": _format, "indent": _indent, "join": _join, "replace": _replace, "sum": _sum,
     "tojson": _tojson, "trim": _trim,
 }  # fmt: skip

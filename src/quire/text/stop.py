@@ -11,16 +11,16 @@ from collections import deque
 from quire.errors import InputError
 
 
-class Automaton:
+class StopAutomaton:
     """The trie of `stops` and its failure links; nothing changes once it is built. Node 0 is the empty text."""
 
-    __slots__ = ("_fail", "_next", "depth", "firsts", "match", "stops")
+    __slots__ = ("_fail", "_next", "depth", "first_chars", "match", "stops")
 
     def __init__(self, stops: tuple[str, ...]) -> None:
         if not all(stops):
             raise InputError("a stop string must not be empty", "stop")
         self.stops = stops
-        self.firsts = frozenset(stop[0] for stop in stops)
+        self.first_chars = frozenset(stop[0] for stop in stops)
         self.match: list[str | None] = [None]  # the longest stop that the text of a node ends with
         self.depth = [0]  # its length
         self._next: list[dict[str, int]] = [{}]
@@ -59,34 +59,35 @@ class Automaton:
         return self._next[node].get(character, 0)
 
 
-class StopStrings:
+class StopChecker:
     """Watches one output for an automaton's stops. The match that completes first counts, and of those that complete
-    together the longest: so the result doesn't depend on how the text was cut. `include` leaves the stop in the text.
+    together the longest: so the result doesn't depend on how the text was cut. `include_stop` leaves the stop in the
+    text.
     """
 
-    __slots__ = ("_automaton", "_found", "_held", "_include", "_state")
+    __slots__ = ("_automaton", "_found_stop", "_held", "_include_stop", "_state")
 
-    def __init__(self, automaton: Automaton, include: bool = False) -> None:
-        self._automaton, self._include = automaton, include
+    def __init__(self, automaton: StopAutomaton, include_stop: bool = False) -> None:
+        self._automaton, self._include_stop = automaton, include_stop
         self._held = ""  # a suffix of the text that begins some stop: never longer than the longest stop
-        self._found: str | None = None
+        self._found_stop: str | None = None
         self._state = 0  # the node that spells `held`
 
-    def push(self, text: str, counts: bool = True) -> tuple[str, str | None]:
+    def push(self, text: str, may_end: bool = True) -> tuple[str, str | None]:
         """The text that may be shown now, and the stop string once one is found; what comes after it is dropped. Unless
-        it `counts`, no stop ends in `text`; but one that begins there may end in what follows."""
-        if self._found is not None:
-            return "", self._found
+        it `may_end`, no stop ends in `text`; but one that begins there may end in what follows."""
+        if self._found_stop is not None:
+            return "", self._found_stop
         automaton, state = self._automaton, self._state
-        if not state and automaton.firsts.isdisjoint(text):
+        if not state and automaton.first_chars.isdisjoint(text):
             return text, None
         whole = self._held + text
         for end, character in enumerate(text, len(self._held) + 1):
             state = automaton.step(state, character)
-            stop = automaton.match[state] if counts else None
+            stop = automaton.match[state] if may_end else None
             if stop is not None:
-                self._found, self._held = stop, ""
-                return whole[: end if self._include else end - len(stop)], stop
+                self._found_stop, self._held = stop, ""
+                return whole[: end if self._include_stop else end - len(stop)], stop
         shown = len(whole) - automaton.depth[state]
         self._state, self._held = state, whole[shown:]
         return whole[:shown], None

@@ -14,40 +14,48 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
-from quire.errors import InputError, StartupError, shown
-from quire.files import LIMITS, find, read
+from quire.errors import InputError, StartupError, short_repr
+from quire.files import MAX_BYTES_BY_FILE, find_checkpoint_file, read_bounded
 from quire.text.folder import is_unicode, special_tokens, tokenizer_config
-from quire.text.library import check_growth, encode, failing, refused, try_out, unreadable
-from quire.text.pieces import Pieces
+from quire.text.library import (
+    check_encodes,
+    check_replacement_growth,
+    encode,
+    errors_to_input_error,
+    errors_to_startup_error,
+    translate_errors,
+)
+from quire.text.pieces import DecoderRules
 
 MAX_DIGITS = 9  # of an added token's id
 
 
 class Tokenizer:
-    """A vocabulary and its rules. `special` names the special tokens ({"eos_token": "</s>", ...}), `settings` is what a
+    """A vocabulary and its rules. `special_tokens` names the special tokens ({"eos_token": "</s>", ...}), `config` is
+    what a
     folder's tokenizer_config.json says."""
 
     def __init__(
         self,
         backend: tokenizers.Tokenizer,
-        special: dict[str, str],
+        special_tokens: dict[str, str],
         has_chat_template: bool = False,
-        settings: dict[str, Any] | None = None,
+        config: dict[str, Any] | None = None,
     ) -> None:
-        with unreadable("the tokenizer"):
+        with errors_to_startup_error("the tokenizer"):
             backend.no_truncation()
             backend.no_padding()
-            self.special, self.settings = special, settings or {}
+            self.special_tokens, self.config = special_tokens, config or {}
             self.has_chat_template = has_chat_template
-            self.added: dict[int, AddedToken] = backend.get_added_tokens_decoder()
-            self.special_ids = frozenset(id for id, token in self.added.items() if token.special)
+            self.added_tokens: dict[int, AddedToken] = backend.get_added_tokens_decoder()
+            self.special_ids = frozenset(id for id, token in self.added_tokens.items() if token.special)
             self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
-            self.bos_id = self._named("bos_token", backend)
-            eos = self._named("eos_token", backend)
+            self.bos_id = self._special_id("bos_token", backend)
+            eos = self._special_id("eos_token", backend)
             self.eos_ids: tuple[int, ...] = () if eos is None else (eos,)
-            check_growth(backend)
-            self.pieces = Pieces.of(backend.decoder)
-            try_out(backend)
+            check_replacement_growth(backend)
+            self.decoder_rules = DecoderRules.from_decoder(backend.decoder)
+            check_encodes(backend)
         self._backend = backend
         self._bytes: dict[int, bytes] = {}
 
@@ -58,19 +66,21 @@ class Tokenizer:
         if not folder.is_dir():
             raise StartupError(f"{folder} is not a folder", "Give a folder that holds tokenizer.json")
         config = tokenizer_config(folder)
-        has_chat_template = find(folder, "chat_template.jinja") is not None or bool(config.get("chat_template"))
-        file = find(folder, "tokenizer.json")
+        has_chat_template = find_checkpoint_file(folder, "chat_template.jinja") is not None or bool(
+            config.get("chat_template")
+        )
+        file = find_checkpoint_file(folder, "tokenizer.json")
         if file is None:
-            return cls(*_convert(folder), has_chat_template, config)
-        data = read(file, LIMITS["tokenizer.json"], str(folder / "tokenizer.json"), follow=False)
-        with unreadable(folder / "tokenizer.json"):
+            return cls(*_convert_slow_tokenizer(folder), has_chat_template, config)
+        data = read_bounded(file, MAX_BYTES_BY_FILE["tokenizer.json"], str(folder / "tokenizer.json"), follow=False)
+        with errors_to_startup_error(folder / "tokenizer.json"):
             backend = tokenizers.Tokenizer.from_buffer(data)
             special = special_tokens(config)
-            _complete(backend, config, special)
+            _add_config_tokens(backend, config, special)
         return cls(backend, special, has_chat_template, config)
 
-    def _named(self, name: str, backend: tokenizers.Tokenizer) -> int | None:
-        text = self.special.get(name)
+    def _special_id(self, name: str, backend: tokenizers.Tokenizer) -> int | None:
+        text = self.special_tokens.get(name)
         return None if text is None else backend.token_to_id(text)
 
     def encode(self, text: str, add_special_tokens: bool = True, max_chars: int | None = None) -> list[int]:
@@ -81,10 +91,10 @@ class Tokenizer:
             raise InputError(f"text must be a string, got {type(text).__name__}")
         if max_chars is not None and len(text) > max_chars:
             raise InputError(f"text may have at most {max_chars} characters, got {len(text)}")
-        with refused("text can't be encoded"):
+        with errors_to_input_error("text can't be encoded"):
             return encode(self._backend, text, add_special_tokens)
 
-    def encode_inside(self, text: str) -> list[int]:
+    def encode_continuation(self, text: str) -> list[int]:
         """Token ids of `text` where it goes on from another text: some tokenizers put a space before a first word."""
         line, spelled = (self.encode(part, add_special_tokens=False) for part in ("\n", "\n" + text))
         inside = spelled[: len(line)] == line
@@ -93,18 +103,18 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of ids; an id without a token (padding of the model's vocabulary) has none. InputError below 0."""
         try:
-            with refused("token ids can't be decoded"):
+            with errors_to_input_error("token ids can't be decoded"):
                 # As a batch of one: other threads needn't wait for it.
                 [text] = self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)
                 return str(text)
         except (OverflowError, TypeError) as error:
             raise InputError(f"token ids must be integers between 0 and {self.vocab_size - 1}") from error
 
-    def has(self, id: int) -> bool:
+    def has_id(self, id: int) -> bool:
         """Is there a token with this id?"""
         return 0 <= id < self.vocab_size and self._backend.id_to_token(id) is not None
 
-    def find(self, text: str) -> int | None:
+    def token_to_id(self, text: str) -> int | None:
         """The id of the token that is called `text`; None if there is none."""
         found: int | None = self._backend.token_to_id(text)
         return found
@@ -113,39 +123,43 @@ class Tokenizer:
         """The bytes that a token adds after others; b"" for an id without a token. Half a character stays half."""
         known = self._bytes.get(id)
         if known is None:
-            known = self._bytes[id] = self.pieces.bytes_of(self._piece(id), first=False) if self.has(id) else b""
+            known = self._bytes[id] = (
+                self.decoder_rules.bytes_of(self._known_id_to_token(id), first=False) if self.has_id(id) else b""
+            )
         return known
 
-    def opening_bytes(self, id: int) -> bytes:
+    def first_token_bytes(self, id: int) -> bytes:
         """As `token_bytes`, for a token that opens the text: some decoders leave out its space."""
-        return self.pieces.bytes_of(self._piece(id), first=True) if self.has(id) else b""
+        return self.decoder_rules.bytes_of(self._known_id_to_token(id), first=True) if self.has_id(id) else b""
 
-    def convert_id(self, id: int) -> str:
+    def token_text(self, id: int) -> str:
         """A token as text, for log-probabilities; U+FFFD where its bytes are no whole character."""
         return self.token_bytes(id).decode("utf-8", "replace")
 
-    def piece(self, id: int) -> str:
+    def id_to_token(self, id: int) -> str:
         """A token as the vocabulary spells it; "" for an id without a token."""
-        return self._piece(id) if self.has(id) else ""
+        return self._known_id_to_token(id) if self.has_id(id) else ""
 
-    def _piece(self, id: int) -> str:
+    def _known_id_to_token(self, id: int) -> str:
         piece = self._backend.id_to_token(id)
         assert piece is not None, f"no token {id}"
         return piece
 
 
-def _complete(backend: tokenizers.Tokenizer, config: dict[str, Any], special: dict[str, str]) -> None:
+def _add_config_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any], special: dict[str, str]) -> None:
     """Bring in what only tokenizer_config.json says, as transformers does: tokens, and whether text may name them.
 
     Its add_bos_token and add_eos_token are not read: tokenizer.json's post-processor decides, as in transformers 5."""
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     declared, named = config.get("added_tokens_decoder"), set(special.values())
     added = []
-    for _, entry in sorted((declared if isinstance(declared, dict) else {}).items(), key=_numeric):
+    for _, entry in sorted((declared if isinstance(declared, dict) else {}).items(), key=_entry_id):
         content = entry.get("content") if isinstance(entry, dict) else None
         if isinstance(content, str) and content not in known:
             if not is_unicode(content):
-                raise StartupError(f"tokenizer_config.json adds the token {shown(content)}, which is no valid Unicode")
+                raise StartupError(
+                    f"tokenizer_config.json adds the token {short_repr(content)}, which is no valid Unicode"
+                )
             flags = {name: bool(entry.get(name)) for name in ("lstrip", "normalized", "rstrip", "single_word")}
             added.append(AddedToken(content, special=bool(entry.get("special")) or content in named, **flags))
             known.add(content)
@@ -156,11 +170,11 @@ def _complete(backend: tokenizers.Tokenizer, config: dict[str, Any], special: di
     backend.encode_special_tokens = config.get("split_special_tokens") is True
 
 
-def _numeric(item: tuple[str, Any]) -> int:
+def _entry_id(item: tuple[str, Any]) -> int:
     return int(item[0]) if item[0].isdecimal() and len(item[0]) <= MAX_DIGITS else -1
 
 
-def _convert(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
+def _convert_slow_tokenizer(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
     """The backend and the special tokens of a folder with slow tokenizer files, converted by transformers."""
     try:
         from transformers import AutoTokenizer
@@ -170,9 +184,11 @@ def _convert(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
         ) from error
     for path in folder.iterdir():  # it reads whichever it knows
         if not path.is_dir():
-            find(folder, path.name)
+            find_checkpoint_file(folder, path.name)
     remedy = "Add its tokenizer.json to the folder"
-    with failing(lambda reason: StartupError(f"{folder} holds no tokenizer that can be loaded: {reason}", remedy)):
+    with translate_errors(
+        lambda reason: StartupError(f"{folder} holds no tokenizer that can be loaded: {reason}", remedy)
+    ):
         loaded = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
     backend = getattr(loaded, "backend_tokenizer", None)
     if not isinstance(backend, tokenizers.Tokenizer):

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from quire.errors import InputError, shown
+from quire.errors import InputError, short_repr
 
 MAX_TOOLS = 128
 MAX_CALLS = 128  # in one message
@@ -16,17 +16,17 @@ MAX_VALUES = 8192  # JSON values in all tools, or in the arguments of a call
 MAX_DEPTH = 32
 MAX_PROPERTIES = 1024  # of one tool's parameters
 MAX_CHARACTERS = 1 << 18  # of all tools
-MAX_ID = 128
+MAX_ID_CHARS = 128
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
-TYPES = 'a function, like {"type": "function", "function": {"name": ...}}'
+TOOL_SHAPE = 'a function, like {"type": "function", "function": {"name": ...}}'
 
 
 class Tool(NamedTuple):
-    """A function that a model may call. `parameters` is a JSON schema, or None; `entry` what a template gets."""
+    """A function that a model may call. `parameters` is a JSON schema, or None; `definition` what a template gets."""
 
     name: str
     parameters: dict[str, Any] | None
-    entry: dict[str, Any]
+    definition: dict[str, Any]
 
 
 def read_tools(tools: Any) -> list[Tool]:
@@ -35,26 +35,26 @@ def read_tools(tools: Any) -> list[Tool]:
         raise InputError(f"tools must be a list, got {type(tools).__name__}", "tools")
     if len(tools) > MAX_TOOLS:
         raise InputError(f"tools may have at most {MAX_TOOLS} entries, got {len(tools)}", "tools")
-    bound = Plain("tools", "tools")
+    bound = JsonCopier("tools", "tools")
     found = [_tool(f"tools[{i}]", tool, bound) for i, tool in enumerate(tools)]
     names: set[str] = set()
     for i, tool in enumerate(found):
         if tool.name in names:
             raise InputError(f"tools[{i}].function.name is {tool.name!r}, which another tool has", "tools")
         names.add(tool.name)
-    size = sum(len(json.dumps(tool.entry, ensure_ascii=False)) for tool in found)
+    size = sum(len(json.dumps(tool.definition, ensure_ascii=False)) for tool in found)
     if size > MAX_CHARACTERS:
         raise InputError(f"tools have {size} characters of JSON; the limit is {MAX_CHARACTERS}", "tools")
     return found
 
 
-def _tool(at: str, tool: Any, bound: Plain) -> Tool:
+def _tool(at: str, tool: Any, bound: JsonCopier) -> Tool:
     if not isinstance(tool, Mapping):
         raise InputError(f"{at} must be an object, got {type(tool).__name__}", "tools")
     if tool.get("type", "function") != "function" or not isinstance(tool.get("function"), Mapping):
-        raise InputError(f"{at} must be {TYPES}", "tools")
+        raise InputError(f"{at} must be {TOOL_SHAPE}", "tools")
     function = tool["function"]
-    name = checked_name(f"{at}.function.name", function.get("name"), "tools")
+    name = check_name(f"{at}.function.name", function.get("name"), "tools")
     for key in ("description", "strict", "parameters"):
         wanted = {"description": str, "strict": bool, "parameters": Mapping}[key]
         if function.get(key) is not None and not isinstance(function[key], wanted):
@@ -69,7 +69,7 @@ def _tool(at: str, tool: Any, bound: Plain) -> Tool:
 
 def _check_parameters(at: str, parameters: Mapping[str, Any]) -> None:
     if parameters.get("type") not in (None, "object"):
-        raise InputError(f'{at}.type must be "object", got {shown(parameters["type"])}', "tools")
+        raise InputError(f'{at}.type must be "object", got {short_repr(parameters["type"])}', "tools")
     properties = parameters.get("properties")
     if properties is not None and not isinstance(properties, Mapping):
         raise InputError(f"{at}.properties must be an object, got {type(properties).__name__}", "tools")
@@ -77,24 +77,24 @@ def _check_parameters(at: str, parameters: Mapping[str, Any]) -> None:
         raise InputError(f"{at}.properties has {len(properties or ())} entries; the limit is {MAX_PROPERTIES}", "tools")
 
 
-def checked_name(at: str, name: Any, param: str) -> str:
+def check_name(at: str, name: Any, param: str) -> str:
     """A tool's name. InputError if it is none."""
     if not isinstance(name, str) or not NAME.fullmatch(name):
-        raise InputError(f"{at} must have 1 to 64 letters, digits, _, . or -, got {shown(name)}", param)
+        raise InputError(f"{at} must have 1 to 64 letters, digits, _, . or -, got {short_repr(name)}", param)
     return name
 
 
-class Plain:
+class JsonCopier:
     """Bounded copies made of JSON's types only, so that a template meets no object with methods of its own."""
 
     def __init__(self, what: str, param: str) -> None:
-        self._what, self._param, self._left = what, param, MAX_VALUES
+        self._subject, self._param, self._values_left = what, param, MAX_VALUES
 
     def copy(self, value: Any, at: str, depth: int = 0) -> Any:
         """The copy. InputError beyond MAX_VALUES in all, or MAX_DEPTH levels."""
-        self._left -= 1
-        if self._left < 0 or depth > MAX_DEPTH:
-            raise InputError(f"{self._what} may hold {MAX_VALUES} JSON values, {MAX_DEPTH} levels deep", self._param)
+        self._values_left -= 1
+        if self._values_left < 0 or depth > MAX_DEPTH:
+            raise InputError(f"{self._subject} may hold {MAX_VALUES} JSON values, {MAX_DEPTH} levels deep", self._param)
         if isinstance(value, Mapping):
             if not all(type(key) is str for key in value):
                 raise InputError(f"{at} has a key that is no string", self._param)
@@ -120,18 +120,18 @@ def read_calls(at: str, calls: Any) -> list[dict[str, Any]]:
 def _call(at: str, call: Any) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or call.get("type", "function") != "function":
-        raise InputError(f"{at} must be a call of {TYPES}", "messages")
-    name = checked_name(f"{at}.function.name", function.get("name"), "messages")
+        raise InputError(f"{at} must be a call of {TOOL_SHAPE}", "messages")
+    name = check_name(f"{at}.function.name", function.get("name"), "messages")
     found: dict[str, Any] = {"type": "function", "function": {"name": name, "arguments": _arguments(at, function)}}
     if call.get("id") is not None:
-        found["id"] = checked_id(f"{at}.id", call["id"])
+        found["id"] = check_call_id(f"{at}.id", call["id"])
     return found
 
 
-def checked_id(at: str, id: Any) -> str:
+def check_call_id(at: str, id: Any) -> str:
     """What names a call. InputError if it can't."""
-    if not isinstance(id, str) or not 1 <= len(id) <= MAX_ID:
-        raise InputError(f"{at} must be a string of 1 to {MAX_ID} characters, got {shown(id)}", "messages")
+    if not isinstance(id, str) or not 1 <= len(id) <= MAX_ID_CHARS:
+        raise InputError(f"{at} must be a string of 1 to {MAX_ID_CHARS} characters, got {short_repr(id)}", "messages")
     return id
 
 
@@ -147,11 +147,11 @@ def _arguments(at: str, function: Mapping[str, Any]) -> dict[str, Any]:
             raise InputError(f"{at} is no JSON: {str(error)[:120]}", "messages") from None
     if not isinstance(given, Mapping):
         raise InputError(f"{at} must be the JSON of an object, got {type(given).__name__}", "messages")
-    found: dict[str, Any] = Plain(at, "messages").copy(given, at)
+    found: dict[str, Any] = JsonCopier(at, "messages").copy(given, at)
     return found
 
 
-def check_results(messages: Sequence[Mapping[str, Any]]) -> None:
+def check_tool_results(messages: Sequence[Mapping[str, Any]]) -> None:
     """InputError for a message with a tool's result that no call before it asked for."""
     asked: set[str] | None = None  # ids of the calls that the last assistant's message has
     for i, message in enumerate(messages):
@@ -168,26 +168,26 @@ def check_results(messages: Sequence[Mapping[str, Any]]) -> None:
 
 # For templates that know nothing of tools
 
-TAUGHT = (
+TOOLS_PROMPT = (
     "You can call functions. Their descriptions, one a line:\n{tools}\n"
     'To call one, answer only with JSON: {{"name": "...", "arguments": {{...}}}}'
 )
 
 
-def untaught(messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool]) -> list[dict[str, Any]]:
+def describe_tools_in_prompt(messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool]) -> list[dict[str, Any]]:
     """The messages for a template that doesn't read `tools`: these are described in the system's message, calls are
     written as JSON, and results are said by the user."""
-    said = [_plain_message(message) for message in messages]
+    said = [_without_tool_fields(message) for message in messages]
     if not tools or not said:
         return said
-    lines = "\n".join(json.dumps(tool.entry["function"], ensure_ascii=False) for tool in tools)
-    taught = TAUGHT.format(tools=lines)
+    lines = "\n".join(json.dumps(tool.definition["function"], ensure_ascii=False) for tool in tools)
+    taught = TOOLS_PROMPT.format(tools=lines)
     if said[0]["role"] in ("system", "developer") and isinstance(said[0]["content"], str):
         return [{**said[0], "content": f"{said[0]['content']}\n\n{taught}"}, *said[1:]]
     return [{"role": "system", "content": taught}, *said]
 
 
-def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
+def _without_tool_fields(message: Mapping[str, Any]) -> dict[str, Any]:
     if "tool_calls" not in message and message["role"] != "tool":
         return dict(message)
     rest = {name: value for name, value in message.items() if name not in ("tool_calls", "tool_call_id")}

@@ -9,27 +9,31 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, chain, pairwise, repeat
 from typing import Any
 
-from quire.vocabulary.plan import Top
+from quire.vocabulary.plan import TopLogprobs
 
-MOST_BYTES, MOST_ROWS = 2**28, 2**16  # of a frame; of a step, more than a launch takes
-MOST_PIXELS = 2**27  # bytes that a request's pictures have, prepared
+MAX_FRAME_BYTES, MAX_STEP_SLICES = 2**28, 2**16  # of a frame; of a step, more than a launch takes
+MAX_PIXEL_BYTES = 2**27  # bytes that a request's pictures have, prepared
 COUNT = struct.Struct("<I")
 WIDTHS = {ord("b"): 1, ord("i"): 4, ord("q"): 8}  # bytes of a number, by the code before a column
-ZEROS, ONES, LISTED = 0, 1, 2  # how long runs are: none has any, each has one, or there is a column of counts
+LENGTHS_ZERO, LENGTHS_ONE, LENGTHS_LISTED = (
+    0,
+    1,
+    2,
+)  # how long runs are: none has any, each has one, or there is a column of counts
 
 
-new = tuple.__new__  # makes a NamedTuple of a tuple at half the cost of its constructor
+tuple_new = tuple.__new__  # makes a NamedTuple of a tuple at half the cost of its constructor
 
 
 class WireError(ValueError):
-    """A frame that can't be read, or a message that can't be said in one: `field` is where, `at` the byte."""
+    """A frame that can't be read, or a message that can't be said in one: `field` is where, `offset` the byte."""
 
-    def __init__(self, field: str, why: str, at: int | None = None) -> None:
-        super().__init__(f"{field}{'' if at is None else f' at byte {at}'}: {why}")
-        self.field, self.at = field, at
+    def __init__(self, field: str, why: str, offset: int | None = None) -> None:
+        super().__init__(f"{field}{'' if offset is None else f' at byte {offset}'}: {why}")
+        self.field, self.offset = field, offset
 
 
-def pack(form: struct.Struct, field: str, *values: Any) -> bytes:
+def pack_struct(form: struct.Struct, field: str, *values: Any) -> bytes:
     try:
         return form.pack(*values)
     except struct.error as error:
@@ -47,10 +51,10 @@ def write_ints(values: Sequence[int], field: str, width: str = "i") -> bytes:
 
 
 def write_floats(values: Sequence[float], field: str) -> bytes:
-    return pack(struct.Struct(f"<{len(values)}d"), field, *values)
+    return pack_struct(struct.Struct(f"<{len(values)}d"), field, *values)
 
 
-def write_counts(runs: Sequence[Sequence[Any]], field: str) -> bytes:
+def write_run_lengths(runs: Sequence[Sequence[Any]], field: str) -> bytes:
     """How long each of some runs is."""
     if not any(runs):
         return b"\0"
@@ -60,34 +64,34 @@ def write_counts(runs: Sequence[Sequence[Any]], field: str) -> bytes:
 
 def write_runs(runs: Sequence[Sequence[int]], field: str) -> Iterator[bytes]:
     """Runs of integers: how long each is, and all of them end to end."""
-    kind, numbers = flat(runs)
-    if kind != LISTED:
+    kind, numbers = flatten_runs(runs)
+    if kind != LENGTHS_LISTED:
         yield bytes((kind,))
     else:
         yield write_ints(list(map(len, runs)), field)
-    if kind != ZEROS:
+    if kind != LENGTHS_ZERO:
         yield write_ints(numbers, field)
 
 
-def flat(runs: Sequence[Sequence[int]]) -> tuple[int, Sequence[int]]:
+def flatten_runs(runs: Sequence[Sequence[int]]) -> tuple[int, Sequence[int]]:
     """How long all runs are (ZEROS, ONES, LISTED), and their numbers end to end."""
     if not any(runs):
-        return ZEROS, ()
+        return LENGTHS_ZERO, ()
     try:
-        return ONES, [number for (number,) in runs]
+        return LENGTHS_ONE, [number for (number,) in runs]
     except ValueError:
-        return LISTED, list(chain.from_iterable(runs))
+        return LENGTHS_LISTED, list(chain.from_iterable(runs))
 
 
-def write_tops(tops: Sequence[Top]) -> Iterator[bytes]:
-    if not tops:
+def write_top_logprobs(top_logprobs: Sequence[TopLogprobs]) -> Iterator[bytes]:
+    if not top_logprobs:
         return
-    tokens, logprobs, ranks, ids, alternatives = zip(*tops)
+    tokens, logprobs, ranks, ids, alternatives = zip(*top_logprobs)
     yield write_ints(tokens, "top tokens")
     yield write_floats(logprobs, "top logprobs")
     yield write_ints(ranks, "top ranks")
     yield from write_runs(ids, "top ids")
-    yield write_counts(alternatives, "numbers of top alternatives")
+    yield write_run_lengths(alternatives, "numbers of top alternatives")
     yield write_floats(list(chain.from_iterable(alternatives)), "top alternatives")
 
 
@@ -100,34 +104,34 @@ def write_vectors(vectors: Sequence[Sequence[float]], field: str) -> Iterator[by
         raise WireError(field, str(error)) from error
 
 
-class Reader:
-    """A frame, read up to byte `at`."""
+class FrameReader:
+    """A frame, read up to byte `offset`."""
 
-    __slots__ = ("at", "end", "frame")
+    __slots__ = ("end", "frame", "offset")
 
     def __init__(self, frame: bytes | bytearray | memoryview) -> None:
-        self.frame, self.at, self.end = frame, 0, len(frame)
+        self.frame, self.offset, self.end = frame, 0, len(frame)
 
     def error(self, field: str, why: str) -> WireError:
-        return WireError(field, why, self.at)
+        return WireError(field, why, self.offset)
 
-    def bounded(self, count: int, field: str) -> int:
-        if count <= MOST_ROWS:
+    def check_count(self, count: int, field: str) -> int:
+        if count <= MAX_STEP_SLICES:
             return count
-        raise self.error(field, f"{count} are announced, at most {MOST_ROWS} are read")
+        raise self.error(field, f"{count} are announced, at most {MAX_STEP_SLICES} are read")
 
     def skip(self, size: int, field: str) -> int:
         """Go on by `size` bytes; returns where they begin."""
-        at = self.at
+        at = self.offset
         if size > self.end - at:
             raise self.error(field, f"{size} bytes are announced, {self.end - at} remain")
-        self.at = at + size
+        self.offset = at + size
         return at
 
-    def take(self, form: struct.Struct, field: str) -> tuple[Any, ...]:
+    def unpack(self, form: struct.Struct, field: str) -> tuple[Any, ...]:
         return form.unpack_from(self.frame, self.skip(form.size, field))
 
-    def ints(self, count: int, field: str) -> tuple[int, ...]:
+    def read_ints(self, count: int, field: str) -> tuple[int, ...]:
         """A column of `count` integers."""
         at = self.skip(1, field)
         size = WIDTHS.get(self.frame[at])
@@ -136,40 +140,41 @@ class Reader:
         start = self.skip(size * count, field)
         return struct.unpack_from(f"<{count}{self.frame[at]:c}", self.frame, start)
 
-    def floats(self, count: int, field: str) -> tuple[float, ...]:
+    def read_floats(self, count: int, field: str) -> tuple[float, ...]:
         return struct.unpack_from(f"<{count}d", self.frame, self.skip(8 * count, field))
 
-    def counts(self, runs: int, field: str) -> int | Sequence[int]:
-        """How long each of `runs` runs is, one number if all are as long. There must be other proof of `runs`."""
+    def read_run_lengths(self, runs: int, field: str) -> int | Sequence[int]:
+        """How long each of `read_runs` runs is, one number if all are as long. There must be other proof of "
+        "`read_runs`."""
         at = self.skip(1, field)
-        if self.frame[at] in (ZEROS, ONES):
+        if self.frame[at] in (LENGTHS_ZERO, LENGTHS_ONE):
             return self.frame[at]
-        self.at = at
-        return self.lengths(runs, field)
+        self.offset = at
+        return self.read_lengths(runs, field)
 
-    def lengths(self, runs: int, field: str) -> Sequence[int]:
-        at = self.at
-        lengths = self.ints(runs, field)
+    def read_lengths(self, runs: int, field: str) -> Sequence[int]:
+        at = self.offset
+        lengths = self.read_ints(runs, field)
         if lengths and min(lengths) < 0:
             raise WireError(field, f"a length is {min(lengths)}", at)
         return lengths
 
-    def runs(self, count: int, field: str) -> Iterable[tuple[int, ...]]:
+    def read_runs(self, count: int, field: str) -> Iterable[tuple[int, ...]]:
         """`count` runs of integers. There must be other proof of `count`."""
-        lengths = self.counts(count, field)
-        if lengths == ZEROS:
+        lengths = self.read_run_lengths(count, field)
+        if lengths == LENGTHS_ZERO:
             return repeat((), count)
-        if lengths == ONES:
-            return zip(self.ints(count, field))
+        if lengths == LENGTHS_ONE:
+            return zip(self.read_ints(count, field))
         assert not isinstance(lengths, int)
-        return split(self.ints(sum(lengths), field), lengths)
+        return split_runs(self.read_ints(sum(lengths), field), lengths)
 
 
-def split(values: tuple[Any, ...], lengths: Iterable[int]) -> list[tuple[Any, ...]]:
+def split_runs(values: tuple[Any, ...], lengths: Iterable[int]) -> list[tuple[Any, ...]]:
     return [values[start:end] for start, end in pairwise(accumulate(lengths, initial=0))]
 
 
-def read_text(reader: Reader, length: int) -> str:
+def read_text(reader: FrameReader, length: int) -> str:
     at = reader.skip(length, "error")
     try:
         return bytes(reader.frame[at : at + length]).decode("utf-8", "surrogatepass")
@@ -177,25 +182,27 @@ def read_text(reader: Reader, length: int) -> str:
         raise WireError("error", f"no UTF-8: {error.reason}", at + error.start) from error
 
 
-def read_vectors(reader: Reader, count: int, field: str) -> list[tuple[float, ...]]:
+def read_vectors(reader: FrameReader, count: int, field: str) -> list[tuple[float, ...]]:
     """`count` runs of numbers. There must be other proof of `count`."""
-    lengths = reader.lengths(count, field)
+    lengths = reader.read_lengths(count, field)
     total = sum(lengths)
-    return split(reader.floats(total, field), lengths)
+    return split_runs(reader.read_floats(total, field), lengths)
 
 
-def read_tops(reader: Reader, samples: int) -> Iterable[tuple[Top, ...]]:
+def read_top_logprobs(reader: FrameReader, samples: int) -> Iterable[tuple[TopLogprobs, ...]]:
     """The tops of so many samples. There must be other proof of that number."""
-    numbers = reader.counts(samples, "numbers of tops")
+    numbers = reader.read_run_lengths(samples, "numbers of tops")
     count = numbers * samples if isinstance(numbers, int) else sum(numbers)
     if not count:
         return repeat((), samples)
-    tokens = reader.ints(count, "top tokens")
-    logprobs = reader.floats(count, "top logprobs")
-    ranks = reader.ints(count, "top ranks")
-    ids = reader.runs(count, "top ids")
-    lengths = reader.counts(count, "numbers of top alternatives")
+    tokens = reader.read_ints(count, "top tokens")
+    logprobs = reader.read_floats(count, "top logprobs")
+    ranks = reader.read_ints(count, "top ranks")
+    ids = reader.read_runs(count, "top ids")
+    lengths = reader.read_run_lengths(count, "numbers of top alternatives")
     each: Sequence[int] = (lengths,) * count if isinstance(lengths, int) else lengths
-    alternatives = split(reader.floats(sum(each), "top alternatives"), each)
-    tops: tuple[Top, ...] = tuple(map(new, repeat(Top), zip(tokens, logprobs, ranks, ids, alternatives)))
-    return zip(tops) if isinstance(numbers, int) else split(tops, numbers)
+    alternatives = split_runs(reader.read_floats(sum(each), "top alternatives"), each)
+    tops: tuple[TopLogprobs, ...] = tuple(
+        map(tuple_new, repeat(TopLogprobs), zip(tokens, logprobs, ranks, ids, alternatives))
+    )
+    return zip(tops) if isinstance(numbers, int) else split_runs(tops, numbers)

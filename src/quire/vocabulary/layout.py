@@ -10,126 +10,126 @@ from quire.config import MAX_RANKS
 from quire.errors import StartupError
 
 MOST_RANKS = MAX_RANKS
-ROWS = 64
+VOCAB_ROWS_MULTIPLE = 64
 """Rows of the vocabulary that ranks share out at once, so that rows of a product stay aligned; the last rank pads."""
 
 
-class Heads(NamedTuple):
+class HeadRanges(NamedTuple):
     """Of one rank: which heads of queries, and which of keys and values."""
 
     queries: range
-    keys: range
+    kv_heads: range
 
 
-class Part(NamedTuple):
-    """One of `ranks` equal parts of a model whose layers are divided (tensor parallelism), and of these the layers of
-    one of `stages` (pipeline parallelism)."""
+class Shard(NamedTuple):
+    """One of `tp_size` equal parts of a model whose layers are divided (tensor parallelism), and of these the layers of
+    one of `pp_size` (pipeline parallelism)."""
 
-    rank: int = 0
-    ranks: int = 1
-    stage: int = 0
-    stages: int = 1
+    tp_rank: int = 0
+    tp_size: int = 1
+    pp_rank: int = 0
+    pp_size: int = 1
 
-    def share(self, size: int) -> range:
+    def shard_range(self, size: int) -> range:
         """Its part of `size` columns or rows, a multiple of the ranks."""
-        assert size % self.ranks == 0, f"{size} is not a multiple of {self.ranks} ranks"
-        count = size // self.ranks
-        return range(self.rank * count, (self.rank + 1) * count)
+        assert size % self.tp_size == 0, f"{size} is not a multiple of {self.tp_size} ranks"
+        count = size // self.tp_size
+        return range(self.tp_rank * count, (self.tp_rank + 1) * count)
 
-    def heads(self, queries: int, keys: int) -> Heads:
+    def head_ranges(self, queries: int, keys: int) -> HeadRanges:
         """Its heads. Where ranks outnumber heads of keys, neighbours have copies of the same one."""
-        own = self.share(queries)
-        if keys % self.ranks == 0:
-            return Heads(own, self.share(keys))
-        assert self.ranks % keys == 0, f"{keys} heads of keys and {self.ranks} ranks: neither divides the other"
-        copied = self.rank * keys // self.ranks
-        return Heads(own, range(copied, copied + 1))
+        own = self.shard_range(queries)
+        if keys % self.tp_size == 0:
+            return HeadRanges(own, self.shard_range(keys))
+        assert self.tp_size % keys == 0, f"{keys} heads of keys and {self.tp_size} ranks: neither divides the other"
+        copied = self.tp_rank * keys // self.tp_size
+        return HeadRanges(own, range(copied, copied + 1))
 
-    def vocabulary(self, size: int) -> range:
+    def vocab_range(self, size: int) -> range:
         """Its rows of a vocabulary, padding aside: as many as the other ranks', but for the last ones'."""
-        each = self.padded(size)
-        return range(min(self.rank * each, size), min((self.rank + 1) * each, size))
+        each = self.padded_vocab_rows(size)
+        return range(min(self.tp_rank * each, size), min((self.tp_rank + 1) * each, size))
 
-    def padded(self, size: int) -> int:
+    def padded_vocab_rows(self, size: int) -> int:
         """Rows that each rank's share of a vocabulary takes, padding included."""
-        if self.ranks == 1:
+        if self.tp_size == 1:
             return size
-        return -(-size // (self.ranks * ROWS)) * ROWS
+        return -(-size // (self.tp_size * VOCAB_ROWS_MULTIPLE)) * VOCAB_ROWS_MULTIPLE
 
     @property
-    def first(self) -> bool:
+    def is_first_tp_rank(self) -> bool:
         """What is to be added once is added here."""
-        return self.rank == 0
+        return self.tp_rank == 0
 
-    def layers(self, count: int) -> range:
+    def layer_range(self, count: int) -> range:
         """The layers of its stage, of so many: as many as others have, or one more in the first stages."""
-        first, last = (-(-at * count // self.stages) for at in (self.stage, self.stage + 1))
+        first, last = (-(-at * count // self.pp_size) for at in (self.pp_rank, self.pp_rank + 1))
         return range(first, last)
 
     @property
-    def starts(self) -> bool:
+    def is_first_stage(self) -> bool:
         """Its stage is the first, which knows tokens."""
-        return self.stage == 0
+        return self.pp_rank == 0
 
     @property
-    def ends(self) -> bool:
+    def is_last_stage(self) -> bool:
         """Its stage is the last, which draws."""
-        return self.stage == self.stages - 1
+        return self.pp_rank == self.pp_size - 1
 
-    def embeds(self, tied: bool) -> bool:
+    def has_embedding(self, tied: bool) -> bool:
         """It needs the embedding: for tokens, or, `tied`, as its head."""
-        return self.starts or (tied and self.ends)
+        return self.is_first_stage or (tied and self.is_last_stage)
 
-    def projects(self, tied: bool) -> bool:
+    def has_lm_head(self, tied: bool) -> bool:
         """It has the head: to draw, or because it is `tied` to the embedding."""
-        return self.ends or (tied and self.starts)
+        return self.is_last_stage or (tied and self.is_first_stage)
 
     @property
-    def number(self) -> int:
+    def global_rank(self) -> int:
         """Among all ranks: one stage's behind another's."""
-        return self.stage * self.ranks + self.rank
+        return self.pp_rank * self.tp_size + self.tp_rank
 
     @property
-    def answers(self) -> bool:
+    def returns_result(self) -> bool:
         """It tells what was drawn."""
-        return self.ends and self.first
+        return self.is_last_stage and self.is_first_tp_rank
 
 
-WHOLE = Part()
+UNSHARDED = Shard()
 
 
-class Layout(NamedTuple):
+class ParallelLayout(NamedTuple):
     """`tp` ranks divide each layer; `pp` stages have some layers each."""
 
     tp: int = 1
     pp: int = 1
 
     @property
-    def ranks(self) -> int:
+    def world_size(self) -> int:
         """In all."""
         return self.tp * self.pp
 
     @property
-    def answers(self) -> int:
+    def result_rank(self) -> int:
         """The number of the rank that tells what was drawn."""
         return self.tp * (self.pp - 1)
 
-    def parts(self) -> list[Part]:
+    def shards(self) -> list[Shard]:
         """What each rank has, in the order of their numbers."""
-        return [Part(rank, self.tp, stage, self.pp) for stage in range(self.pp) for rank in range(self.tp)]
+        return [Shard(rank, self.tp, stage, self.pp) for stage in range(self.pp) for rank in range(self.tp)]
 
 
-def divides(ranks: int, queries: int, keys: int, columns: tuple[int, ...]) -> bool:
+def can_divide(ranks: int, queries: int, keys: int, columns: tuple[int, ...]) -> bool:
     """Whether so many ranks can share a layer with these heads, and products with so many columns."""
     return queries % ranks == 0 and (keys % ranks == 0 or ranks % keys == 0) and not any(n % ranks for n in columns)
 
 
-def check_division(ranks: int, queries: int, keys: int, **columns: int) -> None:
+def check_tp_division(ranks: int, queries: int, keys: int, **columns: int) -> None:
     """StartupError, which says how many there may be, unless `ranks` ranks can share a layer with these heads, and
     products with so many `columns` (by what config.json calls them)."""
-    if divides(ranks, queries, keys, tuple(columns.values())):
+    if can_divide(ranks, queries, keys, tuple(columns.values())):
         return
-    fine = [n for n in range(1, min(queries, MOST_RANKS) + 1) if divides(n, queries, keys, tuple(columns.values()))]
+    fine = [n for n in range(1, min(queries, MOST_RANKS) + 1) if can_divide(n, queries, keys, tuple(columns.values()))]
     has = ", ".join([f"{queries} heads", f"{keys} heads of keys", *(f"{name} {n}" for name, n in columns.items())])
     *some, last = map(str, fine)
     raise StartupError(

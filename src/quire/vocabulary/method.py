@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import NamedTuple, Protocol
 
-from quire.vocabulary.plan import Top
+from quire.vocabulary.plan import TopLogprobs
 
 
 class Branch(NamedTuple):
@@ -19,7 +19,7 @@ class Branch(NamedTuple):
     tokens: Seq[int]
     prompt_len: int
     logprob: float
-    top: Top
+    top: TopLogprobs
 
 
 class Choice(NamedTuple):

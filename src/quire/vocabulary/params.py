@@ -10,7 +10,7 @@ from typing import Any
 
 from quire.errors import InputError
 from quire.vocabulary.method import Method
-from quire.vocabulary.plan import Sampling
+from quire.vocabulary.plan import DeviceSamplingParams
 from quire.vocabulary.structured import Grammar, Structured, StructuredOutputsParams
 
 MAX_N = 128
@@ -28,36 +28,36 @@ MAX_STOP_IDS = 1024
 POOLINGS = ("auto", "mean", "last")
 
 
-def _integer(name: str, value: Any, low: int, high: int) -> int:
+def _check_int(name: str, value: Any, low: int, high: int) -> int:
     """`value`, checked; `name` may go on after the parameter's own name: "stop_token_ids[3]"."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise InputError(f"{name} must be an integer, got {type(value).__name__}", _parameter(name))
+        raise InputError(f"{name} must be an integer, got {type(value).__name__}", _param_name(name))
     if not low <= value <= high:
-        raise InputError(f"{name} must be between {low} and {high}, got {_shown(value)}", _parameter(name))
+        raise InputError(f"{name} must be between {low} and {high}, got {_short_repr(value)}", _param_name(name))
     return value
 
 
-def _parameter(name: str) -> str:
+def _param_name(name: str) -> str:
     return name.split("[")[0].split(" ")[0]
 
 
-def _number(name: str, value: Any, low: float, high: float) -> float:
+def _check_float(name: str, value: Any, low: float, high: float) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise InputError(f"{name} must be a number, got {type(value).__name__}", _parameter(name))
+        raise InputError(f"{name} must be a number, got {type(value).__name__}", _param_name(name))
     if isinstance(value, int) and abs(value) > 2**53:
-        raise InputError(f"{name} must be between {low} and {high}, got {_shown(value)}", _parameter(name))
+        raise InputError(f"{name} must be between {low} and {high}, got {_short_repr(value)}", _param_name(name))
     if not math.isfinite(value) or not low <= value <= high:
-        raise InputError(f"{name} must be between {low} and {high}, got {_shown(value)}", _parameter(name))
+        raise InputError(f"{name} must be between {low} and {high}, got {_short_repr(value)}", _param_name(name))
     return float(value)
 
 
-def _flag(name: str, value: Any) -> bool:
+def _check_bool(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise InputError(f"{name} must be true or false, got {type(value).__name__}", name)
     return value
 
 
-def _shown(value: object) -> str:
+def _short_repr(value: object) -> str:
     """A value as an error may show it: short, whatever was sent."""
     if isinstance(value, int) and abs(value) >= 10**30:
         return f"an integer of {value.bit_length()} bits"
@@ -65,7 +65,7 @@ def _shown(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _texts(name: str, value: Any, count: int, chars: int) -> tuple[str, ...]:
+def _check_strings(name: str, value: Any, count: int, chars: int) -> tuple[str, ...]:
     if value is None:
         return ()
     items = (value,) if isinstance(value, str) else value
@@ -82,7 +82,7 @@ def _texts(name: str, value: Any, count: int, chars: int) -> tuple[str, ...]:
     return texts
 
 
-def _ids(name: str, value: Any, most: int = MAX_TOKEN_IDS) -> tuple[int, ...]:
+def _check_token_ids(name: str, value: Any, most: int = MAX_TOKEN_IDS) -> tuple[int, ...]:
     """Distinct token ids, in their order."""
     if not isinstance(value, Iterable) or isinstance(value, str | bytes | Mapping):
         raise InputError(f"{name} must be a list of token ids, got {type(value).__name__}", name)
@@ -91,7 +91,7 @@ def _ids(name: str, value: Any, most: int = MAX_TOKEN_IDS) -> tuple[int, ...]:
         raise InputError(f"{name} may have at most {most} entries, got {len(ids)}", name)
     for i, item in enumerate(ids):
         if type(item) is not int or not 0 <= item <= MAX_TOKENS:
-            _integer(f"{name}[{i}]", item, 0, MAX_TOKENS)
+            _check_int(f"{name}[{i}]", item, 0, MAX_TOKENS)
     return tuple(dict.fromkeys(ids))
 
 
@@ -149,60 +149,64 @@ class SamplingParams:
         def put(name: str, value: Any) -> None:
             object.__setattr__(self, name, value)  # frozen: normalised once, here
 
-        _integer("n", self.n, 1, MAX_N)
+        _check_int("n", self.n, 1, MAX_N)
         self._check_branches()
-        put("temperature", _number("temperature", self.temperature, 0.0, 100.0))
-        put("top_p", _number("top_p", self.top_p, 0.0, 1.0))
+        put("temperature", _check_float("temperature", self.temperature, 0.0, 100.0))
+        put("top_p", _check_float("top_p", self.top_p, 0.0, 1.0))
         if self.top_p == 0.0:
             raise InputError("top_p must be above 0 and at most 1, got 0", "top_p")
-        put("top_k", max(_integer("top_k", self.top_k, -1, MAX_TOKENS), 0))
-        put("min_p", _number("min_p", self.min_p, 0.0, 1.0))
-        put("presence_penalty", _number("presence_penalty", self.presence_penalty, -2.0, 2.0))
-        put("frequency_penalty", _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0))
-        put("repetition_penalty", _number("repetition_penalty", self.repetition_penalty, 0.01, 100.0))
+        put("top_k", max(_check_int("top_k", self.top_k, -1, MAX_TOKENS), 0))
+        put("min_p", _check_float("min_p", self.min_p, 0.0, 1.0))
+        put("presence_penalty", _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0))
+        put("frequency_penalty", _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0))
+        put("repetition_penalty", _check_float("repetition_penalty", self.repetition_penalty, 0.01, 100.0))
         if self.seed is not None:
-            _integer("seed", self.seed, -(2**63), 2**63 - 1)
-        put("stop", _texts("stop", self.stop, MAX_STOPS, MAX_STOP_CHARS))
+            _check_int("seed", self.seed, -(2**63), 2**63 - 1)
+        put("stop", _check_strings("stop", self.stop, MAX_STOPS, MAX_STOP_CHARS))
         put(
             "stop_token_ids",
-            _ids("stop_token_ids", () if self.stop_token_ids is None else self.stop_token_ids, MAX_STOP_IDS),
+            _check_token_ids(
+                "stop_token_ids", () if self.stop_token_ids is None else self.stop_token_ids, MAX_STOP_IDS
+            ),
         )
-        put("bad_words", _texts("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_STOP_CHARS))
+        put("bad_words", _check_strings("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_STOP_CHARS))
         if (total := sum(map(len, self.bad_word_ids))) > MAX_BAD_WORD_IDS:
             raise InputError(
                 f"bad_word_ids may have at most {MAX_BAD_WORD_IDS} tokens in all, got {total}", "bad_word_ids"
             )
         if self.allowed_token_ids is not None:
-            put("allowed_token_ids", _ids("allowed_token_ids", self.allowed_token_ids))
+            put("allowed_token_ids", _check_token_ids("allowed_token_ids", self.allowed_token_ids))
             if not self.allowed_token_ids:
                 raise InputError("allowed_token_ids must not be empty", "allowed_token_ids")
         if self.logit_bias is not None:
-            put("logit_bias", self._biases(self.logit_bias))
+            put("logit_bias", self._check_logit_bias(self.logit_bias))
         if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1, MAX_TOKENS)
-        _integer("min_tokens", self.min_tokens, 0, MAX_TOKENS)
+            _check_int("max_tokens", self.max_tokens, 1, MAX_TOKENS)
+        _check_int("min_tokens", self.min_tokens, 0, MAX_TOKENS)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InputError(
                 f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}", "min_tokens"
             )
         self._check_logprobs()
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "detokenize"):
-            _flag(name, getattr(self, name))
+            _check_bool(name, getattr(self, name))
         if self.stop and not self.detokenize:
             raise InputError("stop strings need detokenize=True", "stop")
-        put("structured", self._structured())
+        put("structured", self._resolve_structured())
         if self.pooling is not None:
             self._check_pooling()
 
     def _check_pooling(self) -> None:
         if self.pooling not in POOLINGS:
-            raise InputError(f"pooling must be one of {', '.join(POOLINGS)}, got {_shown(self.pooling)}", "pooling")
+            raise InputError(
+                f"pooling must be one of {', '.join(POOLINGS)}, got {_short_repr(self.pooling)}", "pooling"
+            )
         for name, plain in (("n", 1), ("best_of", None), ("beam_width", None), ("method", None), ("logprobs", None),
                             ("logprob_token_ids", None), ("prompt_logprobs", None), ("structured", None)):  # fmt: skip
             if getattr(self, name) != plain:
                 raise InputError(f"{name} can't be combined with pooling, which generates nothing", name)
 
-    def _structured(self) -> Structured | None:
+    def _resolve_structured(self) -> Structured | None:
         """The form of the output, by whichever name it was given. Beams and methods have none: they choose among the
         likeliest tokens, which a grammar would have to know before."""
         found, name = self.structured, "structured_outputs"
@@ -224,17 +228,18 @@ class SamplingParams:
 
     def _check_branches(self) -> None:
         if self.best_of is not None:
-            _integer("best_of", self.best_of, 1, MAX_N)
+            _check_int("best_of", self.best_of, 1, MAX_N)
             if self.best_of < self.n:
                 raise InputError(f"best_of must be at least n ({self.n}), got {self.best_of}", "best_of")
-        object.__setattr__(self, "length_penalty", _number("length_penalty", self.length_penalty, -10.0, 10.0))
+        object.__setattr__(self, "length_penalty", _check_float("length_penalty", self.length_penalty, -10.0, 10.0))
         if self.early_stopping != "never" and not isinstance(self.early_stopping, bool):
             raise InputError(
-                f'early_stopping must be true, false or "never", got {_shown(self.early_stopping)}', "early_stopping"
+                f'early_stopping must be true, false or "never", got {_short_repr(self.early_stopping)}',
+                "early_stopping",
             )
         if self.beam_width is None:
             return
-        _integer("beam_width", self.beam_width, 1, MAX_BEAM_WIDTH)
+        _check_int("beam_width", self.beam_width, 1, MAX_BEAM_WIDTH)
         if self.n > self.beam_width:
             raise InputError(f"n must be at most beam_width ({self.beam_width}), got {self.n}", "n")
         for name, clash in (
@@ -249,10 +254,10 @@ class SamplingParams:
     def _check_logprobs(self) -> None:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                _integer(name, getattr(self, name), 0, MAX_LOGPROBS)
+                _check_int(name, getattr(self, name), 0, MAX_LOGPROBS)
         if self.logprob_token_ids is None:
             return
-        ids = _ids("logprob_token_ids", self.logprob_token_ids, MAX_LOGPROB_IDS) or None
+        ids = _check_token_ids("logprob_token_ids", self.logprob_token_ids, MAX_LOGPROB_IDS) or None
         object.__setattr__(self, "logprob_token_ids", ids)
         if ids is None:
             return
@@ -264,7 +269,7 @@ class SamplingParams:
                 raise InputError(f"logprob_token_ids can't be combined with {what}", "logprob_token_ids")
 
     @staticmethod
-    def _biases(value: Any) -> dict[int, float]:
+    def _check_logit_bias(value: Any) -> dict[int, float]:
         if not isinstance(value, Mapping):
             raise InputError(f"logit_bias must map token ids to numbers, got {type(value).__name__}", "logit_bias")
         if len(value) > MAX_BIASES:
@@ -272,8 +277,8 @@ class SamplingParams:
         biases: dict[int, float] = {}
         for key, bias in value.items():
             token = int(key) if isinstance(key, str) and len(key) <= 12 and key.isascii() and key.isdigit() else key
-            _integer(f"logit_bias key {_shown(key)}", token, 0, MAX_TOKENS)
-            biases[token] = _number(f"logit_bias[{token}]", bias, -100.0, 100.0)
+            _check_int(f"logit_bias key {_short_repr(key)}", token, 0, MAX_TOKENS)
+            biases[token] = _check_float(f"logit_bias[{token}]", bias, -100.0, 100.0)
         return biases
 
     @property
@@ -282,12 +287,12 @@ class SamplingParams:
         return self.beam_width or self.best_of or self.n
 
     @property
-    def ranked(self) -> bool:
+    def returns_best_of(self) -> bool:
         """Which branches are returned is known at the end only: best_of above n."""
         return self.beam_width is None and self.best_of is not None and self.best_of > self.n
 
     @property
-    def top(self) -> int:
+    def num_logprobs(self) -> int:
         """The most likely tokens whose log-probabilities come beside that of each chosen one; those of
         `logprob_token_ids` come in their place. -1: none come, not even its own."""
         if self.logprob_token_ids:
@@ -297,11 +302,11 @@ class SamplingParams:
     @property
     def needs_history(self) -> bool:
         """The sampler must know the tokens so far."""
-        return self.sampling().needs_history
+        return self.to_device_params().needs_history
 
-    def sampling(self) -> Sampling:
+    def to_device_params(self) -> DeviceSamplingParams:
         """What the data plane must know of these parameters: how tokens are drawn, not what becomes of them."""
-        return Sampling(
+        return DeviceSamplingParams(
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,
@@ -314,7 +319,7 @@ class SamplingParams:
             allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
             logit_bias=tuple((self.logit_bias or {}).items()),
             bad_word_ids=tuple(map(tuple, self.bad_word_ids)),
-            chosen=self.beam_width is not None or self.method is not None,
+            candidates_only=self.beam_width is not None or self.method is not None,
             prompt_logprobs=-1 if self.prompt_logprobs is None else self.prompt_logprobs,
             logprob_token_ids=tuple(self.logprob_token_ids or ()),
             pooling=self.pooling or "",

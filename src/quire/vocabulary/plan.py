@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from quire.vocabulary.media import Medium
+from quire.vocabulary.media import ImageItem
 
-LAST = -1
+LAST_SAMPLED = -1
 """In `Row.tokens`: this slot's most recent sample, which only the device has seen."""
 
 
-class Sampling(NamedTuple):
+class DeviceSamplingParams(NamedTuple):
     """How tokens are drawn: of a request's parameters (vocabulary.params) what the data plane reads, in numbers
     and token ids only. Methods, stop strings and whatever else decides what a token means stay above."""
 
@@ -31,7 +31,7 @@ class Sampling(NamedTuple):
     allowed_token_ids: tuple[int, ...] | None = None
     logit_bias: tuple[tuple[int, float], ...] = ()  # token ids, and what is added to their logits
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
-    chosen: bool = False  # a method chooses among the likeliest tokens: none is drawn
+    candidates_only: bool = False  # a method chooses among the likeliest tokens: none is drawn
     prompt_logprobs: int = -1  # most likely tokens to return with each token to score; -1: none is scored
     logprob_token_ids: tuple[int, ...] = ()  # to return with each sample, in place of the most likely ones
     pooling: str = ""  # "mean" or "last": nothing is drawn, hidden states of the prompt are returned (Sampled.pooled)
@@ -39,7 +39,7 @@ class Sampling(NamedTuple):
     @property
     def greedy(self) -> bool:
         """The most likely token is chosen; no noise is drawn."""
-        return self.chosen or self.temperature < 1e-5
+        return self.candidates_only or self.temperature < 1e-5
 
     @property
     def needs_history(self) -> bool:
@@ -52,55 +52,59 @@ class Sampling(NamedTuple):
         )
 
 
-class Birth(NamedTuple):
+class SlotInit(NamedTuple):
     """A sequence gets a slot (on admission, fork or swap-in): all that the device must know of it.
 
-    A slot's next birth is its death. With `parent` >= 0 the child starts with the parent slot's sampling state, and
+    A slot's next birth is its death. With `parent_slot` >= 0 the child starts with the parent slot's sampling state,
+    and
     `sampling` is None: it is the parent's. `history` is the tokens so far (prompt first, `prompt_len` of them), and
     given only when `sampling` needs it.
     """
 
     slot: int
-    seq: int
-    parent: int
-    sampling: Sampling | None
+    seq_id: int
+    parent_slot: int
+    sampling: DeviceSamplingParams | None
     seed: int
     prompt_len: int
     history: tuple[int, ...] = ()
-    top: int = -1  # most likely tokens to return with each sample; -1: no log-probabilities at all
-    media: tuple[Medium, ...] = ()  # the pictures of its prompt, in order; a fork's too
+    num_logprobs: int = -1  # most likely tokens to return with each sample; -1: no log-probabilities at all
+    images: tuple[ImageItem, ...] = ()  # the pictures of its prompt, in order; a fork's too
 
 
-class Row(NamedTuple):
+class SeqSlice(NamedTuple):
     """One sequence's share of a step: compute `tokens` at positions start, start + 1, ...
 
-    `sample` tokens are drawn from the logits of the last position (0: none; n > 1: one for each branch to be forked,
-    the i-th with the seed of branch i). `score[i]` is a prompt token whose log-probability after tokens[i] is wanted.
-    `draft` tokens were guessed to follow `tokens`: they are computed too, and as many of them are accepted as sampling
+    `num_samples` tokens are drawn from the logits of the last position (0: none; n > 1: one for each branch to be
+    forked,
+    the i-th with the seed of branch i). `score_tokens[i]` is a prompt token whose log-probability after tokens[i] is
+    wanted.
+    `draft_tokens` tokens were guessed to follow `tokens`: they are computed too, and as many of them are accepted as
+    sampling
     would have drawn.
     """
 
     slot: int
     tokens: tuple[int, ...]
     start: int
-    sample: int
-    score: tuple[int, ...] = ()
-    draft: tuple[int, ...] = ()
+    num_samples: int
+    score_tokens: tuple[int, ...] = ()
+    draft_tokens: tuple[int, ...] = ()
 
 
 # Journal entries: effects on tables and pages, in order.
 
 
-class Table(NamedTuple):
+class TableWrite(NamedTuple):
     """tables[group][slot, at : at + len(pages)] = pages."""
 
     slot: int
     group: int
-    at: int
+    first_page: int
     pages: tuple[int, ...]
 
 
-class Copy(NamedTuple):
+class PageCopy(NamedTuple):
     """Copy the content of page `src` to page `dst`, all layers of the group."""
 
     group: int
@@ -108,19 +112,19 @@ class Copy(NamedTuple):
     dst: int
 
 
-class Out(NamedTuple):
-    """Copy page `page` to host page `host`."""
+class SwapOut(NamedTuple):
+    """Copy page `page` to host page `host_page`."""
 
     group: int
     page: int
-    host: int
+    host_page: int
 
 
-class In(NamedTuple):
-    """Copy host page `host` to page `page`."""
+class SwapIn(NamedTuple):
+    """Copy host page `host_page` to page `page`."""
 
     group: int
-    host: int
+    host_page: int
     page: int
 
 
@@ -131,33 +135,36 @@ class Poison(NamedTuple):
     page: int
 
 
-class Encode(NamedTuple):
-    """Encode parts first .. first + parts - 1 of the `medium`-th picture of the sequence in `slot`, before the step's
+class ImageEncoding(NamedTuple):
+    """Encode parts first .. first + parts - 1 of the `image_index`-th picture of the sequence in `slot`, before the
+    step's
     rows. Parts come in order, in one step or in several ones; with first = 0 what this slot had of the picture is void.
 
     With the last part its rows are written, row 0 first; where depends on `group`. Of a "cross" group keys and values
-    of the rows, of a "vision" group the rows themselves: to the pages that the slot's table names from its page `at`
+    of the rows, of a "vision" group the rows themselves: to the pages that the slot's table names from its page
+    `first_page`
     on, run_tokens rows a page. Group -1 (`--vision-cache off`): nowhere, they are for the rows of this step. Else
     (`inside`) they lie in pages of keys and values of the group that aren't written yet: the row of position p in the
-    page behind its token's, p // run_tokens + 1 of the slot's (that of the first row is `at`), from byte
+    page behind its token's, p // run_tokens + 1 of the slot's (that of the first row is `first_page`), from byte
     p % run_tokens * row_bytes on. A row is read by the step that computes its position, before that step writes keys
-    and values. The first `skip` rows aren't needed, and aren't written: there may be keys and values in their places.
+    and values. The first `skip_embeds` rows aren't needed, and aren't written: there may be keys and values in their
+    places.
     """
 
     group: int
     slot: int
-    medium: int
-    at: int
-    first: int
-    parts: int
-    skip: int = 0
+    image_index: int
+    first_page: int
+    first_part: int
+    num_parts: int
+    skip_embeds: int = 0
 
 
-Entry = Table | Copy | Out | In | Poison | Encode
-Journal = tuple[Entry, ...]
+PageOp = TableWrite | PageCopy | SwapOut | SwapIn | Poison | ImageEncoding
+PageOps = tuple[PageOp, ...]
 
 
-class Mask(NamedTuple):
+class TokenBitmask(NamedTuple):
     """What the row of `slot` may draw in this step: `allowed` has a bit a token, 32 to a little-endian word, lowest bit
     first. Bits beyond the vocabulary are 0."""
 
@@ -167,19 +174,20 @@ class Mask(NamedTuple):
 
 class StepPlan(NamedTuple):
     """One step: births, then the journal in order, then the rows, a tuple or, of a plan that was read, arrays that are
-    equal to it (vocabulary.rows). `ahead` is journal work to do while it computes. Rows of slots without one of `masks`
+    equal to it (vocabulary.rows). `overlapped_page_ops` is journal work to do while it computes. Rows of slots without
+    one of `masks`
     may draw any token; all masks have one length."""
 
-    births: tuple[Birth, ...]
-    journal: Journal
-    rows: Sequence[Row]
-    ahead: Journal = ()
-    masks: tuple[Mask, ...] = ()
+    new_slots: tuple[SlotInit, ...]
+    page_ops: PageOps
+    slices: Sequence[SeqSlice]
+    overlapped_page_ops: PageOps = ()
+    masks: tuple[TokenBitmask, ...] = ()
 
 
-class Top(NamedTuple):
+class TopLogprobs(NamedTuple):
     """The log-probability of one token, its rank (1 is the most likely), and the k most likely alternatives; or, beside
-    a sample whose `Sampling` has logprob_token_ids, these and no others, in their order."""
+    a sample whose `DeviceSamplingParams` has logprob_token_ids, these and no others, in their order."""
 
     token: int
     logprob: float
@@ -188,45 +196,47 @@ class Top(NamedTuple):
     logprobs: tuple[float, ...] = ()
 
 
-class Sampled(NamedTuple):
+class SliceResult(NamedTuple):
     """What a row produced: `tokens` drawn (one a branch; of a row with a draft the run that was accepted: some of the
-    draft, and one token after it), `tops` beside each when log-probabilities were asked for, and `scores`, one for each
+    draft, and one token after it), `top_logprobs` beside each when log-probabilities were asked for, and
+    `prompt_logprobs`, one for each
     of the row's `score` tokens. `error` is set when the row's logits, or what is pooled, were not finite.
 
     `pooled` [hidden], of a row of a sequence with `pooling`: the sum of the hidden states of its tokens ("mean"), or
     that of the prompt's last one, from the row that has it."""
 
     tokens: tuple[int, ...]
-    tops: tuple[Top, ...] = ()
-    scores: tuple[Top, ...] = ()
+    top_logprobs: tuple[TopLogprobs, ...] = ()
+    prompt_logprobs: tuple[TopLogprobs, ...] = ()
     error: str = ""
     pooled: tuple[float, ...] = ()
 
 
-class Mapped(NamedTuple):
-    """What a runner of virtual memory did since its start: `bytes` lie in sequences' places now, a page that lies in
-    several counted in each; pages mapped and unmapped, those of each buffer counted; of these `ahead` while a step
-    computed, in `meanwhile` seconds of whoever launched it; and the seconds that steps waited for the others."""
+class MappingStats(NamedTuple):
+    """What a runner of virtual memory did since its start: `mapped_bytes` lie in sequences' places now, a page that
+    lies in
+    several counted in each; pages mapped and unmapped, those of each buffer counted; of these `overlapped` while a step
+    computed, in `overlap_seconds` seconds of whoever launched it; and the seconds that steps waited for the others."""
 
-    bytes: int = 0
+    mapped_bytes: int = 0
     maps: int = 0
     unmaps: int = 0
-    ahead: int = 0
-    seconds: float = 0.0
-    meanwhile: float = 0.0
+    overlapped: int = 0
+    stall_seconds: float = 0.0
+    overlap_seconds: float = 0.0
 
 
-class RankUse(NamedTuple):
+class RankUsage(NamedTuple):
     """What a rank in a process of its own uses: processor time since its start, in seconds, and memory now."""
 
-    seconds: float
-    bytes: int
+    cpu_seconds: float
+    memory_bytes: int
 
 
 class StepResult(NamedTuple):
     """One Sampled a row, in plan order, the step's duration, and how long the device was idle before it though the step
     before was not collected yet: it waited for the host."""
 
-    samples: tuple[Sampled, ...]
+    slice_results: tuple[SliceResult, ...]
     seconds: float
-    idle: float = 0.0
+    idle_seconds: float = 0.0

@@ -13,14 +13,14 @@ from enum import Enum
 from fractions import Fraction
 from typing import NamedTuple
 
-ALIGNED = 16
+STATE_ALIGNMENT = 16
 """Bytes of one access: where tensors of a state begin."""
 
 SCALE_BYTES = 4
 """What numbers of 8 bits are multiplied by, in fp32."""
 
 
-class Layout(Enum):
+class KVCacheLayout(Enum):
     """Where a memory puts a sequence's tokens: `PAGED`, wherever page tables say, or `CONTIGUOUS`, one after another in
     addresses, so that position p is p strides behind the first one. A kernel that needs the latter is refused over the
     former; one that reads page tables works over both."""
@@ -29,7 +29,7 @@ class Layout(Enum):
     CONTIGUOUS = "contiguous"
 
 
-class StatePart(NamedTuple):
+class StateTensor(NamedTuple):
     """A tensor of a layer's running state: of `shape`, of numbers of `itemsize` bytes."""
 
     name: str
@@ -37,9 +37,9 @@ class StatePart(NamedTuple):
     itemsize: int
 
     @property
-    def bytes(self) -> int:
+    def padded_bytes(self) -> int:
         """Bytes of it, in a place that begins where any of them may."""
-        return -(-math.prod(self.shape) * self.itemsize // ALIGNED) * ALIGNED
+        return -(-math.prod(self.shape) * self.itemsize // STATE_ALIGNMENT) * STATE_ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +50,17 @@ class LayerSpec:
     `window` is None for full attention; otherwise the token at position p attends to positions > p - window; or, with
     `chunk`, to positions >= p - p % chunk. Products of queries and keys are multiplied by `scale` (None:
     head_dim ** -0.5); then `softcap`, if any, bounds them: x becomes softcap * tanh(x / softcap). `heads` are the query
-    heads (None: the model's). A layer that `shares` keeps nothing: it reads the keys and values of that earlier layer.
+    heads (None: the model's). A layer that `kv_source_layer` keeps nothing: it reads the keys and values of that
+    earlier layer.
     `budget` is how many tokens of a prompt the layer keeps (PyramidKV); None: all. `policy` names a layer type that
     isn't quire's own (see quire.control.memory.policies).
 
-    With `rounded` keys and values are in 8 bits, and behind each head's is what they are multiplied by: such a cell is
-    written once, and is as good wherever it lies. A layer with a `state` (Mamba) keeps these tensors of a sequence,
-    whatever its length, and nothing of a token. A layer that is `cross` keeps keys and values of the rows that pictures
+    With `has_int8_kv` keys and values are in 8 bits, and behind each head's is what they are multiplied by: such a
+    cell is
+    written once, and is as good wherever it lies. A layer with a `state_tensors` (Mamba) keeps these tensors of a
+    sequence,
+    whatever its length, and nothing of a token. A layer that is `is_cross_attention` keeps keys and values of the rows
+    that pictures
     are encoded to, and none of tokens.
     """
 
@@ -67,86 +71,97 @@ class LayerSpec:
     scale: float | None = None
     softcap: float | None = None
     chunk: int | None = None
-    shares: int | None = None
+    kv_source_layer: int | None = None
     budget: int | None = None
     policy: str | None = None
-    state: tuple[StatePart, ...] = ()
-    cross: bool = False
-    rounded: bool = False
+    state_tensors: tuple[StateTensor, ...] = ()
+    is_cross_attention: bool = False
+    has_int8_kv: bool = False
 
     def cell_bytes(self, itemsize: int) -> int:
         """Bytes of one head's keys of a token, or of its values."""
-        return self.head_dim + SCALE_BYTES if self.rounded else self.head_dim * itemsize
+        return self.head_dim + SCALE_BYTES if self.has_int8_kv else self.head_dim * itemsize
 
     def token_bytes(self, itemsize: int) -> int:
-        """Bytes of one token's keys and values that this layer keeps; of one row of a picture's, if it is `cross`."""
-        return 0 if self.shares is not None or self.state else 2 * self.kv_heads * self.cell_bytes(itemsize)
+        """Bytes of one token's keys and values that this layer keeps; of one row of a picture's, if it is "
+        "`is_cross_attention`."""
+        return (
+            0
+            if self.kv_source_layer is not None or self.state_tensors
+            else 2 * self.kv_heads * self.cell_bytes(itemsize)
+        )
 
     @property
     def state_bytes(self) -> int:
         """Bytes of a sequence's state."""
-        return sum(part.bytes for part in self.state)
+        return sum(part.padded_bytes for part in self.state_tensors)
 
     @property
     def kind(self) -> str:
         """The name of the policy that says what is kept, as a Group has it."""
         if self.policy is not None:
             return self.policy
-        if self.state or self.cross:
-            return "state" if self.state else "cross"
+        if self.state_tensors or self.is_cross_attention:
+            return "state" if self.state_tensors else "cross"
         kinds = {"budget": self.budget, "chunked": self.chunk, "window": self.window}
         return next((kind for kind, length in kinds.items() if length is not None), "full")
 
     @property
-    def kept(self) -> tuple[str | int | tuple[StatePart, ...] | None, ...]:
+    def group_key(self) -> tuple[str | int | tuple[StateTensor, ...] | None, ...]:
         """What decides how its tokens are kept, and for how long: layers that agree in it share page tables."""
-        return self.kind, self.kv_heads, self.head_dim, self.window, self.chunk, self.budget, self.state
+        return self.kind, self.kv_heads, self.head_dim, self.window, self.chunk, self.budget, self.state_tensors
 
 
 @dataclass(frozen=True, slots=True)
-class Selection:
-    """How layers with a budget choose what they keep of a prompt (SnapKV §4, PyramidKV §4.2): its last `queries`
-    tokens, and of those before them what these attend to most, once attention is averaged over `pool` neighbours."""
+class SnapKVSelection:
+    """How layers with a budget choose what they keep of a prompt (SnapKV §4, PyramidKV §4.2): its last
+    `observation_window`
+    tokens, and of those before them what these attend to most, once attention is averaged over `pooling_kernel`
+    neighbours."""
 
-    queries: int = 32
-    pool: int = 5
+    observation_window: int = 32
+    pooling_kernel: int = 5
 
 
-def parts_a_step(budget: int, part_tokens: int, part_rows: int, most_rows: int) -> int:
+def max_parts_per_step(budget: int, part_tokens: int, part_embeds: int, max_embeds: int) -> int:
     """How many parts of pictures a step of `budget` tokens encodes at most: as many as take as long as these, but no
     more than its tokens are rows of, and a picture beyond, of which not all rows are among them. See VisionSpec."""
     most = max(budget // max(part_tokens, 1), 1)
-    return min(most, -(-(budget + most_rows) // part_rows)) if part_rows else most
+    return min(most, -(-(budget + max_embeds) // part_embeds)) if part_embeds else most
 
 
 @dataclass(frozen=True, slots=True)
 class VisionSpec:
-    """A model's eyes: the rows that stand for a picture have `width` numbers and are `most_rows` at most; `parameters`
+    """A model's eyes: the rows that stand for a picture have `embed_dim` numbers and are `max_embeds` at most;
+    `parameters`
     of tower and connector; where numbers have 2 bytes, `activations`, bytes that encoding takes, however many parts a
-    step has, `part_bytes` of each of these beside, and `begun_bytes` of a picture that a step leaves in parts, where it
+    step has, `part_bytes` of each of these beside, and `partial_image_bytes` of a picture that a step leaves in parts,
+    where it
     has ended another one; `part_operations` of a part's products; `part_tokens`, how many tokens of a prompt take about
-    as long as a part, and `part_rows`, the places of how many of them a part's rows take at least (0: of none). With
-    `both_ways` the tokens of a prompt attend to one another both ways, so that all of it is computed in one step
+    as long as a part, and `part_embeds`, the places of how many of them a part's rows take at least (0: of none). With
+    `bidirectional_prompt` the tokens of a prompt attend to one another both ways, so that all of it is computed in one
+    step
     (PaliGemma)."""
 
-    width: int
-    most_rows: int
+    embed_dim: int
+    max_embeds: int
     parameters: int
     activations: int = 0
-    both_ways: bool = False
+    bidirectional_prompt: bool = False
     part_tokens: int = 256
     part_bytes: int = 0
-    begun_bytes: int = 0
-    part_rows: int = 0
+    partial_image_bytes: int = 0
+    part_embeds: int = 0
     part_operations: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A model as the control plane and the memory plan see it. `parameters` counts weights, tied ones once; `rotaries`
+    """A model as the control plane and the memory plan see it. `parameters` counts weights, tied ones once;
+    `num_rope_tables`
     are its rotary embeddings, each a table for all positions. Of `parameters`, `expert_parameters` are those of all
     experts of all layers that have `experts` of them each, of which a token takes `active_experts`; and
-    `wide_parameters` are in float32 whatever the others are in."""
+    `fp32_parameters` are in float32 whatever the others are in."""
 
     family: str
     layers: tuple[LayerSpec, ...]
@@ -157,21 +172,21 @@ class ModelSpec:
     intermediate: int
     parameters: int
     eos_ids: tuple[int, ...] = ()
-    rotaries: int = 1
-    selection: Selection = Selection()
+    num_rope_tables: int = 1
+    selection: SnapKVSelection = SnapKVSelection()
     vision: VisionSpec | None = None
     experts: int = 0
     active_experts: int = 0
     expert_parameters: int = 0
-    wide_parameters: int = 0
+    fp32_parameters: int = 0
 
     def weight_bytes(self, itemsize: int) -> int:
         """Bytes of all weights, eyes included, where numbers have `itemsize` bytes."""
         eyes = self.vision.parameters if self.vision is not None else 0
-        return (self.parameters + eyes) * itemsize + self.wide_parameters * (4 - itemsize)
+        return (self.parameters + eyes) * itemsize + self.fp32_parameters * (4 - itemsize)
 
     @property
-    def least_budget(self) -> int:
+    def min_budget(self) -> int:
         """The least of its layers' budgets; 0 if none has one."""
         return min((layer.budget for layer in self.layers if layer.budget is not None), default=0)
 
@@ -179,19 +194,20 @@ class ModelSpec:
         """Bytes of one token's keys and values over all layers (OPT-13B in fp16: 819,200)."""
         return sum(layer.token_bytes(itemsize) for layer in self.layers)
 
-    def stored(self, itemsize: int, ssm: int) -> ModelSpec:
-        """The same where numbers of states have `itemsize` bytes, as all others have, and those of `ssm`, in which
-        what was rounded adds up, `ssm`."""
+    def with_state_itemsize(self, itemsize: int, ssm_itemsize: int) -> ModelSpec:
+        """The same where numbers of states have `itemsize` bytes, as all others have, and those of `ssm_itemsize`, in
+        which
+        what was rounded adds up, `ssm_itemsize`."""
         layers = tuple(
-            replace(layer, state=tuple(part._replace(itemsize=ssm if part.name == "ssm" else itemsize)
-                                       for part in layer.state))
+            replace(layer, state_tensors=tuple(part._replace(itemsize=ssm_itemsize if part.name == "ssm" else itemsize)
+                                       for part in layer.state_tensors))
             for layer in self.layers
         )  # fmt: skip
-        return replace(self, layers=layers) if self.stateful else self
+        return replace(self, layers=layers) if self.state_layers else self
 
-    def rounded(self) -> ModelSpec:
+    def with_int8_kv(self) -> ModelSpec:
         """The same where keys and values are in 8 bits."""
-        return replace(self, layers=tuple(replace(layer, rounded=True) for layer in self.layers))
+        return replace(self, layers=tuple(replace(layer, has_int8_kv=True) for layer in self.layers))
 
     @property
     def state_bytes(self) -> int:
@@ -199,23 +215,23 @@ class ModelSpec:
         return sum(layer.state_bytes for layer in self.layers)
 
     @property
-    def stateful(self) -> list[int]:
+    def state_layers(self) -> list[int]:
         """The layers that keep a running state."""
-        return [i for i, layer in enumerate(self.layers) if layer.state]
+        return [i for i, layer in enumerate(self.layers) if layer.state_tensors]
 
     @property
-    def takes_places(self) -> bool:
+    def images_replace_tokens(self) -> bool:
         """It sees pictures, by rows that take the places of tokens; else, if it sees any, by cross attention."""
-        return self.vision is not None and not any(layer.cross for layer in self.layers)
+        return self.vision is not None and not any(layer.is_cross_attention for layer in self.layers)
 
     @property
-    def owners(self) -> list[int]:
+    def kv_layers(self) -> list[int]:
         """The layers that keep keys and values of their own, in order."""
-        return [i for i, layer in enumerate(self.layers) if layer.shares is None]
+        return [i for i, layer in enumerate(self.layers) if layer.kv_source_layer is None]
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class KVCacheGroup:
     """Layers that share page tables: how large their pages are, how many tokens fill them, which pages are theirs.
 
     A page of `page_bytes` holds a run of tokens of all the layers, one layer after another. `run_tokens` tokens fill
@@ -246,34 +262,34 @@ class Group:
     chunk: int | None = None
     budget: int | None = None
 
-    def oldest(self, position: int) -> int:
+    def first_visible(self, position: int) -> int:
         """The first position that the token at `position` sees."""
         if self.chunk is not None:
             return position - position % self.chunk
         return 0 if self.window is None else max(0, position - self.window + 1)
 
-    def pages(self, tokens: int) -> int:
+    def num_pages(self, tokens: int) -> int:
         """Pages that hold `tokens` tokens, the last one perhaps in part."""
         return -(-tokens * self.run_pages // self.run_tokens)
 
-    def whole(self, tokens: int) -> int:
+    def num_full_pages(self, tokens: int) -> int:
         """Pages that `tokens` tokens fill."""
         return tokens * self.run_pages // self.run_tokens
 
-    def until(self, pages: int) -> int:
-        """Tokens that lie in the first `pages` pages, whole ones only."""
+    def tokens_in_pages(self, pages: int) -> int:
+        """Tokens that lie in the first `num_pages` pages, whole ones only."""
         return pages * self.run_tokens // self.run_pages
 
     @property
-    def full_bytes(self) -> int:
+    def payload_bytes(self) -> int:
         """Bytes of what fills a page: of one that isn't padded, all."""
         return self.token_bytes if self.kind == "state" else self.run_tokens * self.token_bytes // self.run_pages
 
-    def filled(self, page: int, tokens: int) -> int:
+    def payload_of_page(self, page: int, tokens: int) -> int:
         """Bytes of the first `tokens` tokens of a sequence that lie in its page `page`."""
         if self.kind == "state":
-            return self.token_bytes if self.pages(tokens) > page else 0
-        return min(max(tokens * self.token_bytes - page * self.full_bytes, 0), self.full_bytes)
+            return self.token_bytes if self.num_pages(tokens) > page else 0
+        return min(max(tokens * self.token_bytes - page * self.payload_bytes, 0), self.payload_bytes)
 
     @property
     def page_tokens(self) -> int:
@@ -283,7 +299,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Geometry:
+class KVCacheConfig:
     """What the runner must allocate: one buffer of `bytes`, `host_bytes` of host memory where swapped sequences wait,
     and for each group a table of `slots` x `table_width` page ids. Slot 0 and every group's page 0 are scratch: padding
     resolves to them and no sequence owns them.
@@ -297,14 +313,15 @@ class Geometry:
 
     `sight` says where the rows lie that take the places of a picture's tokens ("pages", "inside" or "off": see
     plan.Encode); "" if none do. They have `row_bytes` bytes; `part_tokens`, `part_rows` and `most_rows` say how many
-    parts of pictures a step encodes (see `parts_a_step`). With `both_ways` one step computes all of a prompt that isn't
+    parts of pictures a step encodes (see `max_parts_per_step`). With `both_ways` one step computes all of a prompt
+    that isn't
     there yet, and what follows it another.
     """
 
-    layout: Layout
+    layout: KVCacheLayout
     bytes: int
     slots: int
-    groups: tuple[Group, ...]
+    groups: tuple[KVCacheGroup, ...]
     itemsize: int
     host_bytes: int = 0
     large_bytes: int = 0
@@ -318,40 +335,41 @@ class Geometry:
     both_ways: bool = False
 
     @property
-    def sees(self) -> bool:
+    def has_images(self) -> bool:
         """There are pictures among the prompts."""
         return bool(self.sight) or any(group.kind == "cross" and group.layers for group in self.groups)
 
     @property
-    def host(self) -> int:
+    def image_embed_group(self) -> int:
         """The group in whose pages rows lie that take tokens' places, where `sight` is "inside": a page has room for as
         many of them as of tokens."""
         hosts = (g for g, one in enumerate(self.groups) if one.kind == "full" and one.run_pages == 1)
         return next(g for g in hosts if self.groups[g].page_bytes >= self.row_bytes * self.groups[g].run_tokens)
 
-    def part(self, prompt: int, planned: int, count: int) -> int:
-        """How many of a sequence's next `count` tokens one step may compute, behind the `planned` first ones; `prompt`
+    def clip_chunk(self, prompt_len: int, planned: int, count: int) -> int:
+        """How many of a sequence's next `count` tokens one step may compute, behind the `planned` first ones;
+        `prompt_len`
         is the length of its prompt."""
-        rest = prompt - planned
+        rest = prompt_len - planned
         if self.both_ways:
             return count if rest <= 0 else rest if count >= rest else 0
-        if not 0 < self.budget < prompt or rest <= 0:
+        if not 0 < self.budget < prompt_len or rest <= 0:
             return count
         return rest if count >= rest else max(min(count, rest - self.queries), 0)
 
-    def in_large_pages(self, host: bool = False) -> int:
+    def tokens_in_large_pages(self, on_host: bool = False) -> int:
         """Tokens that every group of tokens holds at once in large pages, on the device or on the host."""
         groups = [group for group in self.groups if group.kind not in ("cross", "vision")]
         ratios = [self.large_bytes // group.page_bytes for group in groups]
-        count = len(groups[0].host_ids if host else groups[0].ids) // ratios[0]
+        count = len(groups[0].host_ids if on_host else groups[0].ids) // ratios[0]
         runs = sum(Fraction(group.run_pages, group.run_tokens * ratio) for group, ratio in zip(groups, ratios))
         tokens = int(count / runs)
-        while sum(-(-group.pages(tokens) // ratio) for group, ratio in zip(groups, ratios)) > count:
+        while sum(-(-group.num_pages(tokens) // ratio) for group, ratio in zip(groups, ratios)) > count:
             tokens -= 1
         return tokens
 
 
-def lay_out(sizes: Sequence[tuple[int, int]], scratch: int) -> tuple[list[range], int]:
+def place_page_ids(sizes: Sequence[tuple[int, int]], scratch: int) -> tuple[list[range], int]:
     """Where pages of several sizes lie in one buffer: for each (bytes, count) the ids of its pages, and the bytes of
     the buffer. Each size has a run of ids of its own, behind `scratch` bytes; page `id` is at byte id * bytes."""
     found, end = [], scratch

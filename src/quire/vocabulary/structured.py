@@ -12,12 +12,12 @@ from typing import Any, Literal, Protocol, get_args
 
 from quire.errors import InputError
 
-Kind = Literal["json", "regex", "grammar", "choice", "json_object", "structural_tag"]
-KINDS: tuple[str, ...] = get_args(Kind)
-MAX_SOURCE = 1 << 18  # characters
+StructuredKind = Literal["json", "regex", "grammar", "choice", "json_object", "structural_tag"]
+STRUCTURED_KINDS: tuple[str, ...] = get_args(StructuredKind)
+MAX_SOURCE_CHARS = 1 << 18  # characters
 MAX_CHOICES = 1999  # each is an item of a parser's row, as is what holds them: text/grammars.py allows 2,000
-ANY = "any"  # a kind that only readers of thoughts ask for: whatever the model says, behind them
-MAX_MARKER = 16  # tokens
+ANY_OUTPUT = "any"  # a kind that only readers of thoughts ask for: whatever the model says, behind them
+MAX_MARKER_TOKENS = 16  # tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Structured:
     none at the first token of the output. Before it stand thoughts, which begin with the tokens `opening`, and have at
     most `budget` tokens more: then the marker follows."""
 
-    kind: Kind | Literal["any"]
+    kind: StructuredKind | Literal["any"]
     source: str
     after: tuple[int, ...] = ()
     opening: tuple[int, ...] = ()
@@ -36,26 +36,33 @@ class Structured:
     def __post_init__(self) -> None:
         for name in ("after", "opening"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
-        if self.kind not in (*KINDS, ANY):
-            raise InputError(f"structured output is one of {', '.join(KINDS)}, got {str(self.kind)[:40]!r}", NAME)
-        if not isinstance(self.source, str):
-            raise InputError(f"the source of {self.kind} must be a string, got {type(self.source).__name__}", NAME)
-        if len(self.source) > MAX_SOURCE:
+        if self.kind not in (*STRUCTURED_KINDS, ANY_OUTPUT):
             raise InputError(
-                f"{self.kind} has {len(self.source)} characters; at most {MAX_SOURCE} are compiled to a grammar", NAME
+                f"structured output is one of {', '.join(STRUCTURED_KINDS)}, got {str(self.kind)[:40]!r}", PARAM_NAME
+            )
+        if not isinstance(self.source, str):
+            raise InputError(
+                f"the source of {self.kind} must be a string, got {type(self.source).__name__}", PARAM_NAME
+            )
+        if len(self.source) > MAX_SOURCE_CHARS:
+            raise InputError(
+                f"{self.kind} has {len(self.source)} characters; at most {MAX_SOURCE_CHARS} are compiled to a grammar",
+                PARAM_NAME,
             )
         for name in ("after", "opening"):
             tokens = getattr(self, name)
-            if not all(type(token) is int and token >= 0 for token in tokens) or len(tokens) > MAX_MARKER:
-                raise InputError(f"{name} must hold at most {MAX_MARKER} token ids, got {str(tokens)[:60]}", NAME)
+            if not all(type(token) is int and token >= 0 for token in tokens) or len(tokens) > MAX_MARKER_TOKENS:
+                raise InputError(
+                    f"{name} must hold at most {MAX_MARKER_TOKENS} token ids, got {str(tokens)[:60]}", PARAM_NAME
+                )
         if self.budget is not None and not (type(self.budget) is int and 0 <= self.budget < 2**31):
-            raise InputError(f"budget must be from 0 to {2**31 - 1}, got {str(self.budget)[:40]}", NAME)
-        if not self.after and (self.opening or self.budget is not None or self.kind == ANY):
-            raise InputError("without the marker that ends them, after, there are no thoughts", NAME)
+            raise InputError(f"budget must be from 0 to {2**31 - 1}, got {str(self.budget)[:40]}", PARAM_NAME)
+        if not self.after and (self.opening or self.budget is not None or self.kind == ANY_OUTPUT):
+            raise InputError("without the marker that ends them, after, there are no thoughts", PARAM_NAME)
 
 
-NAME = "structured_outputs"
-OPTIONS = "x-guidance"  # a member of schemas, in which llguidance looks for options
+PARAM_NAME = "structured_outputs"
+LLGUIDANCE_OPTIONS_KEY = "x-guidance"  # a member of schemas, in which llguidance looks for options
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,22 +81,24 @@ class StructuredOutputsParams:
 
     def structured(self) -> Structured:
         """What the engine is asked for. InputError unless exactly one form is given, and of its type."""
-        given = [name for name in KINDS if getattr(self, name) is not None]
+        given = [name for name in STRUCTURED_KINDS if getattr(self, name) is not None]
         if len(given) != 1:
-            raise InputError(f"give exactly one of {', '.join(KINDS)}; got {', '.join(given) or 'none'}", NAME)
+            raise InputError(
+                f"give exactly one of {', '.join(STRUCTURED_KINDS)}; got {', '.join(given) or 'none'}", PARAM_NAME
+            )
         kind: Any = given[0]
-        found = Structured(kind, source_of(kind, getattr(self, kind)))
-        return compact(found) if self.disable_any_whitespace else found
+        found = Structured(kind, to_source(kind, getattr(self, kind)))
+        return without_whitespace(found) if self.disable_any_whitespace else found
 
 
-NAMING = ("properties", "patternProperties", "$defs", "definitions")
+SCHEMA_MAP_KEYWORDS = ("properties", "patternProperties", "$defs", "definitions")
 """Keywords of JSON Schema whose value has schemas by name; HOLDING: is a schema, or a list of some."""
-HOLDING = ("items", "prefixItems", "additionalProperties", "anyOf", "oneOf")
-OTHERS = frozenset(("additionalProperties", "patternProperties", "unevaluatedProperties"))
-COMPOSING = frozenset(("$ref", "anyOf", "oneOf", "if", "dependentSchemas"))
+SCHEMA_VALUE_KEYWORDS = ("items", "prefixItems", "additionalProperties", "anyOf", "oneOf")
+EXTRA_PROPERTY_KEYWORDS = frozenset(("additionalProperties", "patternProperties", "unevaluatedProperties"))
+COMPOSITION_KEYWORDS = frozenset(("$ref", "anyOf", "oneOf", "if", "dependentSchemas"))
 
 
-def source_of(kind: Kind, value: Any, name: str = NAME) -> str:
+def to_source(kind: StructuredKind, value: Any, name: str = PARAM_NAME) -> str:
     """The source that `value` is for a kind. InputError, for the parameter `name`, if it is of another type."""
     if kind == "json_object":
         if value is not True:
@@ -99,98 +108,100 @@ def source_of(kind: Kind, value: Any, name: str = NAME) -> str:
         if isinstance(value, str):
             return value
         if isinstance(value, Mapping) or (isinstance(value, bool) and kind == "json"):
-            return _dumped(kind, value, name)
+            return _dump_json(kind, value, name)
         raise InputError(f"{name}: {kind} must be an object or its JSON, got {type(value).__name__}", name)
     if kind == "choice":
-        return _choices(value, name)
+        return _dump_choices(value, name)
     if not isinstance(value, str):
         raise InputError(f"{name}: {kind} must be a string, got {type(value).__name__}", name)
     return value
 
 
-def compact(asked: Structured) -> Structured:
+def without_whitespace(spec: Structured) -> Structured:
     """The same JSON without space between its parts. InputError for what isn't JSON."""
-    if asked.kind == "json_object":
-        asked = replace(asked, kind="json", source='{"type": "object"}')
-    return _with_option(asked, "whitespace_flexible", False)
+    if spec.kind == "json_object":
+        spec = replace(spec, kind="json", source='{"type": "object"}')
+    return _with_option(spec, "whitespace_flexible", False)
 
 
-def lenient(asked: Structured) -> Structured:
+def with_lenient(spec: Structured) -> Structured:
     """The same schema, whose keywords needn't all be enforced: those that can't be are passed over."""
-    return _with_option(asked, "lenient", True)
+    return _with_option(spec, "lenient", True)
 
 
-def closed(schema: Any) -> Any:
+def close_objects(schema: Any) -> Any:
     """The same schema, whose objects have no other members than `properties` names, where it says nothing of others:
     what OpenAI's `strict` has schemas say. One that composes objects of parts is left as it is: closed, each part would
     exclude what the others name."""
     try:
-        return schema if _composes(schema) else _closed(schema)
+        return schema if _composes_objects(schema) else _close_objects(schema)
     except RecursionError as error:
-        raise InputError("json: the schema is nested too deep to be read", NAME) from error
+        raise InputError("json: the schema is nested too deep to be read", PARAM_NAME) from error
 
 
-def _composes(schema: Any) -> bool:
+def _composes_objects(schema: Any) -> bool:
     if isinstance(schema, dict):
-        beside = "properties" in schema and not COMPOSING.isdisjoint(schema)
-        return beside or "allOf" in schema or any(map(_composes, schema.values()))
-    return isinstance(schema, list) and any(map(_composes, schema))
+        beside = "properties" in schema and not COMPOSITION_KEYWORDS.isdisjoint(schema)
+        return beside or "allOf" in schema or any(map(_composes_objects, schema.values()))
+    return isinstance(schema, list) and any(map(_composes_objects, schema))
 
 
-def _closed(schema: Any) -> Any:
+def _close_objects(schema: Any) -> Any:
     if isinstance(schema, list):
-        return [_closed(one) for one in schema]
+        return [_close_objects(one) for one in schema]
     if not isinstance(schema, dict):
         return schema
-    found = within(schema, _closed)
-    if "properties" in found and OTHERS.isdisjoint(found):
+    found = map_subschemas(schema, _close_objects)
+    if "properties" in found and EXTRA_PROPERTY_KEYWORDS.isdisjoint(found):
         found["additionalProperties"] = False
     return found
 
 
-def within(schema: dict[str, Any], change: Callable[[Any], Any], holding: Collection[str] = HOLDING) -> dict[str, Any]:
-    """The same schema, with what `change` makes of each value that is a schema or a list of some (`holding`)."""
-    found = {name: change(one) if name in holding else one for name, one in schema.items()}
-    for name in NAMING:
+def map_subschemas(
+    schema: dict[str, Any], change: Callable[[Any], Any], keywords: Collection[str] = SCHEMA_VALUE_KEYWORDS
+) -> dict[str, Any]:
+    """The same schema, with what `change` makes of each value that is a schema or a list of some (`keywords`)."""
+    found = {name: change(one) if name in keywords else one for name, one in schema.items()}
+    for name in SCHEMA_MAP_KEYWORDS:
         if isinstance(parts := found.get(name), dict):
             found[name] = {key: change(one) for key, one in parts.items()}
     return found
 
 
-def _with_option(asked: Structured, name: str, value: bool) -> Structured:
+def _with_option(spec: Structured, name: str, value: bool) -> Structured:
     """The same schema, with an option of llguidance's for it."""
-    if asked.kind != "json":
-        raise InputError(f"{asked.kind} isn't a JSON schema: it has no such option", NAME)
-    schema = read_json(asked)
+    if spec.kind != "json":
+        raise InputError(f"{spec.kind} isn't a JSON schema: it has no such option", PARAM_NAME)
+    schema = parse_source(spec)
     if not isinstance(schema, dict):
-        return asked
-    options = schema.get(OPTIONS)
+        return spec
+    options = schema.get(LLGUIDANCE_OPTIONS_KEY)
     options = {**(options if isinstance(options, dict) else {}), name: value}
-    return replace(asked, source=json.dumps({**schema, OPTIONS: options}, ensure_ascii=False))
+    return replace(spec, source=json.dumps({**schema, LLGUIDANCE_OPTIONS_KEY: options}, ensure_ascii=False))
 
 
-def read_json(asked: Structured) -> Any:
+def parse_source(spec: Structured) -> Any:
     """What a source that is JSON says. InputError if it isn't, or has a number that isn't one, as NaN and 1e999."""
     try:
-        return json.loads(asked.source, parse_float=_finite, parse_constant=_finite)
+        return json.loads(spec.source, parse_float=_parse_finite_float, parse_constant=_parse_finite_float)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{asked.kind} is no JSON: {str(error)[:120]}", NAME) from error
+        raise InputError(f"{spec.kind} is no JSON: {str(error)[:120]}", PARAM_NAME) from error
 
 
-def _finite(text: str) -> float:
+def _parse_finite_float(text: str) -> float:
     if not math.isfinite(number := float(text)):
         raise ValueError(f"it has the number {text[:40]}")
     return number
 
 
-def _dumped(kind: str, value: Any, name: str) -> str:
+def _dump_json(kind: str, value: Any, name: str) -> str:
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise InputError(f"{name}: {kind} is no JSON: {str(error)[:120]}", name) from error
 
 
-def _choices(value: Any, name: str) -> str:
+def _dump_choices(value: Any, name: str) -> str:
     if isinstance(value, str | bytes) or not isinstance(value, Sequence):
         raise InputError(f"{name}: choice must be a list of strings, got {type(value).__name__}", name)
     if not 0 < len(value) <= MAX_CHOICES:
@@ -201,23 +212,23 @@ def _choices(value: Any, name: str) -> str:
     return json.dumps(list(value), ensure_ascii=False)
 
 
-class Matcher(Protocol):
+class GrammarMatcher(Protocol):
     """One sequence's place in a grammar. Not thread-safe: whoever plans and takes in steps drives it."""
 
     def accept(self, token: int) -> str:
         """Go on behind `token`. "": fine; else why it can't follow, or why the grammar can't go on."""
         ...
 
-    def forced(self) -> tuple[int, ...]:
+    def forced_tokens(self) -> tuple[int, ...]:
         """Tokens that must follow, in order, an end token among them; the mask leaves only the first. They are not
         accepted yet."""
         ...
 
-    def free(self) -> bool:
+    def is_unconstrained(self) -> bool:
         """Anything may follow, from here to the end: nobody need ask any more."""
         ...
 
-    def copy(self) -> Matcher:
+    def copy(self) -> GrammarMatcher:
         """The same place, to go on from by itself."""
         ...
 
@@ -225,23 +236,23 @@ class Matcher(Protocol):
 class Grammar(Protocol):
     """A compiled grammar, for any number of sequences."""
 
-    def matcher(self) -> Matcher:
+    def new_matcher(self) -> GrammarMatcher:
         """At its beginning."""
         ...
 
-    def masks(self, matchers: Sequence[Matcher]) -> list[bytes]:
+    def compute_masks(self, matchers: Sequence[GrammarMatcher]) -> list[bytes]:
         """What may follow for each, of this or another grammar of the same vocabulary: a bit a token, 32 to a
         little-endian word, lowest bit first."""
         ...
 
 
-class Maker(Protocol):
+class GrammarCompiler(Protocol):
     """Makes grammars of forms of outputs; for any thread."""
 
-    def held(self, asked: Structured) -> Grammar | None:
+    def get_cached(self, spec: Structured) -> Grammar | None:
         """The grammar, if it costs nothing to get it."""
         ...
 
-    def get(self, asked: Structured) -> Grammar:
+    def get(self, spec: Structured) -> Grammar:
         """The grammar. InputError if it can't be had; it may take long to make."""
         ...

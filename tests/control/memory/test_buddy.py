@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from quire.control.memory.buddy import Buddy, block_units
+from quire.control.memory.buddy import BuddyAllocator, block_units
 
 
 def aligned(total: int, size: int, held: list[int | None]) -> list[int]:
@@ -21,7 +21,7 @@ class Blocks(RuleBasedStateMachine):
 
     @initialize(total=st.integers(1, 200) | st.sampled_from([1, 2, 63, 64, 65, 128]))
     def build(self, total: int) -> None:
-        self.buddy, self.total = Buddy(total), total
+        self.buddy, self.total = BuddyAllocator(total), total
         self.held: list[int | None] = [None] * total
         self.blocks: dict[int, int] = {}  # base -> size
 
@@ -29,8 +29,8 @@ class Blocks(RuleBasedStateMachine):
     def take(self, units: int) -> None:
         size = block_units(units)
         places = aligned(self.total, size, self.held)
-        assert self.buddy.room(units) == len(places)
-        base = self.buddy.take(units)
+        assert self.buddy.count_allocatable(units) == len(places)
+        base = self.buddy.allocate(units)
         assert (base is None) == (not places)
         if base is not None:
             assert base in places
@@ -43,14 +43,14 @@ class Blocks(RuleBasedStateMachine):
         base = data.draw(st.sampled_from(sorted(self.blocks)))
         size = self.blocks.pop(base)
         self.held[base : base + size] = [None] * size
-        self.buddy.give(base)
+        self.buddy.free(base)
 
     @rule(units=st.integers(1, 64))
     def waste(self, units: int) -> None:
         """What isn't in any place that a block of this size could have."""
         size = block_units(units)
         usable = size * len(aligned(self.total, size, self.held))
-        assert self.buddy.unusable(units) == self.held.count(None) - usable
+        assert self.buddy.count_unusable(units) == self.held.count(None) - usable
 
     @invariant()
     def holds(self) -> None:
@@ -62,8 +62,10 @@ class Blocks(RuleBasedStateMachine):
         """All given back, the first blocks are there again."""
         if hasattr(self, "buddy"):
             for base in list(self.blocks):
-                self.buddy.give(base)
-            assert [set(bases) for bases in self.buddy.free] == [set(bases) for bases in Buddy(self.total).free]
+                self.buddy.free(base)
+            assert [set(bases) for bases in self.buddy.free_blocks] == [
+                set(bases) for bases in BuddyAllocator(self.total).free_blocks
+            ]
 
 
 TestBlocks = Blocks.TestCase
@@ -73,8 +75,8 @@ TestBlocks.settings = settings(max_examples=100, stateful_step_count=40)
 @pytest.mark.parametrize(("units", "size"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (64, 64), (65, 128)])
 def test_a_block_is_the_next_power_of_two(units: int, size: int) -> None:
     assert block_units(units) == size
-    buddy = Buddy(128)
-    assert buddy.take(units) == 0
+    buddy = BuddyAllocator(128)
+    assert buddy.allocate(units) == 0
     assert buddy.available == 128 - size
 
 
@@ -82,9 +84,9 @@ def test_a_block_is_the_next_power_of_two(units: int, size: int) -> None:
 def test_an_empty_pool_is_filled_in_any_order(total: int) -> None:
     """Without gives, blocks fit as long as their sizes sum up: this is what a memory's `fits` counts on."""
     for step in range(1, 12):
-        buddy, taken = Buddy(total), list[int]()
+        buddy, taken = BuddyAllocator(total), list[int]()
         for i in range(60):
             units = 1 + i * step % 9
-            fits = buddy.holds([*taken, units])
-            assert (buddy.take(units) is not None) == fits == (block_units(units) <= total - sum(taken)), (step, i)
+            fits = buddy.can_hold([*taken, units])
+            assert (buddy.allocate(units) is not None) == fits == (block_units(units) <= total - sum(taken)), (step, i)
             taken += [block_units(units)] * fits

@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 
-from quire.control.memory.buffers import Worker, buffers_of, workers_of, worst_waste
+from quire.control.memory.buffers import WorkerShape, max_waste_bytes, plan_buffers, split_workers
 from quire.errors import StartupError
 from quire.reproduce.contiguous_sizes import KIB, MIB, on_workers
 
@@ -28,30 +28,30 @@ def test_sliced_layouts(model: str, tensor: int) -> None:
     for layout, (tokens, waste, parts) in zip(LAYOUTS, SLICED[model, tensor], strict=True):
         found = on_workers(model, tensor, 2 * MIB, layout)
         assert round(found[0].run_tokens / found[0].run_pages, 2) == tokens
-        assert worst_waste(found) == waste * MIB
-        assert {one.parts for one in found} == {parts}
+        assert max_waste_bytes(found) == waste * MIB
+        assert {one.num_buffers for one in found} == {parts}
 
 
 def test_tokens_that_are_not_whole() -> None:
-    yi = buffers_of(60, 8 * HEAD, 2 * MIB, "sliced")
+    yi = plan_buffers(60, 8 * HEAD, 2 * MIB, "sliced")
     assert (yi.run_tokens, yi.run_pages, yi.stride) == (256, 15, 120 * KIB)
-    assert [yi.pages(tokens) for tokens in (0, 1, 17, 18, 34, 35, 256, 257)] == [0, 1, 1, 2, 2, 3, 15, 16]
-    large = buffers_of(96, 96 * HEAD, 2 * MIB, "sliced")  # OPT-175B: a token is more than a page
+    assert [yi.num_pages(tokens) for tokens in (0, 1, 17, 18, 34, 35, 256, 257)] == [0, 1, 1, 2, 2, 3, 15, 16]
+    large = plan_buffers(96, 96 * HEAD, 2 * MIB, "sliced")  # OPT-175B: a token is more than a page
     assert Fraction(large.run_tokens, large.run_pages) == Fraction(2 * MIB, 96 * 96 * HEAD) < 1
-    assert large.pages(1) == 2
+    assert large.num_pages(1) == 2
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("layers", [1, 5, 32, 60])
 def test_each_layer_has_a_place_of_its_own(layers: int, layout: str) -> None:
-    one = buffers_of(layers, HEAD, 64 * KIB, layout)
-    places = [one.place(layer, values) for layer in range(layers) for values in (False, True)]
+    one = plan_buffers(layers, HEAD, 64 * KIB, layout)
+    places = [one.locate(layer, values) for layer in range(layers) for values in (False, True)]
     assert len(set(places)) == 2 * layers
-    assert {part for part, _ in places} == set(range(one.parts))
+    assert {part for part, _ in places} == set(range(one.num_buffers))
     assert all(offset % HEAD == 0 and 0 <= offset <= one.stride - HEAD for _, offset in places)
-    assert one.parts * one.stride - one.token_bytes == 2 * HEAD * (-layers % one.width)
+    assert one.num_buffers * one.stride - one.token_bytes == 2 * HEAD * (-layers % one.layers_per_buffer)
     with pytest.raises(AssertionError, match=f"layer {layers} of {layers}"):
-        one.place(layers, False)
+        one.locate(layers, False)
 
 
 def test_addresses_of_the_paper() -> None:
@@ -59,22 +59,22 @@ def test_addresses_of_the_paper() -> None:
     first, second = on_workers("yi-34b", 2, 2 * MIB, "layer")
     assert first == second
     assert first.stride == KIB
-    assert first.parts == 120
+    assert first.num_buffers == 120
     assert first.slot_bytes(200 * KIB) == 200 * MIB
     assert first.buffer_bytes(500, 200 * KIB) == 500 * 200 * MIB
-    assert first.addresses(500, 200 * KIB) == 120 * 500 * 200 * MIB
+    assert first.total_address_bytes(500, 200 * KIB) == 120 * 500 * 200 * MIB
     assert first.slot_bytes(200_000) == 196 * MIB, "a slot is whole pages: 195.3 MB of them"
 
 
 def test_workers() -> None:
-    assert workers_of(32, 8) == [Worker(32, 8)]
-    assert workers_of(60, 8, tensor=2, pipeline=2) == [Worker(30, 4)] * 4
-    assert workers_of(7, 8, tensor=2, pipeline=3) == [Worker(3, 4)] * 2 + [Worker(2, 4)] * 4
-    assert workers_of(32, 4, tensor=8) == [Worker(32, 1)] * 8, "heads are kept twice"
-    halves = [buffers_of(one.layers, one.kv_heads * HEAD, 2 * MIB, "sliced") for one in workers_of(32, 8, 1, 2)]
-    assert [one.parts for one in halves] == [2, 2]
+    assert split_workers(32, 8) == [WorkerShape(32, 8)]
+    assert split_workers(60, 8, tensor=2, pipeline=2) == [WorkerShape(30, 4)] * 4
+    assert split_workers(7, 8, tensor=2, pipeline=3) == [WorkerShape(3, 4)] * 2 + [WorkerShape(2, 4)] * 4
+    assert split_workers(32, 4, tensor=8) == [WorkerShape(32, 1)] * 8, "heads are kept twice"
+    halves = [plan_buffers(one.layers, one.kv_heads * HEAD, 2 * MIB, "sliced") for one in split_workers(32, 8, 1, 2)]
+    assert [one.num_buffers for one in halves] == [2, 2]
     assert [one.run_tokens for one in halves] == [64, 64]
-    assert worst_waste(halves) == worst_waste(on_workers("llama3-8b", 2, 2 * MIB, "sliced")) == 8 * MIB
+    assert max_waste_bytes(halves) == max_waste_bytes(on_workers("llama3-8b", 2, 2 * MIB, "sliced")) == 8 * MIB
 
 
 @pytest.mark.parametrize(("tensor", "pipeline", "words"), [
@@ -85,7 +85,7 @@ def test_workers() -> None:
 ])  # fmt: skip
 def test_workers_that_cannot_be(tensor: int, pipeline: int, words: str) -> None:
     with pytest.raises(StartupError, match=words):
-        workers_of(32, 8, tensor, pipeline)
+        split_workers(32, 8, tensor, pipeline)
 
 
 @pytest.mark.parametrize("layout", [
@@ -94,5 +94,5 @@ def test_workers_that_cannot_be(tensor: int, pipeline: int, words: str) -> None:
 ])  # fmt: skip
 def test_other_layouts_are_refused(layout: str) -> None:
     with pytest.raises(StartupError, match="is no layout of virtual memory") as failure:
-        buffers_of(32, HEAD, MIB, layout)
+        plan_buffers(32, HEAD, MIB, layout)
     assert len(failure.value.cause) < 130

@@ -26,8 +26,8 @@ def admitted(memory: PagedMemory, group: list[Sequence]) -> list[int]:
     assert isinstance(told, list)
     for seq, (reused, after) in zip(group, told):
         seq.computed = seq.planned = reused
-        seq.sibling = after
-    return [one.reused for one in told]
+        seq.prefix_source = after
+    return [one.reused_tokens for one in told]
 
 
 @every
@@ -35,17 +35,17 @@ def admitted(memory: PagedMemory, group: list[Sequence]) -> list[int]:
 def test_followers_get_their_pages_as_the_first_passes(name: str, chunk: int) -> None:
     memory = MEMORIES[name](Build(tokens=640))
     group = group_of(3, 33, 6)
-    stride = memory.prefixes.stride
+    stride = memory.prefix_cache.prefix_granularity
     assert admitted(memory, group) == [0, 33 // stride * stride, 33 // stride * stride]
     first, *others = group
     while first.computed < len(first.tokens):
         assert compute(memory, first, min(chunk, len(first.tokens) - first.computed))
         memory.check()
         there = first.computed >= others[0].computed
-        assert [any(map(any, memory.place(seq).tables)) for seq in others] == [there, there]
+        assert [any(map(any, memory.get_placement(seq).tables)) for seq in others] == [there, there]
     for seq in others:
         assert compute(memory, seq, len(seq.tokens) - seq.computed)
-        for policy, table in zip(memory.policies, memory.place(seq).tables):
+        for policy, table in zip(memory.policies, memory.get_placement(seq).tables):
             assert all(table[policy.reads(seq, seq.computed, seq.computed + 1).start :])
         memory.check()
     for seq in group:
@@ -69,7 +69,7 @@ def test_followers_may_leave_before(name: str) -> None:
     memory.free(group[2])
     memory.check()
     assert memory.account().usage.used == 0
-    assert memory.followers.behind == {}
+    assert memory.prefix_waiters.waiters == {}
 
 
 @pytest.mark.share(8)

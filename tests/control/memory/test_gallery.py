@@ -9,22 +9,22 @@ from typing import Any
 import pytest
 
 from quire.config import EngineConfig
-from quire.control.edge import Limits
+from quire.control.edge import EngineLimits
 from quire.control.engine import Engine
-from quire.control.memory import Size, build_memory
+from quire.control.memory import MemorySize, build_memory
 from quire.control.memory.paged import PagedMemory
 from quire.control.request import Sequence
 from quire.control.scheduler import Scheduler
-from quire.control.sight import Sight
+from quire.control.sight import EncoderBudget
 from quire.errors import InputError, PromptTooLong, StartupError
 from quire.sim.echo import EchoRunner
-from quire.vocabulary.media import Medium, Pixels
+from quire.vocabulary.media import ImageItem, ImagePixels
 from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.plan import Encode, StepPlan
+from quire.vocabulary.plan import ImageEncoding, StepPlan
 from quire.vocabulary.specs import LayerSpec, ModelSpec, VisionSpec
 
 KEYS = [hashlib.sha256(bytes([i])).digest() for i in range(8)]
-SELF, CROSS = LayerSpec(1, 8), LayerSpec(1, 8, cross=True)
+SELF, CROSS = LayerSpec(1, 8), LayerSpec(1, 8, is_cross_attention=True)
 EYES = VisionSpec(16, 16, 1, part_tokens=4)
 
 
@@ -36,7 +36,7 @@ def memory(model: ModelSpec | None = None, tokens: int = 128, budget: int = 16, 
     config = EngineConfig(
         **{"page_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": budget, "swap_gib": 0, **settings}
     )
-    made = build_memory(config, model or spec(), Size(tokens, 128, 2))
+    made = build_memory(config, model or spec(), MemorySize(tokens, 128, 2))
     assert isinstance(made, PagedMemory)
     return made
 
@@ -47,35 +47,35 @@ class Served:
     def __init__(self, made: PagedMemory, budget: int = 16, runner: EchoRunner | None = None) -> None:
         self.memory, self.plans = made, list[StepPlan]()
         self.runner = runner or EchoRunner(vocab_size=64)
-        self.runner.bind(made.geometry)
-        scheduler = Scheduler(made, budget=budget, max_seqs=4, max_len=128)
-        self.engine = Engine(scheduler, self.runner, Limits(64, 128, 16), clock=lambda: 0.0)
+        self.runner.bind(made.kv_config)
+        scheduler = Scheduler(made, token_budget=budget, max_seqs=4, max_len=128)
+        self.engine = Engine(scheduler, self.runner, EngineLimits(64, 128, 16), clock=lambda: 0.0)
 
-    def add(self, id: str, prompt: list[int], *media: Medium, **params: Any) -> None:
-        pixels = [Pixels(medium.key, (1, 1, 1, 3), bytes(3)) for medium in media]
+    def add(self, id: str, prompt: list[int], *media: ImageItem, **params: Any) -> None:
+        pixels = [ImagePixels(medium.key, (1, 1, 1, 3), bytes(3)) for medium in media]
         settings = SamplingParams(**{"max_tokens": 2, "ignore_eos": True, "seed": 1, **params})
-        self.engine.add(id, prompt, settings, media=media, pixels=pixels)
+        self.engine.add(id, prompt, settings, images=media, pixels=pixels)
 
-    def step(self) -> list[Encode]:
+    def step(self) -> list[ImageEncoding]:
         plan = self.engine.scheduler.schedule()
         assert plan is not None
         self.plans.append(plan)
-        self.engine.flight.append((plan, self.runner.submit(plan)))
+        self.engine.in_flight.append((plan, self.runner.submit(plan)))
         depth, self.engine.depth = self.engine.depth, 0
         self.engine.step()
         self.engine.depth = depth
         self.memory.check()
-        return [entry for entry in plan.journal if isinstance(entry, Encode)]
+        return [entry for entry in plan.page_ops if isinstance(entry, ImageEncoding)]
 
-    def drain(self) -> list[list[Encode]]:
+    def drain(self) -> list[list[ImageEncoding]]:
         told = []
-        while self.engine.unfinished:
+        while self.engine.has_unfinished_requests:
             told.append(self.step())
         return told
 
 
-def picture(number: int, start: int, tokens: int = 8, parts: int = 1, rows: int = 0) -> Medium:
-    return Medium(KEYS[number], start, tokens, rows or tokens, parts)
+def picture(number: int, start: int, tokens: int = 8, parts: int = 1, rows: int = 0) -> ImageItem:
+    return ImageItem(KEYS[number], start, tokens, rows or tokens, parts)
 
 
 def prompt(length: int = 24) -> list[int]:
@@ -87,7 +87,7 @@ def test_two_that_need_the_same_picture_at_once_have_it_encoded_once() -> None:
     for i in range(3):
         served.add(str(i), [i + 1] * 12, picture(0, 2, parts=3))
     told = served.drain()
-    assert sum(entry.parts for step in told for entry in step) == 3
+    assert sum(entry.num_parts for step in told for entry in step) == 3
     assert served.memory.account().sharing.encoder_runs == 1
 
 
@@ -97,10 +97,10 @@ def test_pictures_of_one_key_and_two_sizes_are_two(order: tuple[int, int]) -> No
     served = Served(memory(), budget=48)
     for i, tokens in enumerate(order):
         served.add(str(i), [i + 1] * 12, picture(0, 2, tokens=tokens, parts=tokens))
-    assert sum(entry.parts for step in served.drain() for entry in step) == sum(order)
+    assert sum(entry.num_parts for step in served.drain() for entry in step) == sum(order)
     served.add("again", [5] * 12, picture(0, 2, tokens=9, parts=9))
     served.drain()
-    assert not served.memory.gallery.coming
+    assert not served.memory.encoder_cache.encodings
 
 
 def test_encoding_is_cut_to_fit_while_neighbours_go_on() -> None:
@@ -110,8 +110,8 @@ def test_encoding_is_cut_to_fit_while_neighbours_go_on() -> None:
     served.step()
     served.add("a", prompt(16), picture(0, 0, parts=5))
     told = [served.step() for _ in range(3)]
-    assert [[(one.first, one.parts) for one in step] for step in told] == [[(0, 2)], [(2, 2)], [(4, 1)]]
-    rows = [[len(row.tokens) for row in plan.rows] for plan in served.plans[1:4]]
+    assert [[(one.first_part, one.num_parts) for one in step] for step in told] == [[(0, 2)], [(2, 2)], [(4, 1)]]
+    rows = [[len(row.tokens) for row in plan.slices] for plan in served.plans[1:4]]
     assert rows == [[1], [1], [1, 7]]
     served.drain()
 
@@ -123,17 +123,17 @@ def test_one_picture_at_a_time_is_left_in_parts(mode: str, layers: tuple[LayerSp
     served = Served(memory(spec(*layers), vision_cache=mode, max_num_batched_tokens=12), budget=12)
     for number, parts in enumerate((7, 5, 2)):
         served.add(str(number), prompt(12), picture(number, 0, parts=parts))
-    assert [(entry.first, entry.parts) for entry in served.step()] == [(0, 3)]
-    _, second, third = (request.live[0] for request in served.engine.requests.values())
+    assert [(entry.first_part, entry.num_parts) for entry in served.step()] == [(0, 3)]
+    _, second, third = (request.live_seqs[0] for request in served.engine.requests.values())
     made = served.memory
     for seq in (second, third):
         assert made.grow(seq, 12)
-    assert made.encode(second, 12, 3) == (0, 0)
-    assert made.encode(third, 12, 3) == (12, 2)
-    made.unencode()
+    assert made.plan_encoding(second, 12, 3) == (0, 0)
+    assert made.plan_encoding(third, 12, 3) == (12, 2)
+    made.undo_encoding()
     served.engine.abort("0")
-    assert made.encode(second, 12, 3) == (0, 3)
-    made.unencode()
+    assert made.plan_encoding(second, 12, 3) == (0, 3)
+    made.undo_encoding()
     served.drain()
 
 
@@ -141,31 +141,31 @@ def test_a_chunk_ends_before_a_picture_that_is_kept_nowhere_and_does_not_fit() -
     """But for a prompt whose tokens attend both ways: its pictures are encoded together."""
     for both_ways, encoded, rows in ((False, [[3], [2, 2]], [8, 16]), (True, [[3, 2, 2]], [24])):
         served = Served(
-            memory(spec(vision=replace(EYES, both_ways=both_ways)), vision_cache="off", budget=24), budget=24
+            memory(spec(vision=replace(EYES, bidirectional_prompt=both_ways)), vision_cache="off", budget=24), budget=24
         )
-        served.memory.geometry = replace(served.memory.geometry, part_tokens=6)
-        served.engine.scheduler.sight = Sight(served.memory, 24)
+        served.memory.kv_config = replace(served.memory.kv_config, part_tokens=6)
+        served.engine.scheduler.encoder_budget = EncoderBudget(served.memory, 24)
         served.add("a", prompt(24), picture(0, 0, parts=3), picture(1, 8, parts=2), picture(2, 16, 4, parts=2))
         told = served.drain()
-        assert [[entry.parts for entry in step] for step in told if step] == encoded
-        assert [len(row.tokens) for plan in served.plans for row in plan.rows][: len(rows)] == rows
+        assert [[entry.num_parts for entry in step] for step in told if step] == encoded
+        assert [len(row.tokens) for plan in served.plans for row in plan.slices][: len(rows)] == rows
 
 
 def test_which_one_goes_first_depends_on_the_seed_alone() -> None:
     def left(seed: int) -> list[int]:
         made = memory(page_sizes="own", tokens=32)
-        made.gallery.seed = seed.to_bytes(8, "little")
-        [g] = made.gallery.policies
+        made.encoder_cache.seed = seed.to_bytes(8, "little")
+        [g] = made.encoder_cache.image_policies
         served = Served(made)
         served.add("a", prompt(28), *(picture(i, 8 * i, 4) for i in range(3)), max_tokens=1)
-        seq = served.engine.requests["a"].live[0]
+        seq = served.engine.requests["a"].live_seqs[0]
         assert isinstance(made.admit([seq], 28), list)  # it leaves with all of its pictures at once
         for i in range(3):
-            made.pages.publish(g, made.place(seq).tables[g][i], KEYS[i] + bytes(4))
-            made.gallery.counts[g, KEYS[i]] = 1
+            made.page_pool.publish(g, made.get_placement(seq).tables[g][i], KEYS[i] + bytes(4))
+            made.encoder_cache.page_counts[g, KEYS[i]] = 1
         made.free(seq)
-        queue = [pool.cached for pool in made.pages.pools if g in pool.groups]  # type: ignore[union-attr]
-        keys = [made.pages.of[g].keys[page][1][:-4] for page in queue[0]]  # type: ignore[union-attr, index]
+        queue = [pool.cached for pool in made.page_pool.size_classes if g in pool.groups]  # type: ignore[union-attr]
+        keys = [made.page_pool.size_class_of[g].keys[page][1][:-4] for page in queue[0]]  # type: ignore[union-attr, index]
         return [KEYS.index(key) for key in keys]
 
     orders = {tuple(left(seed)) for seed in range(8)}
@@ -176,7 +176,7 @@ def test_which_one_goes_first_depends_on_the_seed_alone() -> None:
 def test_prompts_of_like_tokens_and_other_pictures_share_only_what_lies_before_these() -> None:
     for model in (spec(), spec(SELF, CROSS)):
         served = Served(memory(model), budget=32)
-        tokens = 8 if model.takes_places else 1
+        tokens = 8 if model.images_replace_tokens else 1
         hits = []
         for number in (0, 1, 0):
             before = served.memory.account().sharing.hits
@@ -188,13 +188,13 @@ def test_prompts_of_like_tokens_and_other_pictures_share_only_what_lies_before_t
 
 
 def test_where_tokens_attend_both_ways_a_prompt_is_computed_in_one_step() -> None:
-    model = spec(vision=replace(EYES, both_ways=True))
+    model = spec(vision=replace(EYES, bidirectional_prompt=True))
     served = Served(memory(model))
     served.add("old", [7] * 10, max_tokens=4)
     served.step()
     served.add("a", prompt(16), picture(0, 2, parts=6))
     served.drain()
-    rows = [(row.start, len(row.tokens)) for plan in served.plans for row in plan.rows if row.slot == 2]
+    rows = [(row.start, len(row.tokens)) for plan in served.plans for row in plan.slices if row.slot == 2]
     assert rows[0] == (0, 16)
     for end in (20, 21):  # alike up to a page and more, and then not
         served.add(str(end), [*prompt(14), end])
@@ -216,7 +216,7 @@ def test_what_has_no_place_is_refused() -> None:
             served.add("a", prompt(), *wrong)
     with pytest.raises(PromptTooLong):  # more pages than a table of 8 pictures has
         Served(memory(max_images=1)).add("a", prompt(60), *(picture(i, 10 * i) for i in range(5)))
-    assert not served.runner.pictures
+    assert not served.runner.pixels
 
 
 @pytest.mark.parametrize(
@@ -232,20 +232,20 @@ def test_what_has_no_place_is_refused() -> None:
 )
 def test_settings_that_are_none_for_pictures_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(StartupError, match=message):
-        memory(spec(vision=replace(EYES, width=256)), **settings)
+        memory(spec(vision=replace(EYES, embed_dim=256)), **settings)
 
 
 def test_uniform_pages_waste_what_the_paper_says() -> None:
     """Llama 3.2 Vision on MMMU-pro: 43 tokens and 6,193 rows, 79.6 % (Jenga §3.2)."""
-    layers = tuple(LayerSpec(8, 128, cross=i % 5 == 3) for i in range(40))
+    layers = tuple(LayerSpec(8, 128, is_cross_attention=i % 5 == 3) for i in range(40))
     model = ModelSpec("mllama", layers, 64, 8192, 4096, 32, 8, 1, vision=VisionSpec(4096, 6404, 1))
     wasted = {}
     for name in ("paged", "uniform"):
         config = EngineConfig(memory=name, page_size=1, max_num_seqs=2, max_num_batched_tokens=8192, swap_gib=0)
-        made = build_memory(config, model, Size(8192, 8192, 2))
+        made = build_memory(config, model, MemorySize(8192, 8192, 2))
         seq = Sequence(1, [1] * 43)
-        seq.media = (Medium(KEYS[0], 0, 1, 6193),)
-        assert made.fits([43], 43, seq.media)
+        seq.images = (ImageItem(KEYS[0], 0, 1, 6193),)
+        assert made.fits([43], 43, seq.images)
         assert made.admit([seq], 8192)
         seq.planned = seq.computed = 43
         usage = made.account().usage
@@ -266,7 +266,7 @@ def test_text_before_a_picture_is_found_whether_a_prompt_with_one_left_it_or_not
             served.drain()
             served.add("second", prompt(24), *(picture(one, 16) for one in second))
             served.drain()
-            assert made.prefixes.hits == (14 if registered else 16)
+            assert made.prefix_cache.hits == (14 if registered else 16)
 
 
 class Holding(EchoRunner):
@@ -274,13 +274,13 @@ class Holding(EchoRunner):
 
     def __init__(self, depth: int) -> None:
         super().__init__(depth, vocab_size=64)
-        self.media: dict[int, tuple[Medium, ...]] = {}
+        self.media: dict[int, tuple[ImageItem, ...]] = {}
 
     def submit(self, plan: StepPlan) -> int:
-        self.media |= {birth.slot: birth.media for birth in plan.births}
-        for entry in plan.journal:
-            if isinstance(entry, Encode) and not entry.first:
-                assert self.media[entry.slot][entry.medium].key in self.pictures, "it was forgotten"
+        self.media |= {birth.slot: birth.images for birth in plan.new_slots}
+        for entry in plan.page_ops:
+            if isinstance(entry, ImageEncoding) and not entry.first_part:
+                assert self.media[entry.slot][entry.image_index].key in self.pixels, "it was forgotten"
         return super().submit(plan)
 
 
@@ -295,28 +295,28 @@ def test_who_is_aborted_between_a_step_that_came_to_nothing_and_the_next_is_not_
     served.add("c", prompt(3))
     engine.step()
     engine.step()
-    assert not engine.requests["a"].live[0].quiet
+    assert not engine.requests["a"].live_seqs[0].not_in_flight
     engine.abort("a")
-    while engine.unfinished:
+    while engine.has_unfinished_requests:
         engine.step()
     made.check()
-    assert not served.runner.pictures
+    assert not served.runner.pixels
 
 
 def test_pictures_without_pixels_are_refused_unless_the_runner_has_them() -> None:
     served = Served(memory())
     for _ in range(2):
         with pytest.raises(InputError, match="pixels of a picture are missing"):
-            served.engine.add("a", prompt(), SamplingParams(max_tokens=2), media=(picture(0, 2),))
+            served.engine.add("a", prompt(), SamplingParams(max_tokens=2), images=(picture(0, 2),))
         assert not served.engine.requests
     served.add("b", prompt(), picture(0, 2))
-    served.engine.add("c", prompt(), SamplingParams(max_tokens=2), media=(picture(0, 2),))
+    served.engine.add("c", prompt(), SamplingParams(max_tokens=2), images=(picture(0, 2),))
     served.drain()
 
 
 def test_a_step_encodes_no_more_parts_than_its_tokens_stand_for() -> None:
     """Parts of 4 rows, cheap ones, of pictures of 16: of 8 tokens a step encodes two pictures', and one beyond."""
-    made = memory(spec(vision=replace(EYES, part_tokens=1, part_rows=4)))
-    assert Sight(made, 8).most == 6
-    assert Sight(made, 2).most == 2
-    assert Sight(memory(), 8).most == 2
+    made = memory(spec(vision=replace(EYES, part_tokens=1, part_embeds=4)))
+    assert EncoderBudget(made, 8).max_parts == 6
+    assert EncoderBudget(made, 2).max_parts == 2
+    assert EncoderBudget(memory(), 8).max_parts == 2

@@ -46,25 +46,25 @@ def test_the_longest_prefix_that_is_valid_for_all_types_is_found(
 ) -> None:
     memory = unlike(*kinds)(Build(tokens=400, chunk=16, max_len=100))
     first = Sequence(1, list(range(length)))
-    first.reusable = 0  # a window of one token needs nothing
+    first.max_prefix_hit = 0  # a window of one token needs nothing
     assert serve(memory, first) == 0
     memory.free(first)
     cached: list[set[int]] = []
     for g, kind in enumerate(kinds):
-        names = memory.prefixes.names(g, first.keys, 0, length // kind.run)
+        names = memory.prefix_cache.page_keys(g, first.page_keys, 0, length // kind.run)
         gone = data.draw(st.sets(st.integers(0, max(len(names) - 1, 0)), max_size=6))
         for at in gone & set(range(len(names))):
-            page = memory.pages.find(g, names[at])
+            page = memory.page_pool.find(g, names[at])
             assert page is not None
-            memory.pages.evict(g, page)
+            memory.page_pool.evict(g, page)
         cached.append(set(range(len(names))) - gone)
     again = Sequence(2, list(first.tokens))
-    found = memory.prefixes.cached(again)
+    found = memory.prefix_cache.find_cached(again)
     assert found.tokens == longest(length, kinds, cached)
     full = [kind.kind == "" and kind.window is None for kind in kinds]
     if any(full):
         alone = [pages if of_all else set(range(length)) for of_all, pages in zip(full, cached)]
-        assert found.junction == longest(length, kinds, alone)
+        assert found.full_hit_tokens == longest(length, kinds, alone)
     for table, kind in zip(found.tables, kinds):
         assert len(table) == found.tokens // kind.run
     memory.check()
@@ -83,7 +83,7 @@ def test_grow_and_drop_follow_from_what_is_read_and_written(name: str) -> None:
     for count in (3, 1, 7, 16, 1, 12, 4):
         start, end = seq.planned, seq.planned + count
         assert compute(memory, seq, count)
-        for policy, table in zip(memory.policies, memory.place(seq).tables):
+        for policy, table in zip(memory.policies, memory.get_placement(seq).tables):
             shrunk = policy.shrinks and end >= seq.prompt_len  # its pages behind what is kept are gone already
             assert len(table) >= policy.reads(seq, end if shrunk else start, end).stop
             later = policy.reads(seq, end, end + 1)

@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from memories import MEMORIES, Build, admit_one, reset
 
-from quire.control.memory import LATER
+from quire.control.memory import DEFERRED
 from quire.control.memory.paged import PagedMemory
 from quire.control.memory.pages import SCRATCH
-from quire.control.memory.prefix import Prefixes, Reuse
+from quire.control.memory.prefix import PrefixCache, PrefixHit
 from quire.control.memory.tables import PageTables, Tables
 from quire.control.request import Sequence
-from quire.vocabulary.specs import Geometry, Group, Layout
+from quire.vocabulary.specs import KVCacheConfig, KVCacheGroup, KVCacheLayout
 
 # Two kinds of tokens, so that prefixes share long beginnings; a run of equal ones makes pages of equal content.
 PROMPTS = st.lists(st.sampled_from((7, 7, 7, 8)), min_size=1, max_size=20)
@@ -27,36 +27,38 @@ NAMES = st.sampled_from([f"p{i}" for i in range(24)])
 PAGES = 8000
 
 
-def prefixes_of(*groups: tuple[int, int | None]) -> Prefixes:
+def prefixes_of(*groups: tuple[int, int | None]) -> PrefixCache:
     """Of groups with so many tokens in a page, and a window."""
     kinds = tuple(
-        Group((g,), 64, 64 // size, 64, range(1, PAGES + 1), range(0), size, 1, w, "full" if w is None else "window")
+        KVCacheGroup(
+            (g,), 64, 64 // size, 64, range(1, PAGES + 1), range(0), size, 1, w, "full" if w is None else "window"
+        )
         for g, (size, w) in enumerate(groups)
     )
-    tables = PageTables(Geometry(Layout.PAGED, (PAGES + 1) * 64, 3, kinds, 2))
-    return Prefixes(tables, "model", [PAGES] * len(kinds))
+    tables = PageTables(KVCacheConfig(KVCacheLayout.PAGED, (PAGES + 1) * 64, 3, kinds, 2))
+    return PrefixCache(tables, "model", [PAGES] * len(kinds))
 
 
-def register(prefixes: Prefixes, name: str, tokens: list[int], salt: str) -> None:
+def register(prefixes: PrefixCache, name: str, tokens: list[int], salt: str) -> None:
     """As a memory does when a sequence of these tokens was computed: windows have dropped what is behind them."""
-    seq = Sequence(0, [*tokens, 1], salt=salt)
+    seq = Sequence(0, [*tokens, 1], cache_salt=salt)
     seq.computed = seq.planned = len(tokens)
     tables: Tables = []
     for g, policy in enumerate(prefixes.policies):
         need = policy.required(seq, len(tokens))
-        tables.append([SCRATCH] * need.start + [prefixes.pages.take(g) for _ in need])
-    prefixes.tables.reside(seq, tables)
+        tables.append([SCRATCH] * need.start + [prefixes.page_pool.allocate_one(g) for _ in need])
+    prefixes.page_tables.attach(seq, tables)
     assert prefixes.pin(name, seq)
-    prefixes.tables.free(seq)
+    prefixes.page_tables.free(seq)
 
 
-def scanned(prefixes: Prefixes, salts: dict[str, str], seq: Sequence) -> Reuse:
+def scanned(prefixes: PrefixCache, salts: dict[str, str], seq: Sequence) -> PrefixHit:
     """The longest use of any prefix, the oldest of several, by looking at all of them, a token at a time."""
-    best = Reuse(0, [[] for _ in prefixes.policies])
-    limit = min(seq.reusable, len(seq.tokens) - 1)
+    best = PrefixHit(0, [[] for _ in prefixes.policies])
+    limit = min(seq.max_prefix_hit, len(seq.tokens) - 1)
     stride = math.lcm(*(policy.group.run_tokens for policy in prefixes.policies))
-    for name, prefix in prefixes.registered.items():
-        if salts[name] != seq.salt:
+    for name, prefix in prefixes.registered_prefixes.items():
+        if salts[name] != seq.cache_salt:
             continue
         count = 0
         while count < min(limit, len(prefix.tokens)) and seq.tokens[count] == prefix.tokens[count]:
@@ -66,16 +68,16 @@ def scanned(prefixes: Prefixes, salts: dict[str, str], seq: Sequence) -> Reuse:
         needs = [policy.required(seq, count) for policy in prefixes.policies]
         pages = [[table[i] for i in need] for need, table in zip(needs, prefix.tables)]
         if count > best.tokens and all(all(held) for held in pages):
-            best = Reuse(count, [[SCRATCH] * need.start + held for need, held in zip(needs, pages)])
+            best = PrefixHit(count, [[SCRATCH] * need.start + held for need, held in zip(needs, pages)])
     return best
 
 
-def check_pages(prefixes: Prefixes) -> None:
+def check_pages(prefixes: PrefixCache) -> None:
     """All that names pages is the registered prefixes."""
     named: list[dict[int, int]] = [{} for _ in prefixes.policies]
-    for (g, page), count in prefixes.pins.items():
+    for (g, page), count in prefixes.pin_counts.items():
         named[g][page] = count
-    prefixes.pages.check(named)
+    prefixes.page_pool.check(named)
 
 
 @settings(max_examples=120, deadline=None)
@@ -93,28 +95,28 @@ def test_the_index_finds_what_a_scan_finds(data: st.DataObject) -> None:
     prefixes.check()
     check_pages(prefixes)
     for id, (tokens, salt) in enumerate(data.draw(st.lists(st.tuples(PROMPTS, SALTS), min_size=1, max_size=10))):
-        seq = Sequence(id, tokens, salt=salt)
-        seq.reusable = data.draw(st.sampled_from((seq.reusable, 0, 5)))
+        seq = Sequence(id, tokens, cache_salt=salt)
+        seq.max_prefix_hit = data.draw(st.sampled_from((seq.max_prefix_hit, 0, 5)))
         # A prompt that begins as a prefix does, then goes on by itself; random ones seldom share much.
-        if prefixes.registered and data.draw(st.booleans()):
-            shared = data.draw(st.sampled_from(list(prefixes.registered.values()))).tokens
+        if prefixes.registered_prefixes and data.draw(st.booleans()):
+            shared = data.draw(st.sampled_from(list(prefixes.registered_prefixes.values()))).tokens
             seq.tokens = [*shared[: data.draw(st.integers(0, len(shared)))], *tokens]
-        assert prefixes.pinned(seq) == scanned(prefixes, salts, seq)
-    for name in list(prefixes.registered):
+        assert prefixes.find_registered(seq) == scanned(prefixes, salts, seq)
+    for name in list(prefixes.registered_prefixes):
         assert prefixes.unpin(name)
     prefixes.check()
     check_pages(prefixes)
-    assert not prefixes.index.names
-    assert not prefixes.index.tails
-    assert not prefixes.pins
-    assert [pool.available for pool in prefixes.pages.pools] == [PAGES]
+    assert not prefixes.registered_index.names_by_end
+    assert not prefixes.registered_index.tail_lengths
+    assert not prefixes.pin_counts
+    assert [pool.available for pool in prefixes.page_pool.size_classes] == [PAGES]
 
 
 def test_the_longest_wins_down_to_a_part_of_a_page() -> None:
     prefixes = prefixes_of((4, None))
     for name, length in (("one", 1), ("three", 3), ("page", 4), ("nine", 9), ("eleven", 11)):
         register(prefixes, name, list(range(length)), "")
-    found = [prefixes.pinned(Sequence(0, [*range(length), 99])).tokens for length in range(13)]
+    found = [prefixes.find_registered(Sequence(0, [*range(length), 99])).tokens for length in range(13)]
     assert found == [0, 1, 1, 3, 4, 4, 4, 4, 8, 9, 9, 11, 11]
 
 
@@ -122,8 +124,8 @@ def test_a_lookup_hashes_one_page_beyond_what_is_known() -> None:
     prefixes = prefixes_of((4, None))
     register(prefixes, "p", list(range(8)), "")
     seq = Sequence(1, [*range(4), *[9] * 96])
-    assert prefixes.pinned(seq).tokens == 4
-    assert len(seq.keys) == 2
+    assert prefixes.find_registered(seq).tokens == 4
+    assert len(seq.page_keys) == 2
 
 
 # The pages of registered prefixes are counted as prefixes come and go
@@ -136,7 +138,7 @@ def registered(memory: PagedMemory, name: str, tokens: list[int]) -> None:
     assert memory.grow(seq, len(seq.tokens))
     seq.planned = seq.computed = len(tokens)
     memory.commit(seq)
-    assert memory.prefixes.pin(name, seq)
+    assert memory.prefix_cache.pin(name, seq)
     memory.free(seq)
     memory.check()
 
@@ -147,30 +149,30 @@ def test_every_memory_counts_its_pins(name: str) -> None:
     for i in range(3):
         registered(memory, str(i), [5] * (3 + 5 * i))
     for i in (1, 0, 2):
-        assert memory.prefixes.unpin(str(i))
+        assert memory.prefix_cache.unpin(str(i))
         memory.check()
-    assert memory.prefixes.pins == Counter()
-    assert not memory.prefixes.registered
-    assert sum(memory.pages.used) == 0
+    assert memory.prefix_cache.pin_counts == Counter()
+    assert not memory.prefix_cache.registered_prefixes
+    assert sum(memory.page_pool.used) == 0
 
 
 def test_the_check_sees_a_lost_pin_and_a_lost_name() -> None:
     memory = MEMORIES["paged-4"](Build(prefix_tokens=40))
     registered(memory, "a", list(range(10)))
-    prefixes = memory.prefixes
-    page = next(iter(prefixes.pins))
-    prefixes.pins[page] += 1
+    prefixes = memory.prefix_cache
+    page = next(iter(prefixes.pin_counts))
+    prefixes.pin_counts[page] += 1
     with pytest.raises(AssertionError, match="pins"):
         memory.check()
-    prefixes.pins[page] -= 1
+    prefixes.pin_counts[page] -= 1
     memory.check()
-    stop = next(iter(prefixes.index.names))
-    names = prefixes.index.names.pop(stop)
+    stop = next(iter(prefixes.registered_index.names_by_end))
+    names = prefixes.registered_index.names_by_end.pop(stop)
     with pytest.raises(AssertionError, match="index"):
         memory.check()
-    prefixes.index.names[stop] = names
-    key = next(iter(prefixes.index.tails))
-    del prefixes.index.tails[key]
+    prefixes.registered_index.names_by_end[stop] = names
+    key = next(iter(prefixes.registered_index.tail_lengths))
+    del prefixes.registered_index.tail_lengths[key]
     with pytest.raises(AssertionError, match="lost its way"):
         memory.check()
 
@@ -183,23 +185,23 @@ PAGE = 4
 
 def memory(pages: int = 32, prefix_tokens: int = 0) -> PagedMemory:
     geometry = one_size(((0,), None), pages=pages + 1, page_bytes=64, slots=9, width=16, tokens=PAGE)
-    return PagedMemory(geometry, chunk=64, prefix_tokens=prefix_tokens)
+    return PagedMemory(geometry, max_step_tokens=64, prefix_tokens=prefix_tokens)
 
 
 def test_another_salt_a_short_prompt_and_wanted_scores_do_not_wait() -> None:
     paged = memory()
     assert admit_one(paged, Sequence(1, list(range(18))), 64) == 0
-    assert admit_one(paged, Sequence(2, list(range(18)), salt="other"), 64) == 0
+    assert admit_one(paged, Sequence(2, list(range(18)), cache_salt="other"), 64) == 0
     assert admit_one(paged, Sequence(3, list(range(4))), 64) == 0
     scored = Sequence(4, list(range(18)))
-    scored.reusable = 0
+    scored.max_prefix_hit = 0
     assert admit_one(paged, scored, 64) == 0
 
 
 def lookups(monkeypatch: pytest.MonkeyPatch) -> Mock:
     """Look-ups of prefixes from here on."""
-    looked = Mock(side_effect=Prefixes.pinned)
-    monkeypatch.setattr(Prefixes, "pinned", lambda *args: looked(*args))
+    looked = Mock(side_effect=PrefixCache.find_registered)
+    monkeypatch.setattr(PrefixCache, "find_registered", lambda *args: looked(*args))
     return looked
 
 
@@ -212,18 +214,18 @@ def test_the_waiting_one_looks_again_for_what_arrived_and_not_for_what_others_do
     assert admit_one(paged, other, 64) == 0
     assert admit_one(paged, first, 4) == 0
     looked = lookups(monkeypatch)
-    assert admit_one(paged, second, 64) is LATER
+    assert admit_one(paged, second, 64) is DEFERRED
     other.planned = other.computed = 9
     paged.commit(other)  # pages that nobody waits for
     paged.free(other)
-    assert admit_one(paged, second, 64) is LATER
+    assert admit_one(paged, second, 64) is DEFERRED
     assert looked.call_count == 1
     for computed, times in ((3, 1), (4, 2), (6, 2), (8, 3)):
         assert paged.grow(first, computed)
         first.planned = first.computed = computed
         paged.commit(first)
         for _ in range(5):
-            assert admit_one(paged, second, 64) is LATER
+            assert admit_one(paged, second, 64) is DEFERRED
         assert looked.call_count == times, computed
     paged.free(first)
     assert admit_one(paged, second, 64) == 8
@@ -239,19 +241,19 @@ def test_a_change_of_prefixes_is_looked_at(relief: str, monkeypatch: pytest.Monk
     done.planned = done.computed = 6
     paged.commit(done)
     if relief == "unpin":
-        assert paged.prefixes.pin("p", done)
+        assert paged.prefix_cache.pin("p", done)
     assert admit_one(paged, Sequence(2, list(range(18))), 8) == 0
     second = Sequence(3, [*range(16), 99, 98])
     looked = lookups(monkeypatch)
-    assert admit_one(paged, second, 64) is LATER
+    assert admit_one(paged, second, 64) is DEFERRED
     if relief == "pin":
-        assert paged.prefixes.pin("p", done)
+        assert paged.prefix_cache.pin("p", done)
     elif relief == "unpin":
-        assert paged.prefixes.unpin("p")
+        assert paged.prefix_cache.unpin("p")
     else:
         reset(paged)
     # What is being computed since before a reset is nobody else's.
-    assert admit_one(paged, second, 64) == (0 if relief == "reset" else LATER)
+    assert admit_one(paged, second, 64) == (0 if relief == "reset" else DEFERRED)
     assert looked.call_count == 2
     paged.check()
 
@@ -263,12 +265,12 @@ def test_two_pages_have_waiters_of_their_own() -> None:
         Sequence(id, tokens) for id, tokens in ((1, [*range(18)]), (2, [*range(4), 9, 9]), (3, [*range(9), 9]))
     )
     assert admit_one(paged, first, 64) == 0
-    assert admit_one(paged, near, 64) is LATER
-    assert admit_one(paged, far, 64) is LATER
+    assert admit_one(paged, near, 64) is DEFERRED
+    assert admit_one(paged, far, 64) is DEFERRED
     first.planned = first.computed = 4
     paged.commit(first)
     assert admit_one(paged, near, 64) == 4
-    assert admit_one(paged, far, 64) is LATER
+    assert admit_one(paged, far, 64) is DEFERRED
     first.planned = first.computed = 8
     paged.commit(first)
     assert admit_one(paged, far, 64) == 8

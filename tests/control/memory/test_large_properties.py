@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from test_planted import REFERENCES, found_by, instead_of
 
-from quire.control.memory.large import ASSOCIATIONS, LargePages
-from quire.control.memory.partial import Partial
+from quire.control.memory.large import ASSOCIATIONS, TwoLevelPagePool
+from quire.control.memory.partial import PartialPages
 
 SIZES = ([84, 1], [6, 10, 15], [8, 12, 1, 3], [384, 256], [1, 1], [3, 1], [1, 4], [5, 7])
 """Bytes of small pages, up to a factor: large pages are their least common multiple."""
@@ -26,7 +26,7 @@ class Walk:
     def __init__(self, rng: Random, sizes: list[int]) -> None:
         self.ratios = [math.lcm(*sizes) // size for size in sizes]
         self.groups = range(len(self.ratios))
-        self.pages = LargePages(self.ratios, rng.randint(2, 8), rng.choice(ASSOCIATIONS))
+        self.pages = TwoLevelPagePool(self.ratios, rng.randint(2, 8), rng.choice(ASSOCIATIONS))
         self.tables: dict[int, list[list[int]]] = {}
         self.owners: dict[int, int] = {}
         self.born = self.keys = self.served = self.refused = 0
@@ -54,12 +54,12 @@ class Walk:
         """Whether some way to deal out the large pages of which nothing is used serves all groups."""
         pages, spare, home_of = self.pages, [0] * len(self.ratios), {}
         for g, (refs, ratio) in enumerate(zip(pages.refs, self.ratios)):
-            for home in range(1, pages.count + 1):
+            for home in range(1, pages.num_large + 1):
                 used = sum(count > 0 for count in refs[home * ratio : (home + 1) * ratio])
                 if used:
                     home_of[home] = g
                     spare[g] += ratio - used
-        free = pages.count - len(home_of)
+        free = pages.num_large - len(home_of)
         lacks = [need - there for need, there in zip(needs, spare)]
         most = [range(min(free, max(-(-lack // ratio), 0)) + 1) for lack, ratio in zip(lacks, self.ratios)]
         return any(
@@ -73,9 +73,9 @@ class Walk:
             left = needs[g]
             while left:
                 count = rng.randint(1, left) if rng.random() < 0.4 else left
-                got = self.pages.take_all(g, count, owner)
+                got = self.pages.allocate(g, count, owner)
                 assert len(set(got)) == count == len(got), "other pages were given out than asked for"
-                assert all(self.pages.names(g, page) == 1 for page in got), "a page isn't private"
+                assert all(self.pages.ref_count(g, page) == 1 for page in got), "a page isn't private"
                 tables[g] += got
                 left -= count
 
@@ -86,16 +86,16 @@ class Walk:
         for index in pages.index:
             keys = sorted(index)
             found.append([index[key] for key in rng.sample(keys, min(len(keys), rng.choice((0, 1, 4))))])
-        resting = pages.resting([(g, page) for g, table in enumerate(found) for page in table])
-        all_needs = [need + rest for need, rest in zip(needs, resting.pages)]
+        resting = pages.find_cached_hits([(g, page) for g, table in enumerate(found) for page in table])
+        all_needs = [need + rest for need, rest in zip(needs, resting.num_pages)]
         there = pages.reserve(all_needs, resting)
-        assert pages.affords(all_needs, resting) is there
+        assert pages.can_allocate(all_needs, resting) is there
         if not there:
             self.refused += 1
             return
         for g, table in enumerate(found):
             for page in table:
-                pages.share(g, page)
+                pages.incref(g, page)
         self.born += 1
         together = self.tables and rng.random() < 0.2
         self.owners[self.born] = self.owners[self.pick(rng)] if together else self.born
@@ -125,7 +125,7 @@ class Walk:
         g = rng.choice(self.groups)
         table = self.tables[self.pick(rng)][g]
         gone = rng.randint(0, len(table))
-        self.pages.release(g, table[:gone])
+        self.pages.decref(g, table[:gone])
         table[:gone] = [0] * gone
 
     def hit(self, rng: Random) -> None:
@@ -133,8 +133,8 @@ class Walk:
         for g, cached in enumerate(self.pages.cached):
             if cached:
                 page = rng.choice(list(cached))
-                self.pages.share(g, page)
-                self.pages.release(g, [page])
+                self.pages.incref(g, page)
+                self.pages.decref(g, [page])
                 assert next(reversed(cached)) == page
 
     def fork(self, rng: Random) -> None:
@@ -143,14 +143,14 @@ class Walk:
         self.tables[self.born] = [list(table) for table in self.tables[parent]]
         self.owners[self.born] = self.owners[parent]
         for g, table in enumerate(self.tables[parent]):
-            self.pages.share_all(g, table)
+            self.pages.incref_used(g, table)
 
     def end(self, rng: Random) -> None:
         self.leave(self.pick(rng))
 
     def leave(self, seq: int) -> None:
-        self.pages.release_all(self.tables.pop(seq))
-        self.pages.leave(self.owners.pop(seq))
+        self.pages.decref_tables(self.tables.pop(seq))
+        self.pages.remove_owner(self.owners.pop(seq))
 
     def room(self, rng: Random) -> None:
         if rng.random() < 0.3:
@@ -164,10 +164,10 @@ class Walk:
         for seq in list(self.tables):
             self.leave(seq)
         self.pages.check(self.named())
-        free, active, idle, *_ = self.pages.counts()
+        free, active, idle, *_ = self.pages.get_stats()
         assert (self.pages.used, active) == ([0] * len(self.ratios),) * 2
-        assert free + sum(idle) == self.pages.count
-        assert not any(partial.living for partial in self.pages.partial), "a request that left is still known"
+        assert free + sum(idle) == self.pages.num_large
+        assert not any(partial.live_owners for partial in self.pages.partial), "a request that left is still known"
 
 
 def walked(rng: Random, sizes: list[int]) -> Walk:
@@ -184,55 +184,58 @@ def test_any_calls(sizes: list[int]) -> None:
     walks = [walked(rng, sizes) for rng in map(Random, range(12))]
     assert sum(walk.served for walk in walks) > 50
     assert sum(walk.refused for walk in walks) > 0
-    counts = [walk.pages.counts() for walk in walks]
+    counts = [walk.pages.get_stats() for walk in walks]
     assert sum(count.evicted_large for count in counts) > 0
     assert sum(count.rebound for count in counts) > 0
     assert (sum(count.evicted_small for count in counts) > 0) is (max(walks[0].ratios) > 1)
 
 
-def a_second_page_takes_a_key(publish: Any, pages: LargePages, group: int, page: int, key: bytes) -> None:
+def a_second_page_takes_a_key(publish: Any, pages: TwoLevelPagePool, group: int, page: int, key: bytes) -> None:
     if pages.keys[group][page] is None:
         pages.keys[group][page], pages.index[group][key] = key, page
 
 
-def a_key_stays(forget: Any, pages: LargePages, group: int, page: int) -> None:
+def a_key_stays(forget: Any, pages: TwoLevelPagePool, group: int, page: int) -> None:
     key = pages.keys[group][page]
     forget(pages, group, page)
     pages.keys[group][page] = key
 
 
-def more_than_is_to_spare(reserve: Any, pages: LargePages, *args: Any, **kwargs: Any) -> bool:
+def more_than_is_to_spare(reserve: Any, pages: TwoLevelPagePool, *args: Any, **kwargs: Any) -> bool:
     there: bool = reserve(pages, *args, **kwargs)
-    pages.slack += there
+    pages.spare_large += there
     return there
 
 
-def an_owner_that_left_is_offered_to(add: Any, partial: Partial, home: int) -> None:
+def an_owner_that_left_is_offered_to(add: Any, partial: PartialPages, home: int) -> None:
     """Pages that become empty after their request left are everybody's too."""
-    found: Any = partial.by.setdefault(partial.owner[home], type(partial.by)())
+    found: Any = partial.by_owner.setdefault(partial.owner_of[home], type(partial.by_owner)())
     found[home] = None
 
 
 LOST, COUNTED = "what a request left empty is lost", "what was found took more than was counted"
 PLANTED: dict[str, tuple[type, str, Callable[..., Any], str]] = {  # a method, a bug, and what the check says of it
     "a second page takes a key that is there":
-        (LargePages, "publish", a_second_page_takes_a_key, "two pages have the same key"),
+        (TwoLevelPagePool, "publish", a_second_page_takes_a_key, "two pages have the same key"),
     "what a request leaves empty is lost":
-        (LargePages, "leave", lambda leave, pages, owner: [one.living.discard(owner) for one in pages.partial], LOST),
-    "an owner that left is offered to": (Partial, "add", an_owner_that_left_is_offered_to, LOST),
+        (TwoLevelPagePool, "remove_owner", lambda leave, pages,
+        owner: [one.live_owners.discard(owner) for one in pages.partial], LOST),
+    "an owner that left is offered to": (PartialPages, "add", an_owner_that_left_is_offered_to, LOST),
     "a key stays on a page that goes to another group":
-        (LargePages, "_forget", a_key_stays, r"page \d+ is empty and has a key"),
+        (TwoLevelPagePool, "_drop_content", a_key_stays, r"page \d+ is empty and has a key"),
     "one group gets pages when another fails":
-        (LargePages, "_left", lambda left, pages, needs, *rest, **how: left(pages, [*needs[:-1], 0], *rest, **how),
+        (TwoLevelPagePool, "_count_spare_large", lambda left, pages, needs, *rest, **how: left(pages, [*needs[:-1],
+        0], *rest, **how),
          COUNTED),
     "a large page more may be taken than is to spare":
-        (LargePages, "reserve", more_than_is_to_spare, r"no large page is left for group \d+: what is taken"),
+        (TwoLevelPagePool, "reserve", more_than_is_to_spare, r"no large page is left for group \d+: what is taken"),
     "what is found counts as pages, not as large pages":
-        (LargePages, "resting", lambda resting, pages, found: resting(pages, found)._replace(large=()), COUNTED),
+        (TwoLevelPagePool, "find_cached_hits", lambda resting, pages, found: resting(pages,
+        found)._replace(num_large=()), COUNTED),
     "a reclaimable large page is lost":
-        (LargePages, "_release", lambda release, *args: release(*args)[1:],
+        (TwoLevelPagePool, "_decref", lambda release, *args: release(*args)[1:],
          r"large page \d+ is reclaimable and not in the queue"),
-    "a fork is not counted": (LargePages, "share_all", lambda *args: None, REFERENCES),
+    "a fork is not counted": (TwoLevelPagePool, "incref_used", lambda *args: None, REFERENCES),
 }  # fmt: skip
 
 

@@ -23,7 +23,7 @@ class Newest(FullPolicy):
     '''Layers that see the newest eight tokens, and the one before.'''
 
     def reads(self, seq, start, end):
-        return range(self.group.whole(max(0, start - 8)), self.group.pages(end))
+        return range(self.group.num_full_pages(max(0, start - 8)), self.group.num_pages(end))
 """
 
 
@@ -40,11 +40,11 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("package")
 def test_an_installed_package_offers_a_policy() -> None:
     memory = paged((LayerSpec(1, 4, policy="newest"), None), page_size=4)(Build(tokens=512))
-    assert [group.kind for group in memory.geometry.groups] == ["newest", "full"]
+    assert [group.kind for group in memory.kv_config.groups] == ["newest", "full"]
     seq = sequence(1, 40)
     assert serve(memory, seq) == 0
     memory.check()
-    assert [sum(map(bool, table)) for table in memory.place(seq).tables] == [2, 10]
+    assert [sum(map(bool, table)) for table in memory.get_placement(seq).tables] == [2, 10]
     assert serve(memory, sequence(2, 41)) == 40
 
 
@@ -55,29 +55,29 @@ def test_a_type_that_nobody_offers_is_refused_with_its_name() -> None:
 
 class BeyondItsTable(FullPolicy):
     def reads(self, seq: Sequence | None, start: int, end: int) -> range:
-        return range(self.group.pages(end) + 1)
+        return range(self.group.num_pages(end) + 1)
 
 
 class WritesUnread(FullPolicy):
     def writes(self, seq: Sequence | None, start: int, end: int) -> range:
-        return range(self.group.whole(start), self.group.pages(end + 1))
+        return range(self.group.num_full_pages(start), self.group.num_pages(end + 1))
 
 
 class RequiresUnread(WindowPolicy):
     def required(self, seq: Sequence | None, hit: int) -> range:
-        return range(self.group.pages(hit))
+        return range(self.group.num_pages(hit))
 
 
 class RequiresTheFuture(FullPolicy):
     def required(self, seq: Sequence | None, hit: int) -> range:
-        return range(self.group.pages(hit + 4))
+        return range(self.group.num_pages(hit + 4))
 
 
 class ComesBack(FullPolicy):
     """Every tenth token sees all."""
 
     def reads(self, seq: Sequence | None, start: int, end: int) -> range:
-        return range(0 if start % 10 == 0 else self.group.whole(start), self.group.pages(end))
+        return range(0 if start % 10 == 0 else self.group.num_full_pages(start), self.group.num_pages(end))
 
 
 class HoldsMore(ChunkedPolicy):
@@ -104,10 +104,10 @@ class EndsTooEarly(ChunkedPolicy):
     ],
 )
 def test_check_names_a_policy_that_contradicts_itself(kind: type[LayerPolicy], said: str) -> None:
-    geometry = paged((LayerSpec(1, 4, chunk=16),), page_size=4)(Build()).geometry
+    geometry = paged((LayerSpec(1, 4, chunk=16),), page_size=4)(Build()).kv_config
     groups = tuple(replace(group, kind="own", window=6, chunk=16) for group in geometry.groups)
     if issubclass(kind, WindowPolicy):
         groups = tuple(replace(group, chunk=None) for group in groups)
-    memory = PagedMemory(replace(geometry, groups=groups), chunk=8, policies={"own": kind})
+    memory = PagedMemory(replace(geometry, groups=groups), max_step_tokens=8, policies={"own": kind})
     with pytest.raises(AssertionError, match=f"{kind.__name__}, of group 0 of the kind 'own', {said}"):
         memory.check()

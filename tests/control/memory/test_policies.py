@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from quire.control.memory.policies import POLICIES, BudgetPolicy, LayerPolicy, most_at_once, peak
+from quire.control.memory.policies import POLICIES, BudgetPolicy, LayerPolicy, max_pages_at_once, peak_pages
 from quire.control.request import Sequence
-from quire.vocabulary.specs import Geometry, Group, Layout
+from quire.vocabulary.specs import KVCacheConfig, KVCacheGroup, KVCacheLayout
 
 SIZES = [(1, 1), (3, 1), (4, 1), (16, 1), (16, 15), (3, 2), (5, 7)]  # so many tokens fill so many pages
 WINDOWS = [None, 1, 2, 4, 5, 7, 16, -1, -4, -5, -12]
@@ -29,7 +29,7 @@ def needed(start: int, end: int, tokens: int, pages: int, window: int | None) ->
 
 
 def policy(tokens: int, pages: int, window: int | None) -> LayerPolicy:
-    group = Group(
+    group = KVCacheGroup(
         (0,), 64, 4, 100, range(1, 200), run_tokens=tokens, run_pages=pages,
         window=window if window is not None and window > 0 else None,
         chunk=-window if window is not None and window < 0 else None,
@@ -69,13 +69,13 @@ def test_a_hit_requires_the_pages_before_it_that_the_next_token_sees(
 def test_the_peak_is_the_most_that_a_sequence_ever_holds(tokens: int, pages: int, window: int, chunk: int) -> None:
     """A step is planned before the one before it is confirmed, wherever chunks begin."""
     subject, full = policy(tokens, pages, window), policy(tokens, pages, None)
-    group, most = subject.group, most_at_once(subject, chunk)
+    group, most = subject.group, max_pages_at_once(subject, chunk)
     assert most == max(
-        group.pages(computed + 2 * chunk) - subject.reads(None, computed, computed + 1).start
+        group.num_pages(computed + 2 * chunk) - subject.reads(None, computed, computed + 1).start
         for computed in range(3 * tokens * abs(window))
     )
-    assert [peak(subject, length, most) for length in (9, 10**6)] == [min(group.pages(9), most), most]
-    assert peak(full, 100, most_at_once(full, chunk)) == group.pages(100)
+    assert [peak_pages(subject, length, most) for length in (9, 10**6)] == [min(group.num_pages(9), most), most]
+    assert peak_pages(full, 100, max_pages_at_once(full, chunk)) == group.num_pages(100)
 
 
 @pytest.mark.parametrize(("tokens", "pages"), SIZES)
@@ -86,8 +86,9 @@ def test_nothing_is_needed_behind_a_border(tokens: int, pages: int, chunk: int) 
     ends = [hit for hit in range(1, 200) if hit * pages % tokens == 0 and not subject.required(None, hit)]
     assert ends == [hit for hit in range(1, 200) if hit * pages % tokens == 0 and hit % chunk == 0]
     borders = [hit for hit in range(tokens, 200, tokens) if not subject.required(None, hit)]
-    assert borders == [subject.group.until(page) for page in range(subject.border, 200 * pages, subject.border)
-                       if subject.group.until(page) < 200]  # fmt: skip
+    assert borders == [subject.group.tokens_in_pages(page) for page in range(subject.border, 200 * pages,
+    subject.border)
+                       if subject.group.tokens_in_pages(page) < 200]  # fmt: skip
 
 
 # Layers with a budget, over cells
@@ -95,7 +96,7 @@ def test_nothing_is_needed_behind_a_border(tokens: int, pages: int, chunk: int) 
 
 def budgeted(tokens: int, pages: int, budget: int) -> BudgetPolicy:
     return BudgetPolicy(
-        Group((0,), 64, 4, 100, range(1, 200), run_tokens=tokens, run_pages=pages, kind="budget", budget=budget)
+        KVCacheGroup((0,), 64, 4, 100, range(1, 200), run_tokens=tokens, run_pages=pages, kind="budget", budget=budget)
     )
 
 
@@ -125,9 +126,9 @@ def test_pages_that_a_step_reads_and_writes(tokens: int, pages: int, prompt: int
 
 
 def test_steps_end_where_a_prompt_does() -> None:
-    part = Geometry(Layout.PAGED, 1, 2, (), 2, budget=8, queries=4).part
+    part = KVCacheConfig(KVCacheLayout.PAGED, 1, 2, (), 2, budget=8, queries=4).clip_chunk
     assert [part(8, 0, count) for count in (1, 7, 8, 9)] == [1, 7, 8, 9], "it is kept whole"
     assert [part(20, 0, count) for count in (1, 15, 16, 17, 19, 20, 21)] == [1, 15, 16, 16, 16, 20, 20]
     assert [part(20, 16, count) for count in (1, 3, 4, 5)] == [0, 0, 4, 4]
     assert [part(20, 20, count) for count in (1, 7)] == [1, 7]
-    assert Geometry(Layout.PAGED, 1, 2, (), 2).part(20, 0, 30) == 30
+    assert KVCacheConfig(KVCacheLayout.PAGED, 1, 2, (), 2).clip_chunk(20, 0, 30) == 30

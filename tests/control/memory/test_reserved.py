@@ -14,20 +14,20 @@ from traces import Asked, Trace, run_trace
 
 from quire.bench import main as bench
 from quire.build import build
-from quire.config import RESERVED, EngineConfig
-from quire.control.memory import Size, build_memory
-from quire.control.memory.buddy import Buddy
-from quire.control.memory.reserved import RULES, ReservedMemory
+from quire.config import RESERVED_MEMORIES, EngineConfig
+from quire.control.memory import MemorySize, build_memory
+from quire.control.memory.buddy import BuddyAllocator
+from quire.control.memory.reserved import RESERVATION_RULES, ReservedMemory
 from quire.control.request import Sequence
 from quire.errors import StartupError
 from quire.llm import LLM
 from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.plan import Copy
+from quire.vocabulary.plan import PageCopy
 
 
 def made(rule: str, tokens: int = 256, longest: int = 64, page: int = 4, seqs: int = 8) -> ReservedMemory:
     config = EngineConfig(memory=rule, page_size=page, max_num_seqs=seqs)
-    memory = build_memory(config, spec((None,), longest), Size(tokens, longest, 2))
+    memory = build_memory(config, spec((None,), longest), MemorySize(tokens, longest, 2))
     assert isinstance(memory, ReservedMemory)
     return memory
 
@@ -35,8 +35,8 @@ def made(rule: str, tokens: int = 256, longest: int = 64, page: int = 4, seqs: i
 def begun(memory: ReservedMemory, id: int, prompt: int, output: int, *, held: int = 0, branches: int = 0) -> Any:
     """A sequence that is told to get `output` tokens and has computed `held`; None if it isn't admitted."""
     seq = Sequence(id, [1] * prompt)
-    seq.branches = branches
-    seq.final = prompt + output
+    seq.num_forks = branches
+    seq.max_total_len = prompt + output
     if admit_one(memory, seq, 64) is None:
         return None
     assert memory.grow(seq, held)
@@ -47,7 +47,7 @@ def begun(memory: ReservedMemory, id: int, prompt: int, output: int, *, held: in
 
 def tokens_of(memory: ReservedMemory) -> tuple[float, ...]:
     """Usage in tokens: used, reserved, internal, external, free."""
-    usage, token = memory.account().usage, memory.page_bytes * memory.groups / memory.page_tokens
+    usage, token = memory.account().usage, memory.page_bytes * memory.num_groups / memory.page_tokens
     assert usage.cached == 0
     return tuple(part / token for part in (usage.used, usage.reserved, usage.internal, usage.external, usage.free))
 
@@ -58,14 +58,14 @@ def tokens_of(memory: ReservedMemory) -> tuple[float, ...]:
 )
 def test_what_is_reserved_for_25_tokens_after_a_prompt_of_100(rule: str, reserved: int) -> None:
     """§6.1: "if the true output length is 25, it reserves 32 positions for outputs"."""
-    assert RULES[rule](100, 25, 2048) == reserved
-    assert [RULES["orca-pow2"](0, output, 2048) for output in (1, 2, 3, 64, 65)] == [1, 2, 4, 64, 128]
-    assert RULES["orca-pow2"](2000, 40, 2048) == 2048
+    assert RESERVATION_RULES[rule](100, 25, 2048) == reserved
+    assert [RESERVATION_RULES["orca-pow2"](0, output, 2048) for output in (1, 2, 3, 64, 65)] == [1, 2, 4, 64, 128]
+    assert RESERVATION_RULES["orca-pow2"](2000, 40, 2048) == 2048
 
 
 def test_the_three_orcas_coincide_for_chat() -> None:
     """Figure 17: with prompts of 1024 tokens the buddy allocator makes 2048 of whatever is reserved."""
-    for rule in RESERVED[:3]:
+    for rule in RESERVED_MEMORIES[:3]:
         memory = made(rule, tokens=8192, longest=2048, page=16)
         assert [begun(memory, id, 1024, 1 + 200 * id, held=1024) is not None for id in range(5)] == [True] * 4 + [False]
 
@@ -112,9 +112,9 @@ def test_prefixes_and_swapping_are_refused() -> None:
     seq = begun(memory, 1, 9, 7, held=9)
     assert not memory.swap_out([seq])
     assert not memory.swap_in([])
-    assert memory.prefixes is None
+    assert memory.prefix_cache is None
     assert reset(memory) == 0
-    assert memory.held([seq]) == (16 * memory.geometry.groups[0].page_bytes, 9)
+    assert memory.count_held([seq]) == (16 * memory.kv_config.groups[0].page_bytes, 9)
     sharing = memory.account().sharing
     assert (sharing.saved, sharing.host_pages, sharing.prefix_capacity) == (0, 0, 0)
     memory.free(seq)  # which is still where it was
@@ -140,7 +140,7 @@ def test_static_batches_run_to_their_slowest_member(depth: int) -> None:
         params = SamplingParams(max_tokens=5 + 3 * i, ignore_eos=True, seed=i)
         trace.add(Asked(str(i), tuple(range(1, 8)), params, ""))
     batches: list[set[str]] = []
-    while trace.engine.unfinished:
+    while trace.engine.has_unfinished_requests:
         trace.step()
         running = {request.id for request in trace.scheduler.running}
         if running and not (batches and running <= batches[-1]):
@@ -162,10 +162,10 @@ def test_the_traces_pass_without_a_bug(depth: int) -> None:
     run_traces(depth)
 
 
-@instead_of(ReservedMemory, "take_journal")
+@instead_of(ReservedMemory, "take_page_ops")
 def lost_copy(take: Any, memory: ReservedMemory) -> Any:
     now, ahead = take(memory)
-    return tuple(entry for entry in now if not isinstance(entry, Copy)), ahead
+    return tuple(entry for entry in now if not isinstance(entry, PageCopy)), ahead
 
 
 @instead_of(ReservedMemory, "_pages")
@@ -177,16 +177,18 @@ def run_that_begins_a_page_late(pages: Any, *given: Any) -> range:
 
 @instead_of(ReservedMemory, "admit")
 def branches_not_counted(admit: Any, memory: ReservedMemory, seqs: Seq[Sequence], *more: Any) -> Any:
-    branches = [seq.branches for seq in seqs]
+    branches = [seq.num_forks for seq in seqs]
     for seq in seqs:
-        seq.branches = 0
+        seq.num_forks = 0
     admitted = admit(memory, seqs, *more)
     for seq, count in zip(seqs, branches):
-        seq.branches = count
+        seq.num_forks = count
     return admitted
 
 
-block_of_the_next_smaller_size = instead_of(Buddy, "take")(lambda take, pool, units: take(pool, max(units // 2, 1)))
+block_of_the_next_smaller_size = instead_of(BuddyAllocator, "allocate")(
+    lambda take, pool, units: take(pool, max(units // 2, 1))
+)
 PLANTED: list[tuple[Plant, str]] = [  # bugs that the traces must catch, and the message of what fails
     (lost_copy, WRONG),
     (run_that_begins_a_page_late, r"slot \d+ uses page \d+, which is none of group \d+"),
@@ -215,19 +217,19 @@ def answers(memory: str) -> tuple[list[list[tuple[int, ...]]], int]:
     llm = LLM(memory=memory, dtype="float32", max_model_len=128, kv_tokens=640, seed=3, max_num_batched_tokens=48)
     params = [SamplingParams(temperature=0, max_tokens=40 + 5 * i, **kind) for i, kind in enumerate(ASKED)]  # type: ignore[arg-type]
     results = llm.generate(PROMPTS * 2, params * 2)
-    preempted = llm.engine.scheduler.preemptions
+    preempted = llm.engine.scheduler.num_preemptions
     llm.close()
     return [[tuple(output.token_ids) for output in result.outputs] for result in results], preempted
 
 
-@pytest.mark.parametrize("memory", RESERVED)
+@pytest.mark.parametrize("memory", RESERVED_MEMORIES)
 def test_tokens_are_those_of_paged_memory(memory: str) -> None:
     got, preempted = answers(memory)
     assert got == answers("paged")[0]
     assert preempted == 0
 
 
-@pytest.mark.parametrize("memory", RESERVED)
+@pytest.mark.parametrize("memory", RESERVED_MEMORIES)
 def test_bench_throughput_runs(memory: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.json"
     flags = ["--memory", memory, "--kv-tokens", "1024", "--max-model-len", "128"]

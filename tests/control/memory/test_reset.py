@@ -10,7 +10,7 @@ from test_gallery import Served, memory, picture, prompt
 from traces import Asked, Trace
 
 from quire.control.memory.paged import PagedMemory
-from quire.control.request import Request, Sequence, Status
+from quire.control.request import Request, RequestStatus, Sequence
 from quire.vocabulary.params import SamplingParams
 
 PROMPT = tuple(random.Random(7).choices(range(1, VOCAB), k=37))
@@ -24,7 +24,7 @@ def ask(trace: Trace, id: str, *tail: int, n: int = 1) -> Request:
 
 
 def pages_of(made: PagedMemory, *seqs: Sequence) -> set[tuple[int, int]]:
-    tables = [made.place(seq).tables for seq in seqs]
+    tables = [made.get_placement(seq).tables for seq in seqs]
     return {(g, page) for found in tables for g, table in enumerate(found) for page in table if page}
 
 
@@ -34,26 +34,26 @@ def test_nothing_from_before_is_found(name: str, how: str) -> None:
     made = MEMORIES[name](Build(tokens=800, chunk=16, host=400))
     trace = Trace(made, seed=0, depth=1, budget=16, max_seqs=8)
     old = ask(trace, "old", n=2)
-    while len(old.live) < 2:
+    while len(old.live_seqs) < 2:
         trace.step()
-    held = pages_of(made, *old.live)
-    assert any(made.pages.index), "nothing is there to be forgotten"
+    held = pages_of(made, *old.live_seqs)
+    assert any(made.page_pool.index), "nothing is there to be forgotten"
     if how != "running":
         trace.scheduler.preemption = how
         trace.scheduler._preempt(old)
-    made.prefixes.reset()
-    assert not any(made.pages.index), "a page has a name still"
+    made.prefix_cache.reset()
+    assert not any(made.page_pool.index), "a page has a name still"
     made.check()
     new = ask(trace, "new", 5)
-    while new.status is Status.WAITING:
+    while new.status is RequestStatus.WAITING:
         trace.step()
     if how == "recompute":  # the old one computes it anew, and shares it
         assert new.cached_tokens > 0
     else:
         assert new.cached_tokens == 0
-        here = [seq for seq in old.live if seq.id in made.residents]
-        assert not pages_of(made, *new.live) & (pages_of(made, *here) if how == "swap" else held)
-    while trace.engine.unfinished:
+        here = [seq for seq in old.live_seqs if seq.id in made.seq_pages]
+        assert not pages_of(made, *new.live_seqs) & (pages_of(made, *here) if how == "swap" else held)
+    while trace.engine.has_unfinished_requests:
         trace.step()
     newer = ask(trace, "newer", 5)
     trace.finish()  # every output is what it must be
@@ -71,10 +71,10 @@ def test_nor_what_its_sequences_compute_since(steps: int, swapped: bool) -> None
         trace.step()
     if swapped:
         trace.scheduler._preempt(old)
-    made.prefixes.reset()
-    while trace.engine.unfinished:
+    made.prefix_cache.reset()
+    while trace.engine.has_unfinished_requests:
         trace.step()
-    assert not any(made.pages.index)
+    assert not any(made.page_pool.index)
     assert not made.account().usage.cached
     new = ask(trace, "new", 5)
     trace.finish()
@@ -89,7 +89,7 @@ def test_a_picture_on_its_way_is_its_own_request_s(steps: int) -> None:
     served.add("old", prompt(), picture(0, 2, parts=4), max_tokens=8)
     for _ in range(steps):
         served.step()
-    made.prefixes.reset()
+    made.prefix_cache.reset()
     made.check()
     served.add("new", prompt(), picture(0, 2, parts=4))
     served.drain()
@@ -97,4 +97,4 @@ def test_a_picture_on_its_way_is_its_own_request_s(steps: int) -> None:
     served.add("newer", prompt(), picture(0, 2, parts=4))
     served.drain()
     assert made.account().sharing.encoder_runs == 2
-    assert made.gallery.coming == {}
+    assert made.encoder_cache.encodings == {}

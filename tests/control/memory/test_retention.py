@@ -21,12 +21,12 @@ def memory_of(
 ) -> PagedMemory:
     """Full layers and layers with a window, whose pages have one size and are one pool."""
     build = Build(tokens=tokens, chunk=16, max_len=600)
-    geometry = unlike(Kind(16, page), Kind(16, page, window=window))(build).geometry
+    geometry = unlike(Kind(16, page), Kind(16, page, window=window))(build).kv_config
     begin = geometry.groups[0].ids.start
     ids = range(begin, begin + tokens // page)
     groups = tuple(replace(group, ids=ids) for group in geometry.groups)
     geometry = replace(geometry, groups=groups, bytes=ids.stop * groups[0].page_bytes)
-    return PagedMemory(geometry, chunk=16, policies=KNOWN, retention=retention, **{"slack": SLACK, **more})
+    return PagedMemory(geometry, max_step_tokens=16, policies=KNOWN, retention=retention, **{"slack": SLACK, **more})
 
 
 def asked(memory: PagedMemory, id: int, tokens: list[int], answer: int = 0) -> int:
@@ -51,10 +51,10 @@ def test_with_slack_the_last_windows_stay() -> None:
     """Of 100 tokens those from 100 - 8 - 8 on can be needed by a prefix that ends at 92 or behind it."""
     memory = memory_of("slack")
     asked(memory, 1, text(0, 101))
-    assert len(memory.pages.index[1]) == 4
-    assert memory.pages.used == [0, 0]
+    assert len(memory.page_pool.index[1]) == 4
+    assert memory.page_pool.used == [0, 0]
     for end, found in ((99, 96), (97, 96), (93, 92), (91, 0)):
-        assert memory.prefixes.cached(Sequence(9, [*text(0, end), 777])).tokens == found
+        assert memory.prefix_cache.find_cached(Sequence(9, [*text(0, end), 777])).tokens == found
 
 
 def test_the_end_of_a_prompt_stays_however_long_the_answer_is() -> None:
@@ -73,14 +73,14 @@ def test_prompts_that_part_are_found_from_the_third_on(kind: str) -> None:
     for retention, found in (("boundary", [0, 0, 40, 40]), ("slack", [0, 0, 0, 0]), ("paper", [0, 40, 40, 40])):
         memory = make(retention)
         assert [asked(memory, id, system + text(1000 * id, 60)) for id in range(1, 5)] == found
-        assert memory.pages.used == [0, 0]
+        assert memory.page_pool.used == [0, 0]
 
 
 def test_windows_stay_every_so_many_tokens() -> None:
-    memory = memory_of("slack", every=32)
+    memory = memory_of("slack", every_tokens=32)
     asked(memory, 1, text(0, 101))
     for end, found in ((70, 64), (62, 60), (50, 32), (20, 0)):
-        assert memory.prefixes.cached(Sequence(9, [*text(0, end), 777])).tokens == found
+        assert memory.prefix_cache.find_cached(Sequence(9, [*text(0, end), 777])).tokens == found
 
 
 def test_the_prefix_that_a_running_sequence_came_for_is_not_evicted_first() -> None:
@@ -107,16 +107,16 @@ STATES, RUN = 1, 8
 
 def stateful(retention: str) -> PagedMemory:
     """Pages of four tokens, and a state after every eight."""
-    geometry = unlike(Kind(16, PAGE), Kind(64, RUN, kind="state"))(Build(tokens=2000, chunk=16, max_len=600)).geometry
-    return PagedMemory(geometry, chunk=16, policies=KNOWN, retention=retention, slack=RUN)
+    geometry = unlike(Kind(16, PAGE), Kind(64, RUN, kind="state"))(Build(tokens=2000, chunk=16, max_len=600)).kv_config
+    return PagedMemory(geometry, max_step_tokens=16, policies=KNOWN, retention=retention, slack=RUN)
 
 
 def checkpoints(memory: PagedMemory, tokens: list[int]) -> list[int]:
     """Lengths of the prefixes of these tokens whose states are there."""
     seq = Sequence(9, tokens)
-    memory.prefixes.chain(seq, len(tokens))
-    found = (memory.prefixes.names(STATES, seq.keys, i, i + 1)[0] for i in range(len(tokens) // RUN))
-    return [RUN * (i + 1) for i, name in enumerate(found) if name in memory.pages.index[STATES]]
+    memory.prefix_cache.extend_keys(seq, len(tokens))
+    found = (memory.prefix_cache.page_keys(STATES, seq.page_keys, i, i + 1)[0] for i in range(len(tokens) // RUN))
+    return [RUN * (i + 1) for i, name in enumerate(found) if name in memory.page_pool.index[STATES]]
 
 
 def test_states_before_the_end_of_a_prompt_stay() -> None:
@@ -137,9 +137,9 @@ def test_a_hit_makes_only_its_own_checkpoint_younger() -> None:
     asked(memory, 1, text(0, 40))  # checkpoints at 8, 16, 24, 32 and 40
     asked(memory, 2, text(1000, 40))
     asked(memory, 3, [*text(0, 24), 7])
-    order = list(memory.pages.of[STATES].cached)
+    order = list(memory.page_pool.size_class_of[STATES].cached)
     seq = Sequence(9, text(0, 40))
-    memory.prefixes.chain(seq, 40)
-    names = [memory.prefixes.names(STATES, seq.keys, i, i + 1)[0] for i in range(4)]
-    ages = [order.index(memory.pages.index[STATES][name]) for name in names]
+    memory.prefix_cache.extend_keys(seq, 40)
+    names = [memory.prefix_cache.page_keys(STATES, seq.page_keys, i, i + 1)[0] for i in range(4)]
+    ages = [order.index(memory.page_pool.index[STATES][name]) for name in names]
     assert ages[2] > max(ages[0], ages[1], ages[3])

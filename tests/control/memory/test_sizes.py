@@ -9,16 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.control.memory.sizes import (
-    ALIGNED,
-    MOST_LARGE,
-    MOST_PADDING,
+    MAX_LARGE_BYTES,
+    MAX_PADDING,
+    PAGE_ALIGNMENT,
     LayerType,
     PagePlan,
-    equal_sets,
     gcd_page,
-    large_limit,
+    max_large_bytes,
     max_page,
     plan_pages,
+    split_into_equal_sets,
 )
 
 KIB, MIB = 2**10, 2**20
@@ -44,13 +44,13 @@ MLLAMA = [tokens("self", 32, 4096), tokens("cross", 8, 4096)]
 def test_jamba_as_its_shape_says_and_not_as_the_paper_does() -> None:
     """The paper has 84, without the formats that it counted with. 84 pages of 16 tokens are its 1,344 tokens."""
     half, single = plan_pages(jamba(2), None), plan_pages(jamba(4), None)
-    assert (half.ratios, half.large_bytes) == ((133, 4), 33.25 * MIB)
-    assert (single.ratios, single.large_bytes) == ((245, 4), 61.25 * MIB)
+    assert (half.small_pages_per_large, half.large_bytes) == ((133, 4), 33.25 * MIB)
+    assert (single.small_pages_per_large, single.large_bytes) == ((245, 4), 61.25 * MIB)
     half, single = plan_pages(jamba(2)), plan_pages(jamba(4))
-    assert (half.ratios, half.large_bytes, half.padding) == ((34, 1), 8.5 * MIB, (0, 196_608))
-    assert (single.ratios, single.large_bytes, single.padding) == ((62, 1), 15.5 * MIB, (0, 196_608))
+    assert (half.small_pages_per_large, half.large_bytes, half.padding) == ((34, 1), 8.5 * MIB, (0, 196_608))
+    assert (single.small_pages_per_large, single.large_bytes, single.padding) == ((62, 1), 15.5 * MIB, (0, 196_608))
     fp8 = plan_pages([LayerType("attention", PAGE * 4 * 2048), LayerType("mamba", 28 * 8192 * 48)], None)
-    assert (fp8.ratios, 84 * PAGE) == ((84, 1), 1344)
+    assert (fp8.small_pages_per_large, 84 * PAGE) == ((84, 1), 1344)
 
 
 @pytest.mark.parametrize(
@@ -71,25 +71,25 @@ def test_jamba_as_its_shape_says_and_not_as_the_paper_does() -> None:
 )  # fmt: skip
 def test_the_models_of_the_paper(model: list[LayerType], large: float, ratios: tuple[int, ...]) -> None:
     plan = plan_pages(model)
-    assert (plan.large_bytes, plan.ratios) == (large, ratios)
+    assert (plan.large_bytes, plan.small_pages_per_large) == (large, ratios)
     assert not any(plan.padding)
 
 
 def test_layers_that_no_small_padding_brings_together() -> None:
     """23 and 13 layers: the large page is 37.4 MiB, whatever is tried, and it says so."""
     plan = plan_pages([*GEMMA_27B, *GEMMA_2B])
-    assert (plan.large_bytes, plan.ratios) == (37.375 * MIB, (13, 13, 46, 46))
-    assert plan.large_bytes > MOST_LARGE
-    assert large_limit(40 * 2**30) == 80 * MIB  # of a large pool it is a small part
-    assert large_limit(2**30) == MOST_LARGE
+    assert (plan.large_bytes, plan.small_pages_per_large) == (37.375 * MIB, (13, 13, 46, 46))
+    assert plan.large_bytes > MAX_LARGE_BYTES
+    assert max_large_bytes(40 * 2**30) == 80 * MIB  # of a large pool it is a small part
+    assert max_large_bytes(2**30) == MAX_LARGE_BYTES
 
 
 def test_sets_of_layers_of_equal_bytes() -> None:
-    assert equal_sets([(9, 4096), (27, 4096)]) == (9, 9)
-    assert equal_sets([(10, 4096), (52, 4096)]) == (2, 2)
-    assert equal_sets([(4, 8192), (6, 4096)]) == (1, 2)
-    assert equal_sets([(23, 8192), (13, 4096)]) is None
-    assert equal_sets([(3, 96), (5, 64)]) is None
+    assert split_into_equal_sets([(9, 4096), (27, 4096)]) == (9, 9)
+    assert split_into_equal_sets([(10, 4096), (52, 4096)]) == (2, 2)
+    assert split_into_equal_sets([(4, 8192), (6, 4096)]) == (1, 2)
+    assert split_into_equal_sets([(23, 8192), (13, 4096)]) is None
+    assert split_into_equal_sets([(3, 96), (5, 64)]) is None
 
 
 sizes = st.lists(st.integers(1, 5000), min_size=1, max_size=4)
@@ -105,8 +105,8 @@ def test_every_plan_is_one(numbers: list[int], row: int, limit: int | None) -> N
     assert plan.large_bytes <= exact.large_bytes
     assert limit is None or exact.large_bytes <= limit or plan.large_bytes == _smallest(kinds, exact)
     for kind, size in zip(kinds, plan.sizes):
-        assert size % ALIGNED == size % row == plan.large_bytes % size == 0
-        assert kind.page_bytes <= size <= max(kind.aligned, (1 + MOST_PADDING) * kind.page_bytes)
+        assert size % PAGE_ALIGNMENT == size % row == plan.large_bytes % size == 0
+        assert kind.page_bytes <= size <= max(kind.aligned_bytes, (1 + MAX_PADDING) * kind.page_bytes)
     assert max_page(kinds) >= max(kind.page_bytes for kind in kinds)
     assert all(kind.page_bytes % gcd_page(kinds) == max_page(kinds) % row == 0 for kind in kinds)
 
@@ -115,9 +115,11 @@ def _smallest(kinds: list[LayerType], exact: PagePlan) -> int:
     """The same search, one type after another: no cleverness."""
     found = {1}
     for kind in kinds:
-        grain = math.lcm(kind.row, ALIGNED)
-        most = kind.page_bytes + kind.page_bytes * MOST_PADDING
+        grain = math.lcm(kind.page_multiple, PAGE_ALIGNMENT)
+        most = kind.page_bytes + kind.page_bytes * MAX_PADDING
         steps = [*exact.sizes, *(2**k for k in range(40))]
-        tried = {kind.aligned, *(-(-kind.page_bytes // s) * s for s in (math.lcm(x, grain) for x in steps))}
-        found = {math.lcm(large, size) for large in found for size in tried if size <= most or size == kind.aligned}
+        tried = {kind.aligned_bytes, *(-(-kind.page_bytes // s) * s for s in (math.lcm(x, grain) for x in steps))}
+        found = {
+            math.lcm(large, size) for large in found for size in tried if size <= most or size == kind.aligned_bytes
+        }
     return min(found)

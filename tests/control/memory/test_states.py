@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 
 from quire import budget
-from quire.budget import GIB, page_lines, plan_memory
+from quire.budget import GIB, describe_pages, plan_memory
 from quire.config import EngineConfig
-from quire.control.memory import Size, build_memory
-from quire.control.memory.layout import tokens_in
+from quire.control.memory import MemorySize, build_memory
+from quire.control.memory.layout import tokens_for_bytes
 from quire.control.request import Sequence
 from quire.errors import StartupError
-from quire.vocabulary.specs import Geometry, LayerSpec, ModelSpec, StatePart
+from quire.vocabulary.specs import KVCacheConfig, LayerSpec, ModelSpec, StateTensor
 
 KIB, MIB = 2**10, 2**20
-CONV = StatePart("conv", (8192, 3), 2)
-MAMBA = LayerSpec(0, 0, state=(CONV, StatePart("ssm", (8192, 16), 2)))
+CONV = StateTensor("conv", (8192, 3), 2)
+MAMBA = LayerSpec(0, 0, state_tensors=(CONV, StateTensor("ssm", (8192, 16), 2)))
 ATTENTION = LayerSpec(8, 128)
 STATE = 28 * 311_296
 """Bytes of what Jamba 52B keeps of a sequence, in bf16."""
@@ -37,15 +37,15 @@ def settings(**given: Any) -> EngineConfig:
     return EngineConfig(**{"max_num_seqs": 8, "max_num_batched_tokens": 2048, "swap_gib": 0, **given})
 
 
-def geometry(spec: ModelSpec, tokens: int = 8192, **given: Any) -> Geometry:
-    return build_memory(settings(**given), spec, Size(tokens, tokens, 2)).geometry
+def geometry(spec: ModelSpec, tokens: int = 8192, **given: Any) -> KVCacheConfig:
+    return build_memory(settings(**given), spec, MemorySize(tokens, tokens, 2)).kv_config
 
 
 def test_a_page_is_the_states_of_its_layers() -> None:
     states, tokens = geometry(jamba()).groups
     assert (states.kind, len(states.layers), states.token_bytes) == ("state", 28, STATE)
     assert (states.run_tokens, states.run_pages, states.table_width) == (512, 1, 16)
-    assert [states.filled(page, tokens) for page, tokens in ((0, 0), (1, 512), (1, 513))] == [0, 0, STATE]
+    assert [states.payload_of_page(page, tokens) for page, tokens in ((0, 0), (1, 512), (1, 513))] == [0, 0, STATE]
     assert (tokens.kind, tokens.run_tokens, tokens.table_width) == ("full", 16, 512)
     assert states.page_bytes == 8912896  # 2.26 % of padding
     assert geometry(jamba(), state_tokens=96).groups[0].table_width == 86
@@ -58,8 +58,8 @@ def test_uniform_memory_has_states_apart() -> None:
     assert (states.kind, states.table_width, len(states.ids)) == ("state", 1, 9)
     assert (tokens.kind, tokens.run_tokens, set(tokens.ids) & set(states.ids)) == ("full", 16, set())
     pool = 2**30
-    assert tokens_in(config, spec, 2, pool) == (pool - 9 * STATE) // (16 * 4 * 4096) * 16
-    memory = build_memory(config, spec, Size(8192, 8192, 2))
+    assert tokens_for_bytes(config, spec, 2, pool) == (pool - 9 * STATE) // (16 * 4 * 4096) * 16
+    memory = build_memory(config, spec, MemorySize(8192, 8192, 2))
     assert memory.fits([1000] * 8)
     assert memory.fits([8192])
     assert not memory.fits([100] * 9)
@@ -69,7 +69,7 @@ def test_without_prefixes_a_sequence_has_one_state() -> None:
     """Nothing is found again: no checkpoint is kept. What sequences don't need of the pool attention gets."""
     states = geometry(jamba(), enable_prefix_caching=False).groups[0]
     assert (states.table_width, states.run_tokens) == (1, 262_144)
-    memory = build_memory(settings(enable_prefix_caching=False), jamba(), Size(8192, 8192, 2))
+    memory = build_memory(settings(enable_prefix_caching=False), jamba(), MemorySize(8192, 8192, 2))
     assert memory.fits([1000] * 8)
     seq = Sequence(1, list(range(5000)))
     assert memory.admit([seq], 2048)
@@ -77,7 +77,7 @@ def test_without_prefixes_a_sequence_has_one_state() -> None:
         assert memory.grow(seq, end)
         seq.computed = seq.planned = end
         memory.commit(seq)
-    assert [len(table) for table in memory.place(seq).tables] == [1, 313]
+    assert [len(table) for table in memory.get_placement(seq).tables] == [1, 313]
     with_prefixes = geometry(jamba(), enable_prefix_caching=False, prefix_tokens=512).groups[0]
     assert with_prefixes.run_tokens == 512
 
@@ -85,10 +85,10 @@ def test_without_prefixes_a_sequence_has_one_state() -> None:
 def test_nothing_but_states() -> None:
     """A Mamba model: no token takes anything, and what a pool holds is states."""
     spec = model(*[MAMBA] * 28)
-    assert tokens_in(settings(), spec, 2, 100 * STATE + 5) == 100 * 512
+    assert tokens_for_bytes(settings(), spec, 2, 100 * STATE + 5) == 100 * 512
     [group] = geometry(spec).groups
     assert (group.page_bytes, group.kind, len(group.ids)) == (STATE, "state", 16)
-    memory = build_memory(settings(), spec, Size(8192, 8192, 2))
+    memory = build_memory(settings(), spec, MemorySize(8192, 8192, 2))
     assert memory.fits([8192])
     assert memory.fits([512] * 8)
     [apart] = geometry(spec, memory="uniform").groups
@@ -117,7 +117,7 @@ def test_settings_that_are_none_for_states_are_refused(given: dict[str, Any], wo
 def test_states_that_no_access_takes_are_refused(shape: tuple[int, ...]) -> None:
     part = CONV._replace(shape=shape)
     with pytest.raises(StartupError, match=r"a layer's state 'conv' is .* no multiple of the 16 bytes"):
-        geometry(model(LayerSpec(0, 0, state=(part,)), ATTENTION))
+        geometry(model(LayerSpec(0, 0, state_tensors=(part,)), ATTENTION))
 
 
 def test_the_plan_says_what_a_sequence_takes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +128,7 @@ def test_the_plan_says_what_a_sequence_takes(monkeypatch: pytest.MonkeyPatch) ->
     assert plan.kv_bytes % 8_912_896 == 0
     states, pages = plan.kv_tokens // 512, -(-plan.kv_tokens // (16 * 34))
     assert (plan.kv_tokens, states + pages) == (253_952, plan.kv_bytes // 8_912_896)
-    told = plan.lines() + page_lines(config, spec, 2, plan)
+    told = plan.to_lines() + describe_pages(config, spec, 2, plan)
     assert any("8.3 MiB a sequence, however long it is; one after every 512 tokens" in line for line in told)
     assert any(
         "28 layers, state, 8,912,896 bytes for the state after 512 tokens, 2.2% padding" in line for line in told
@@ -136,6 +136,6 @@ def test_the_plan_says_what_a_sequence_takes(monkeypatch: pytest.MonkeyPatch) ->
     assert any("4 layers, full, 262,144 bytes for 16 tokens, 34 in a large page" in line for line in told)
     assert any(line.startswith("requests") and "8 of 1,024 tokens" in line for line in told)
     apart = plan_memory(replace(config, memory="uniform"), spec, "jamba", "bfloat16", 2, "cuda")
-    told = apart.lines() + page_lines(replace(config, memory="uniform"), spec, 2, apart)
+    told = apart.to_lines() + describe_pages(replace(config, memory="uniform"), spec, 2, apart)
     assert any(line.endswith("8.3 MiB a sequence, however long it is") for line in told)
     assert any("28 layers, state, 8,716,288 bytes for a sequence's state" in line for line in told)

@@ -9,7 +9,7 @@ from test_invariants import serve
 from unlike import Kind, unlike
 
 from quire.config import EngineConfig
-from quire.control.memory import Size, build_memory
+from quire.control.memory import MemorySize, build_memory
 from quire.control.memory.paged import PagedMemory
 from quire.control.request import Sequence
 
@@ -22,7 +22,7 @@ def resident(memory: PagedMemory, id: int, length: int) -> Sequence:
 
 def test_used_internal_cached_and_free() -> None:
     memory = MEMORIES["paged-4"](Build(tokens=40))
-    token = memory.geometry.groups[0].page_bytes // 4
+    token = memory.kv_config.groups[0].page_bytes // 4
     assert memory.account().usage == (0, 0, 0, 0, 0, 40 * token)
     first = resident(memory, 1, 9)
     assert memory.account().usage == (9 * token, 0, 0, 3 * token, 0, 28 * token)
@@ -39,22 +39,22 @@ def test_used_internal_cached_and_free() -> None:
 def test_geometry() -> None:
     """One table for all layers, or one each; groups by kind of layer; pages of one size."""
     config = EngineConfig(page_size=4, max_num_seqs=8)
-    one = build_memory(config, spec((None, None), 48), Size(64, 48, 2)).geometry
+    one = build_memory(config, spec((None, None), 48), MemorySize(64, 48, 2)).kv_config
     assert [(group.layers, group.window) for group in one.groups] == [((0, 1), None)]
     (group,) = one.groups
     assert (group.ids, one.slots, group.table_width, group.page_bytes) == (range(1, 17), 9, 12, 4 * 2 * 2 * 4 * 2)
     assert (one.bytes, group.token_bytes) == (17 * group.page_bytes, 2 * 2 * 4 * 2)
     each = build_memory(
-        EngineConfig(page_size=4, max_num_seqs=8, table_scope="layer"), spec((None, None), 48), Size(64, 48, 2)
-    ).geometry
+        EngineConfig(page_size=4, max_num_seqs=8, table_scope="layer"), spec((None, None), 48), MemorySize(64, 48, 2)
+    ).kv_config
     assert [group.layers for group in each.groups] == [(0,), (1,)]
     assert {(group.ids, group.page_bytes) for group in each.groups} == {(range(1, 33), 4 * 2 * 4 * 2)}
     assert each.bytes == 33 * 4 * 2 * 4 * 2
-    mixed = build_memory(config, spec((None, 6, None), 48), Size(64, 48, 2)).geometry
+    mixed = build_memory(config, spec((None, 6, None), 48), MemorySize(64, 48, 2)).kv_config
     assert [(group.layers, group.window) for group in mixed.groups] == [((0, 2), None), ((1,), 6)]
     assert [(group.page_bytes, group.ids) for group in mixed.groups] == [(128, range(1, 25)), (64, range(2, 50))]
     assert (mixed.large_bytes, mixed.bytes) == (128, 25 * 128)  # 16 pages of each: 16 and 8 large ones
-    mixed = build_memory(replace(config, page_sizes="max"), spec((None, 6, None), 48), Size(64, 48, 2)).geometry
+    mixed = build_memory(replace(config, page_sizes="max"), spec((None, 6, None), 48), MemorySize(64, 48, 2)).kv_config
     assert {(group.page_bytes, group.ids) for group in mixed.groups} == {(128, range(1, 33))}
 
 
@@ -74,7 +74,7 @@ def test_usage_by_layer_type_adds_up_to_what_is_used_and_cached() -> None:
     assert sum(one.used for one in types) == usage.used
     assert sum(one.internal for one in types) == usage.internal
     assert sum(one.cached for one in types) == usage.cached > 0
-    memory.prefixes.reset()
+    memory.prefix_cache.reset()
     assert [one.cached for one in memory.account().types] == [0, 0]
     memory.check()
 
@@ -84,8 +84,8 @@ def test_what_full_attention_had_is_counted_beside_what_was_found() -> None:
     first = Sequence(1, list(range(30)))
     assert serve(memory, first) == 0
     memory.free(first)
-    for page in list(memory.pages.index[1].values())[3:]:
-        memory.pages.evict(1, page)
+    for page in list(memory.page_pool.index[1].values())[3:]:
+        memory.page_pool.evict(1, page)
     assert serve(memory, Sequence(2, list(range(30)))) == 12
     sharing = memory.account().sharing
     assert (sharing.hits, sharing.full_hits) == (12, 28)

@@ -9,7 +9,7 @@ from memories import Build, contiguous
 from quire.control.memory import virtual
 from quire.control.memory.virtual import VirtualMemory
 from quire.control.request import Sequence
-from quire.vocabulary.plan import Journal, Table
+from quire.vocabulary.plan import PageOps, TableWrite
 
 TOKENS = 4  # of a page
 
@@ -23,7 +23,9 @@ class Machine:
     ) -> None:  # fmt: skip
         build = Build(pages * TOKENS, chunk, seqs, 64, host)
         self.memory = VirtualMemory(
-            contiguous(build, windows, page, layout), chunk=chunk, **({"caching": False, "ahead": False} | settings)
+            contiguous(build, windows, page, layout),
+            max_step_tokens=chunk,
+            **({"caching": False, "ahead": False} | settings),
         )
         self.lying: dict[tuple[int, int, int], int] = {}
         self.waited = self.ahead = 0
@@ -31,16 +33,18 @@ class Machine:
 
     def replay(self) -> None:
         """A step's journal."""
-        now, ahead = self.memory.take_journal()
+        now, ahead = self.memory.take_page_ops()
         self.waited += self._map(now)
         self.ahead += self._map(ahead)
         self.memory.check()
 
-    def _map(self, journal: Journal) -> int:
+    def _map(self, journal: PageOps) -> int:
         before = dict(self.lying)
         for entry in journal:
-            if isinstance(entry, Table):
-                places = ((entry.slot, entry.group, at) for at in range(entry.at, entry.at + len(entry.pages)))
+            if isinstance(entry, TableWrite):
+                places = (
+                    (entry.slot, entry.group, at) for at in range(entry.first_page, entry.first_page + len(entry.pages))
+                )
                 self.lying |= {place: page for place, page in zip(places, entry.pages) if page}
         return sum(before.get(place) != page for place, page in self.lying.items())
 
@@ -55,9 +59,9 @@ class Machine:
         seq, before = Sequence(self.born, [begin + i for i in range(length)]), self.waited
         admitted = self.memory.admit([seq], 64)
         assert isinstance(admitted, list)
-        seq.computed = seq.planned = admitted[0].reused
+        seq.computed = seq.planned = admitted[0].reused_tokens
         while seq.planned < length:
-            assert self.step(seq, min(length - seq.planned, self.memory.chunk)) is not None
+            assert self.step(seq, min(length - seq.planned, self.memory.max_step_tokens)) is not None
         return seq, self.waited - before
 
     def step(self, seq: Sequence, count: int = 1) -> int | None:
@@ -97,7 +101,7 @@ def test_the_free_slot_that_fits_best() -> None:
     for length, best in ((19, 20), (9, 12), (33, 40), (4, 4)):
         seq, waited = walk.admit(length)
         assert (walk.memory.slot(seq), waited) == (slots[best], 0)
-    assert len(walk.memory.slots) == 0
+    assert len(walk.memory.free_slots) == 0
 
 
 def test_pages_lie_on_where_they_are_until_others_need_them() -> None:
@@ -132,7 +136,7 @@ def test_no_more_than_a_share_is_mapped_for_the_next() -> None:
     usage = walk.memory.account().usage
     assert (
         usage.reserved
-        == (24 - 10) // virtual.SHARE_AHEAD * walk.memory.groups[0].page_bytes + walk.memory.groups[0].page_bytes
+        == (24 - 10) // virtual.PREMAP_DIVISOR * walk.memory.groups[0].page_bytes + walk.memory.groups[0].page_bytes
     )
 
 
@@ -146,7 +150,7 @@ def test_growth_is_mapped_while_the_step_before_computes(
     walk = Machine(pages=64, windows=windows, layout=layout, ahead=True, caching=caching)
     for _ in range(12):
         walk.memory.free(walk.admit(40)[0])
-    assert not caching or len(walk.memory.pages.pools[0].empty) < 10
+    assert not caching or len(walk.memory.page_pool.size_classes[0].empty) < 10
     seqs = [walk.admit(5)[0] for _ in range(4)]
     waits = [walk.step(seq) for _ in range(50) for seq in seqs]
     assert waits == [0] * 200
@@ -170,7 +174,7 @@ def test_nothing_is_mapped_ahead_where_that_is_off() -> None:
 def test_no_sequence_is_given_more_than_it_will_have() -> None:
     walk = Machine(ahead=True, seqs=1)
     seq = Sequence(1, list(range(6)))
-    seq.final = 8
+    seq.max_total_len = 8
     assert isinstance(walk.memory.admit([seq], 64), list)
     assert [walk.step(seq, 6), walk.step(seq), walk.step(seq)] == [2, 0, 0]
     assert walk.ahead == 0
@@ -188,14 +192,14 @@ def test_a_free_slot_that_still_maps_the_prefix_is_preferred() -> None:
     twin = walk.admit(22, start=7)
     assert walk.memory.slot(twin[0]) != slot
     assert twin[1] == 6  # the same pages, mapped a second time
-    assert walk.memory.place(again[0]).tables[0][:5] == walk.memory.place(twin[0]).tables[0][:5]
+    assert walk.memory.get_placement(again[0]).tables[0][:5] == walk.memory.get_placement(twin[0]).tables[0][:5]
 
 
 def test_what_is_mapped_for_the_next_sequence_leaves_prefixes_where_they_lie() -> None:
     walk = Machine(pages=64, caching=True, ahead=True)
     stem, _ = walk.admit(24, start=7)
     slot = walk.leave(stem)
-    assert walk.memory.slots[-1] == slot, "it would be given out next"
+    assert walk.memory.free_slots[-1] == slot, "it would be given out next"
     for _ in range(3):
         walk.replay()
     again = walk.admit(22, start=7)
@@ -203,8 +207,8 @@ def test_what_is_mapped_for_the_next_sequence_leaves_prefixes_where_they_lie() -
 
 
 def test_a_step_maps_a_bounded_number_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(virtual, "MOST_AHEAD", 3)
-    monkeypatch.setattr(virtual, "MOST_NEXT", 2)
+    monkeypatch.setattr(virtual, "MAX_MAPPED_AHEAD", 3)
+    monkeypatch.setattr(virtual, "MAX_PREMAPPED_NEXT", 2)
     walk = Machine(pages=64, ahead=True, chunk=32)
     seq = Sequence(1, list(range(64)))
     assert isinstance(walk.memory.admit([seq], 32), list)

@@ -11,10 +11,10 @@ from grids import DEVICE, random
 from torch import Tensor
 
 from quire.data.kernels.batch import LayerCache
-from quire.data.layers.rotary import Rotary, queries_keys_values
+from quire.data.layers.rotary import RotaryEmbedding, prepare_qkv
 from quire.data.runner.inputs import build_batch
 from quire.data.runner.store import Store
-from quire.vocabulary.plan import Row, Table
+from quire.vocabulary.plan import SeqSlice, TableWrite
 from quire.vocabulary.specs import LayerSpec, ModelSpec
 
 LAYERS, LAYER = 3, 1
@@ -85,15 +85,16 @@ def stored(sizes: Sizes, layer: LayerSpec, heads: int, page: int, dtype: torch.d
         tokens=page, itemsize=dtype.itemsize,
     )  # fmt: skip
     store = Store(geometry, spec, dtype, DEVICE)
-    store.views[0][1:].fill_(torch.nan)  # recycled pages hold anything
+    store.group_pages[0][1:].fill_(torch.nan)  # recycled pages hold anything
     free = (np.random.default_rng(0).permutation(pages - 1) + 1).tolist()
     for slot, (before, now) in enumerate(sizes, 1):
-        store.replay((Table(slot, 0, 0, tuple(free.pop() for _ in range(-(-(before + now) // page)))),))
+        store.apply_page_ops((TableWrite(slot, 0, 0, tuple(free.pop() for _ in range(-(-(before + now) // page)))),))
     return store
 
 
 def two_steps(
-    backend: Any, store: Any, cache: LayerCache, sizes: Sizes, rotary: Rotary | None = None, fused: bool = False,
+    backend: Any, store: Any, cache: LayerCache, sizes: Sizes, rotary: RotaryEmbedding | None = None,
+    fused: bool = False,
     asked: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """What a backend finds in a second step, for the tokens of now, behind a first one for the tokens before; and dense
@@ -104,14 +105,14 @@ def two_steps(
     ]
     turned = []
     for x in raw:
-        angles = None if rotary is None else rotary.at(torch.arange(len(x), device=DEVICE), dtype)
-        turned.append(queries_keys_values(x, heads, angles, None))
+        angles = None if rotary is None else rotary.angles_at(torch.arange(len(x), device=DEVICE), dtype)
+        turned.append(prepare_qkv(x, heads, angles, None))
     last = torch.zeros(len(sizes) + 1, dtype=torch.int64, device=DEVICE)
     earlier = [(i, 0, before) for i, (before, _) in enumerate(sizes) if before]
     present = [(i, before, now) for i, (before, now) in enumerate(sizes)]
     for rows in filter(None, (earlier, present)):
-        batch = build_batch(tuple(Row(i + 1, (1,) * n, start, int(asked)) for i, start, n in rows), store, last)
-        plan = backend.plan(batch, cache, batch.narrowed() if asked else None)
+        batch = build_batch(tuple(SeqSlice(i + 1, (1,) * n, start, int(asked)) for i, start, n in rows), store, last)
+        plan = backend.plan(batch, cache, batch.select_sampled() if asked else None)
         if fused:
             qkv = torch.cat([raw[i][a : a + n] for i, a, n in rows])
             got = backend.rotate_and_attend(qkv, rotary, None, cache, plan)

@@ -54,7 +54,7 @@ from quire.data.kernels.triton import (
     split_borders,
     split_sampling,
 )  # fmt: skip
-from quire.data.kernels.triton.loading import once_for_all
+from quire.data.kernels.triton.loading import lock_compilation
 
 CAPABILITY, SHARED, COUNT, EVERY = (int(word) for word in sys.argv[1:5])
 PDL = CAPABILITY >= 90
@@ -113,7 +113,7 @@ def watch() -> list[tuple[str, int, int, int]]:
         return kernel
 
     JITFunction.run = compiled  # type: ignore[method-assign]
-    quick.Quick.__getitem__ = lambda self, grid: self.kernel[grid]  # type: ignore[method-assign]
+    quick.FastLauncher.__getitem__ = lambda self, grid: self.kernel[grid]  # type: ignore[method-assign]
     return seen
 
 
@@ -133,7 +133,7 @@ def attend() -> None:
         cache = LayerCache(keys, values, heads, 1.0, **bound)
         tables = ints(3, 8)
         every = (heads, kv, dim, window) == HEADS["Llama-3-8B"]
-        for batch in attention.representatives(1024, cache, torch.device("cpu")) if every else (1, 1024):
+        for batch in attention.representative_batches(1024, cache, torch.device("cpu")) if every else (1, 1024):
             splits = attention.choose_splits(batch, kv, COUNT)
             attention.decode(zeros(batch, heads, dim), cache, tables, ints(batch), ints(batch), splits=splits, pdl=PDL)
         rows = ints(256)
@@ -141,11 +141,11 @@ def attend() -> None:
         for small in (False, True):
             tiles = zeros(3, 4, dtype=torch.int32)
             for whole in (False, True):
-                prompt.prompt(zeros(4, heads, dim), cache, tables, tiles, small=small, whole=whole)
-        if CAPABILITY == 90 and prompt_hopper.takes(cache):
+                prompt.prefill(zeros(4, heads, dim), cache, tables, tiles, small=small, bidirectional=whole)
+        if CAPABILITY == 90 and prompt_hopper.supports(cache):
             apart = replace(cache, values=zeros(64, 2, kv, 16, dim)[:, 0], softcap=50.0)
             for one in (cache, replace(cache, contiguous=True), apart):
-                prompt_hopper.prompt(zeros(4, heads, dim), one, tables, tiles)
+                prompt_hopper.prefill(zeros(4, heads, dim), one, tables, tiles)
         qkv = zeros(4, heads + 2 * kv, dim)
         turns = torch.zeros(64, 2, dim // 2)
         for norms in (None, (zeros(dim), zeros(dim), 1e-6), (torch.zeros(dim), torch.zeros(dim), 1e-6)):
@@ -159,21 +159,21 @@ def layers() -> None:
     for rows in (1, 32, 256):
         x = zeros(rows, 4096)
         norm.rms_norm(x, zeros(4096), 1e-5, delta=zeros(rows, 4096), pdl=PDL)
-        activation.gate(zeros(rows, 2 * 14336), "silu", pdl=PDL)
+        activation.act_and_mul(zeros(rows, 2 * 14336), "silu", pdl=PDL)
     wide = torch.zeros(3584)  # Gemma's weights are float32
-    norm.rms_norm(zeros(4, 3584), wide, 1e-6, delta=zeros(4, 3584), behind=wide, pdl=PDL)
+    norm.rms_norm(zeros(4, 3584), wide, 1e-6, delta=zeros(4, 3584), post_norm_weight=wide, pdl=PDL)
     activation.softcap(zeros(4, 256_000), 30.0, pdl=PDL)
-    norm.rms_norms(zeros(4, 288), (zeros(256), zeros(16), zeros(16)), 1e-6, pdl=PDL)
+    norm.rms_norm_parts(zeros(4, 288), (zeros(256), zeros(16), zeros(16)), 1e-6, pdl=PDL)
     norm.layer_norm(zeros(4, 5120), zeros(5120), zeros(5120), 1e-5, delta=zeros(4, 5120), pdl=PDL)
     activation.act(zeros(4, 20480), "relu", zeros(20480), pdl=PDL)
     if CAPABILITY >= 89:
         in_fp8()
-    if SHARED < linear.SHARED:
+    if SHARED < linear.MIN_SHARED_MEMORY:
         return
     for rows in (1, 2, 9, 32):
         for size, depth in ((6144, 4096), (4096, 4096), (4096, 14336)):
             linear.linear(zeros(rows, depth), zeros(size, depth), pdl=PDL)
-        linear.gated(zeros(rows, 4096), zeros(2 * 14336, 4096), "silu", pdl=PDL)
+        linear.gated_linear(zeros(rows, 4096), zeros(2 * 14336, 4096), "silu", pdl=PDL)
 
 
 def states() -> None:
@@ -199,26 +199,26 @@ def mixtures() -> None:
         scales = [torch.zeros(max(depth // group, 1), 16 * rows) for _, rows, depth in shapes]
         kinds.append(([torch.empty(shape, dtype=linear.E4M3) for shape in shapes], tuple(scales)))
     for tokens in (1, 64, 512, 8192):
-        experts.route(zeros(tokens, 16), 2, False, pdl=PDL)
+        experts.topk_softmax(zeros(tokens, 16), 2, False, pdl=PDL)
         for (gate_up, down), scales in kinds:
             x, shares = zeros(tokens, 4096), torch.zeros(tokens, 2)
-            experts.mixture(x, shares, ints(tokens, 2), gate_up, down, "silu", scales, pdl=PDL)
+            experts.fused_moe(x, shares, ints(tokens, 2), gate_up, down, "silu", scales, pdl=PDL)
 
 
 def in_fp8() -> None:
     """Products with weights in FP8, with scales by row and by group."""
-    scaled.rows_in_fp8(zeros(4, 14336), pdl=PDL)
+    scaled.quantize_rows(zeros(4, 14336), pdl=PDL)
     for size, depth in ((6144, 4096), (4096, 14336)):
         weight = zeros(size, depth, dtype=linear.E4M3)
         for scale in (torch.zeros(1, size), torch.zeros(depth // 128, size)):
             for rows in (33, 128):
-                linear.invariant(zeros(rows, depth), weight, None, scale, pdl=PDL)
-            for rows in (1, 2, 9, 32) if SHARED >= linear.SHARED else ():
+                linear.batch_invariant_linear(zeros(rows, depth), weight, None, scale, pdl=PDL)
+            for rows in (1, 2, 9, 32) if SHARED >= linear.MIN_SHARED_MEMORY else ():
                 linear.linear(zeros(rows, depth), weight, None, scale, pdl=PDL)
-                linear.gated(zeros(rows, depth), weight, "silu", scale, pdl=PDL)
-            for rows in (2, 17, 33) if SHARED >= linear.SHARED else ():
-                scaled.few(zeros(rows, depth), weight, None, scale, pdl=PDL)
-                scaled.gated(zeros(rows, depth), weight, "silu", scale, pdl=PDL)
+                linear.gated_linear(zeros(rows, depth), weight, "silu", scale, pdl=PDL)
+            for rows in (2, 17, 33) if SHARED >= linear.MIN_SHARED_MEMORY else ():
+                scaled.fp8_linear_few_rows(zeros(rows, depth), weight, None, scale, pdl=PDL)
+                scaled.gated_fp8_linear(zeros(rows, depth), weight, "silu", scale, pdl=PDL)
 
 
 def of_two(x: Tensor) -> Tensor:
@@ -229,20 +229,24 @@ def of_two(x: Tensor) -> Tensor:
 def samples() -> None:
     vocab, last = 128_256, ints(4)
     for rows in (1, 64):
-        scratch = sampling.Scratch.of(rows, vocab, torch.device("cpu"))
+        scratch = sampling.SamplingScratch.allocate(rows, vocab, torch.device("cpu"))
         logits, shapes, chances = zeros(rows, vocab), *torch.zeros(5, rows, dtype=torch.float64).split((4, 1))
         tokens, faults, slots = ints(rows), ints(rows), ints(rows)
         sampling.greedy(logits, slots, last, tokens, faults, scratch, PDL)
         shapes, owners = shapes.view(rows, 4), ints(rows)
-        sampling.sample(logits, shapes, owners, chances[0], slots, last, tokens, faults, scratch, cut=True, pdl=PDL)
-        own = split_sampling.Own(1, 64_128, 64_128)
+        sampling.sample(
+            logits, shapes, owners, chances[0], slots, last, tokens, faults, scratch, has_truncation=True, pdl=PDL
+        )
+        own = split_sampling.VocabShard(1, 64_128, 64_128)
         part = logits[:, :64_128]
-        told = split_sampling.best(part, own, PDL)
-        found = split_sampling.merge(of_two(told), vocab, slots, last, tokens, faults, PDL)
-        weighed = split_sampling.weigh(part, own, shapes, found, PDL)
-        for kept in (weighed, split_borders.kept(part, own, shapes, found, of_two, PDL)):
-            drawn = split_sampling.draw(part, own, shapes, owners, chances[0], found, kept, of_two(kept.totals), PDL)
-            split_sampling.tell(of_two(drawn), vocab, owners, slots, last, tokens, PDL)
+        told = split_sampling.local_max(part, own, PDL)
+        found = split_sampling.merge_max(of_two(told), vocab, slots, last, tokens, faults, PDL)
+        weighed = split_sampling.weigh_tokens(part, own, shapes, found, PDL)
+        for kept in (weighed, split_borders.find_thresholds(part, own, shapes, found, of_two, PDL)):
+            drawn = split_sampling.draw_local(
+                part, own, shapes, owners, chances[0], found, kept, of_two(kept.row_weights), PDL
+            )
+            split_sampling.merge_draws(of_two(drawn), vocab, owners, slots, last, tokens, PDL)
     copy.copy_pages(zeros(8, 4096), ints(2), ints(2))
     copy.copy_rows(zeros(8, 4096), zeros(8, 4096), ints(2), ints(2), 8)
 
@@ -250,36 +254,40 @@ def samples() -> None:
 def sums() -> None:
     """Over ranks."""
     for ranks in (2, 4, 8):
-        peers = reduce.Peers(ints(ranks), ints(reduce.PROGRAMS), ints(1), ranks - 1, ranks, 1 << 20)
+        peers = reduce.PeerBuffers(ints(ranks), ints(reduce.PROGRAMS), ints(1), ranks - 1, ranks, 1 << 20)
         for size in (8192, 5120):
             for rows in (1, 4):
                 x, delta, weight, wide = zeros(rows, size), zeros(rows, size), zeros(size), torch.zeros(size)
                 for shots in (1, 2):
-                    reduce.add(peers, delta, shots=shots, pdl=PDL)
-                    reduce.add_norm(peers, x, delta, weight, None, 1e-5, shots=shots, pdl=PDL)
-                    reduce.add_norm(peers, x, delta, weight, weight, 1e-5, shots=shots, pdl=PDL)
-                    reduce.add_norm(peers, x, delta, wide, None, 1e-5, behind=wide, shots=shots, pdl=PDL)
-        reduce.gather(peers, zeros(4, 64128), pdl=PDL)
+                    reduce.all_reduce(peers, delta, shots=shots, pdl=PDL)
+                    reduce.all_reduce_norm(peers, x, delta, weight, None, 1e-5, shots=shots, pdl=PDL)
+                    reduce.all_reduce_norm(peers, x, delta, weight, weight, 1e-5, shots=shots, pdl=PDL)
+                    reduce.all_reduce_norm(
+                        peers, x, delta, wide, None, 1e-5, post_norm_weight=wide, shots=shots, pdl=PDL
+                    )
+        reduce.all_gather(peers, zeros(4, 64128), pdl=PDL)
     for rank, ranks in ((0, 2), (1, 2), (1, 3), (1, 4), (1, 8)):
-        peers = reduce.Peers(ints(ranks), ints(reduce.PROGRAMS), ints(1), rank, ranks, 1 << 20, (0,) * ranks, 256 << 20)
+        peers = reduce.PeerBuffers(
+            ints(ranks), ints(reduce.PROGRAMS), ints(1), rank, ranks, 1 << 20, (0,) * ranks, 256 << 20
+        )
         carry = carried if ranks == 2 else owned
         for size in (8192, 5120):
             x, delta, weight, wide = zeros(4, size), zeros(4, size), zeros(size), torch.zeros(size)
             for given in ((weight, None, None), (weight, weight, None), (wide, None, wide)):
-                carry.add_norm(peers, 3, 2, x, delta, *given[:2], 1e-5, given[2], zeros(4, size))
-            carry.add_norm(peers, 4, 2, None, delta, None, None, 0.0, None, None)
+                carry.all_reduce_norm_pair(peers, 3, 2, x, delta, *given[:2], 1e-5, given[2], zeros(4, size))
+            carry.all_reduce_norm_pair(peers, 4, 2, None, delta, None, None, 0.0, None, None)
             if ranks > 2:
-                owned.add_up(peers, delta, slice(1, 3), 0, 2)
+                owned.reduce_owned(peers, delta, slice(1, 3), 0, 2)
 
 
 def together() -> None:
-    once_for_all()
+    lock_compilation()
     seen, sizes = Counter[bool](), (256, 512, 1024, 2048, 4096)
     triton.knobs.compilation.listener = lambda **told: seen.update([told["cache_hit"]])
 
     def task(size: int) -> None:
         norm.rms_norm(zeros(4, size), zeros(size), 1e-5, delta=zeros(4, size))
-        activation.gate(zeros(4, 2 * size), "silu")
+        activation.act_and_mul(zeros(4, 2 * size), "silu")
 
     print("ready", flush=True)
     rank, ranks = (int(word) for word in sys.stdin.readline().split())

@@ -38,7 +38,7 @@ def check(
     if layout:
         keys, values = placed(layout, len(cache.keys), page, kv_heads, 8, cache.dtype)
         cache = replace(cache, keys=keys, values=values)
-    attention.check(cache)
+    attention.check_cache(cache)
     got, want = two_steps(attention, store, cache, sizes)
     torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-5)
 
@@ -72,8 +72,8 @@ def test_a_bucket_keeps_to_the_most_scores_when_it_is_padded(monkeypatch: pytest
         widest = max(widest, query[:, :, :, :, 0].numel() * keys.shape[1])
         return torch.zeros_like(query)
 
-    monkeypatch.setattr(sdpa, "_products", products)
-    monkeypatch.setattr(sdpa, "_fused", products)
+    monkeypatch.setattr(sdpa, "_attend_bmm", products)
+    monkeypatch.setattr(sdpa, "_attend_sdpa", products)
     monkeypatch.setattr(sdpa, "MAX_SCORES", 4 * 600 * 20)
     rng = np.random.default_rng(0)
     for _ in range(20):
@@ -91,7 +91,7 @@ def test_a_layer_that_writes_nothing_reads_what_is_there(backend) -> None:
     class Sharing(backend):
         def attend(self, q, k, v, cache, plan):
             got = super().attend(q, k, v, cache, plan)
-            seen.append(torch.equal(got, super().attend(q, k * 0, v * 0, replace(cache, writes=False), plan)))
+            seen.append(torch.equal(got, super().attend(q, k * 0, v * 0, replace(cache, writes_kv=False), plan)))
             return got
 
     check(Sharing, BATCHES["mixed"])

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from quire.data.kernels.shapes import bound_programs, rounded
+from quire.data.kernels.shapes import limit_onednn_cache, round_up_bits
 
 MANY_SHAPES = """
 import os, sys
@@ -33,12 +33,12 @@ print((process.memory_info().rss - before) >> 20, os.environ["ONEDNN_PRIMITIVE_C
 def test_rounded() -> None:
     for bits in (1, 2, 3, 4):
         for number in range(5000):
-            padded = rounded(number, bits)
+            padded = round_up_bits(number, bits)
             assert padded == number or number < padded <= number * (1 + 2.0 ** (1 - bits))
             assert len(f"{padded:b}".rstrip("0")) <= bits
-            assert rounded(padded, bits) == padded
-    assert [rounded(n, 1) for n in (1, 2, 3, 5, 200, 256, 257)] == [1, 2, 4, 8, 256, 256, 512]
-    assert [rounded(n, 3) for n in (7, 9, 31, 33, 2000)] == [7, 10, 32, 40, 2048]
+            assert round_up_bits(padded, bits) == padded
+    assert [round_up_bits(n, 1) for n in (1, 2, 3, 5, 200, 256, 257)] == [1, 2, 4, 8, 256, 256, 512]
+    assert [round_up_bits(n, 3) for n in (7, 9, 31, 33, 2000)] == [7, 10, 32, 40, 2048]
 
 
 @pytest.mark.parametrize("unpadded", [0, 1])
@@ -53,7 +53,7 @@ def test_the_users_own_bound_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
     for name in names:
         monkeypatch.setenv(name, "7")
-    bound_programs()
+    limit_onednn_cache()
     assert [os.environ[name] for name in names] == ["7", "7"]
 
 

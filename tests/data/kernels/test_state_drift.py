@@ -42,9 +42,9 @@ class Layer:
     def stepped(self, dtype: torch.dtype) -> np.ndarray:
         """Outputs [tokens, INNER], a token a step."""
         pages = torch.zeros(2, INNER, SIZE, dtype=dtype)
-        cache = StateCache(torch.zeros(2, INNER, 3), pages, run_tokens=1 << 30)
+        cache = StateCache(torch.zeros(2, INNER, 3), pages, page_tokens=1 << 30)
         table, slots = torch.tensor([[0], [1]]), torch.ones(1, dtype=torch.int64)
-        first, later = (StatePlan.single(table, slots, torch.tensor([start]), 1 << 30) for start in (0, 1))
+        first, later = (StatePlan.for_decode(table, slots, torch.tensor([start]), 1 << 30) for start in (0, 1))
         out = []
         for t in range(len(self.x)):
             x, dt, B, C, z = (tensor[t : t + 1] for tensor in (self.x, self.dt, self.B, self.C, self.z))

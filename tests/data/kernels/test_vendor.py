@@ -58,14 +58,14 @@ def test_parts_that_outweigh_each_other(far: float) -> None:
 
 def test_sums_may_come_with_one_more_dimension(monkeypatch: pytest.MonkeyPatch) -> None:
     """As cuDNN gives them, unlike FlashAttention."""
-    plain, asked = vendor.OPS["cpu"], []
+    plain, asked = vendor.SDPA_OPS["cpu"], []
 
     def wider(q, k, v, causal, logs, scale):
         asked.append((causal, logs))
         out, sums = plain(q, k, v, causal, logs, scale)
         return out, sums[..., None] if logs else None
 
-    monkeypatch.setitem(vendor.OPS, "cpu", wider)
+    monkeypatch.setitem(vendor.SDPA_OPS, "cpu", wider)
     for start in (0, 50):
         got, expected = both("cudnn", 8, 2, 16, start, 30)
         torch.testing.assert_close(got.double(), expected, atol=1e-5, rtol=1e-5)
@@ -108,13 +108,13 @@ def test_what_they_take() -> None:
         return LayerCache(keys, keys, 8, 1.0, **{"contiguous": True, **options})
 
     for name in vendor.KERNELS:
-        assert vendor.takes(name, cache())
-        assert vendor.takes(name, cache(dtype=torch.float16))
-        assert not vendor.takes(name, cache(contiguous=False))
-        assert not vendor.takes(name, cache(window=100))
-        assert not vendor.takes(name, cache(softcap=30.0))
-        assert not vendor.takes(name, cache(dtype=torch.float32))
-        assert not vendor.takes(name, cache(dim=100))
-        assert not vendor.takes(name, cache(dim=264))
-        assert vendor.takes(name, cache(dim=6, dtype=torch.float32, on="cpu"))
-    assert [name for name in vendor.KERNELS if vendor.takes(name, cache(dim=256))] == ["flash", "varlen"]
+        assert vendor.supports_layer(name, cache())
+        assert vendor.supports_layer(name, cache(dtype=torch.float16))
+        assert not vendor.supports_layer(name, cache(contiguous=False))
+        assert not vendor.supports_layer(name, cache(window=100))
+        assert not vendor.supports_layer(name, cache(softcap=30.0))
+        assert not vendor.supports_layer(name, cache(dtype=torch.float32))
+        assert not vendor.supports_layer(name, cache(dim=100))
+        assert not vendor.supports_layer(name, cache(dim=264))
+        assert vendor.supports_layer(name, cache(dim=6, dtype=torch.float32, on="cpu"))
+    assert [name for name in vendor.KERNELS if vendor.supports_layer(name, cache(dim=256))] == ["flash", "varlen"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.data.layers.rotary import queries_keys_values
+from quire.data.layers.rotary import prepare_qkv
 from quire.vocabulary.specs import ModelSpec
 
 
@@ -28,8 +28,8 @@ class DenseContext:
 
     def attend(self, layer, qkv, rotary=None, norms=None, last=False) -> Tensor:
         spec = self.spec.layers[layer]
-        angles = None if rotary is None else rotary.at(self.positions, qkv.dtype)
-        q, k, v = queries_keys_values(qkv, self.spec.heads, angles, norms)
+        angles = None if rotary is None else rotary.angles_at(self.positions, qkv.dtype)
+        q, k, v = prepare_qkv(qkv, self.spec.heads, angles, norms)
         assert k.shape[1:] == v.shape[1:] == (spec.kv_heads, spec.head_dim)
         assert q.shape[1:] == (self.spec.heads, spec.head_dim)
         self.keys[layer].append(k)
@@ -47,5 +47,5 @@ class DenseContext:
         weights = scores.masked_fill(~mask, -torch.inf).softmax(dim=-1)
         return torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)
 
-    def wanted(self, x: Tensor) -> Tensor:
+    def select_logits_rows(self, x: Tensor) -> Tensor:
         return x

@@ -12,9 +12,9 @@ import transformers
 from dense_context import DenseContext
 from safetensors.torch import load_file, save_file
 
-from quire.data.models import read_spec, resolve
+from quire.data.models import read_spec, resolve_model_class
 from quire.data.weights.checkpoint import read_config
-from quire.data.weights.loader import load
+from quire.data.weights.loader import load_weights
 
 LLAMA = {
     "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -116,8 +116,8 @@ def reference(family: str, options: dict[str, Any], folder: Path, **save: Any) -
 
 def built(folder: Path, prepare: bool = True) -> Any:
     config = read_config(folder)
-    model = resolve(config)(config, torch.float32, torch.device("cpu"))
-    load(model, folder)
+    model = resolve_model_class(config)(config, torch.float32, torch.device("cpu"))
+    load_weights(model, folder)
     if prepare:
         model.prepare()
     return model
@@ -178,7 +178,8 @@ def test_older_rope_fields_mean_the_same_as_rope_parameters() -> None:
     old |= {"rope_theta": 10000.0, "rope_scaling": {**LLAMA3_ROPE, "original_max_position_embeddings": 32}}
     older = {**old, "rope_scaling": {"type" if k == "rope_type" else k: v for k, v in old["rope_scaling"].items()}}
     settings = [
-        resolve(config)(config, torch.float32, torch.device("meta")).rotary.rope for config in (new, old, older)
+        resolve_model_class(config)(config, torch.float32, torch.device("meta")).rotary.rope
+        for config in (new, old, older)
     ]
     assert settings[0] == settings[1] == settings[2]
     assert settings[0].kind == "llama3"

@@ -10,10 +10,10 @@ import pytest
 import torch
 import transformers
 
-from quire.data.models import ARCHITECTURES, read_spec, resolve
+from quire.data.models import ARCHITECTURES, read_spec, resolve_model_class
 from quire.data.models.configs import CONFIGS, named_config
 from quire.data.models.gemma_settings import GemmaSettings
-from quire.data.models.seeing_configs import SEEING
+from quire.data.models.seeing_configs import VISION_LANGUAGE_CONFIGS
 from quire.errors import StartupError
 
 # Counted from the published checkpoints (tied weights once).
@@ -26,11 +26,11 @@ PUBLISHED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in SEEING])
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in VISION_LANGUAGE_CONFIGS])
 def test_parameters_are_those_of_the_built_module_and_of_transformers(name: str) -> None:
     config = named_config(name)
     parameters = read_spec(config).parameters
-    model = resolve(config)(config, torch.bfloat16, torch.device("meta"))
+    model = resolve_model_class(config)(config, torch.bfloat16, torch.device("meta"))
     assert parameters == sum(parameter.numel() for parameter in model.parameters())
     assert parameters == PUBLISHED.get(name, parameters)
     unknown = ("architectures", "model_type", *(("layer_types",) if config["model_type"] == "llama" else ()))
@@ -43,12 +43,12 @@ def test_parameters_are_those_of_the_built_module_and_of_transformers(name: str)
     assert parameters == sum(parameter.numel() for parameter in theirs.parameters()) - unread
 
 
-@pytest.mark.parametrize("name", SEEING)
+@pytest.mark.parametrize("name", VISION_LANGUAGE_CONFIGS)
 def test_parameters_of_models_that_see(name: str) -> None:
     config = named_config(name)
-    spec, model = read_spec(config), resolve(config)(config, torch.bfloat16, torch.device("meta"))
+    spec, model = read_spec(config), resolve_model_class(config)(config, torch.bfloat16, torch.device("meta"))
     assert spec.vision is not None
-    assert spec.vision.parameters == sum(parameter.numel() for parameter in model.eyes.parameters())
+    assert spec.vision.parameters == sum(parameter.numel() for parameter in model.vision_encoder.parameters())
     total = spec.parameters + spec.vision.parameters
     assert total == sum(parameter.numel() for parameter in model.parameters())
     if "text_config" in config:
@@ -70,7 +70,7 @@ def test_jengas_table_of_models_that_see() -> None:
     ):  # fmt: skip
         spec = read_spec(named_config(name))
         assert spec.vision is not None
-        assert (16 * spec.token_bytes(2), 32 * spec.vision.width) == (tokens << 10, rows << 10)
+        assert (16 * spec.token_bytes(2), 32 * spec.vision.embed_dim) == (tokens << 10, rows << 10)
 
 
 def test_the_papers_kv_bytes() -> None:
@@ -95,7 +95,7 @@ def test_a_named_config_is_a_fresh_copy() -> None:
 @pytest.mark.parametrize("architectures", [["Mamba2ForCausalLM"], [], None, "LlamaForCausalLM", [7]])
 def test_unknown_architectures_are_refused_with_the_list_of_known_ones(architectures: Any) -> None:
     with pytest.raises(StartupError, match=", ".join(ARCHITECTURES)) as failure:
-        resolve({"architectures": architectures})
+        resolve_model_class({"architectures": architectures})
     if architectures == ["Mamba2ForCausalLM"]:
         assert "'Mamba2ForCausalLM'" in failure.value.cause
 
@@ -187,7 +187,7 @@ OTHERS: list[tuple[str, dict[str, Any], str]] = [
 def test_options_that_are_not_implemented_are_refused_by_name(name: str, change: dict[str, Any], words: str) -> None:
     config = {**named_config(name), **change}
     with pytest.raises(StartupError, match=words):
-        resolve(config)(config, torch.float32, torch.device("meta"))
+        resolve_model_class(config)(config, torch.float32, torch.device("meta"))
 
 
 def test_end_tokens() -> None:
@@ -197,12 +197,13 @@ def test_end_tokens() -> None:
 
 def test_specs_need_no_torch_and_models_no_transformers() -> None:
     code = (
-        "import sys; from quire.data.models import read_spec, resolve\n"
+        "import sys; from quire.data.models import read_spec, resolve_model_class\n"
         "from quire.data.models.configs import named_config\n"
         "import quire.data.weights.checkpoint, quire.data.models.vision.shapes, quire.text.pictures\n"
         "[read_spec(named_config(name)) for name in ('llama3.1-8b', 'internvl2-8b')]\n"
         "assert not {'torch', 'PIL', 'transformers'} & set(sys.modules)\n"
-        "[resolve(named_config(name)) for name in ('gpt2', 'opt-125m', 'llama-7b')]; import quire.data.weights.loader\n"
+        "[resolve_model_class(named_config(name)) for name in ('gpt2', 'opt-125m', 'llama-7b')]; import "
+        "quire.data.weights.loader\n"
         "assert 'torch' in sys.modules and 'transformers' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
@@ -226,12 +227,12 @@ def test_character_ai_layers_are_local_and_shared_by_our_map() -> None:
         assert full == list(range(5, layers, 6))
         assert len(full) == whole
         assert {layer.window for layer in spec.layers} == {None, 1024}
-        owned = [sum((i in full) == one for i in spec.owners) for one in (True, False)]
+        owned = [sum((i in full) == one for i in spec.kv_layers) for one in (True, False)]
         assert tuple(owned) == kept
         assert spec.token_bytes(2) == 4096 * sum(kept)
     small = read_spec(named_config("characterai-8b")).layers
-    assert [layer.shares for layer in small[:8]] == [None, 0, None, 2, None, None, None, 6]
-    assert [small[i].shares for i in (5, 11, 17, 23, 29)] == [None, 5, 5, None, 23]
+    assert [layer.kv_source_layer for layer in small[:8]] == [None, 0, None, 2, None, None, None, 6]
+    assert [small[i].kv_source_layer for i in (5, 11, 17, 23, 29)] == [None, 5, 5, None, 23]
 
 
 KINDS = {
@@ -275,7 +276,7 @@ def test_windows_of_named_shapes() -> None:
     assert {(layer.scale, layer.softcap) for layer in small.layers} == {(1 / 16, 50.0)}
     assert {(layer.scale, layer.softcap) for layer in large.layers} == {(1 / 12, 50.0)}
     assert {(layer.scale, layer.softcap) for layer in third.layers} == {(1 / 16, None)}
-    assert (small.rotaries, third.rotaries) == (1, 2)
+    assert (small.num_rope_tables, third.num_rope_tables) == (1, 2)
     assert third.max_len == 131_072, "what a scaling reaches, not what it starts from"
 
 
@@ -286,29 +287,31 @@ def test_ropes_of_two_types_in_older_configs_and_in_newer_ones() -> None:
         "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     }
-    ropes = GemmaSettings.read(old).ropes
-    assert ropes == GemmaSettings.read(new).ropes
+    ropes = GemmaSettings.from_config(old).ropes
+    assert ropes == GemmaSettings.from_config(new).ropes
     assert [(rope.kind, rope.theta, rope.factor) for rope in ropes[4:6]] == [("default", 1e4, 1), ("linear", 1e6, 8)]
     bare = {key: value for key, value in new.items() if key != "rope_parameters"}
     theirs = transformers.Gemma3TextConfig().rope_parameters
-    assert {rope.theta for rope in GemmaSettings.read(bare).ropes} == {rope["rope_theta"] for rope in theirs.values()}
+    assert {rope.theta for rope in GemmaSettings.from_config(bare).ropes} == {
+        rope["rope_theta"] for rope in theirs.values()
+    }
 
 
 def test_layers_of_jamba() -> None:
     """v0.1: 28 layers of Mamba to 4 of attention, 16 experts in every second one; 51.6 billion weights."""
     spec = read_spec(named_config("jamba-52b"))
-    assert [i for i, layer in enumerate(spec.layers) if not layer.state] == [4, 12, 20, 28]
+    assert [i for i, layer in enumerate(spec.layers) if not layer.state_tensors] == [4, 12, 20, 28]
     assert spec.parameters == 51_570_323_328
     assert (spec.experts, spec.active_experts, spec.expert_parameters) == (16, 2, 16 * 16 * 3 * 4096 * 14336)
     dense = read_spec({**named_config("jamba-52b"), "num_experts": 1})
     assert (dense.experts, dense.active_experts, dense.expert_parameters) == (0, 0, 0)
-    state = spec.layers[0].state
+    state = spec.layers[0].state_tensors
     assert [(part.name, part.shape, part.itemsize) for part in state] == [
         ("conv", (8192, 3), 2), ("ssm", (8192, 16), 4)
     ]  # fmt: skip
-    short = spec.stored(2, 2)
+    short = spec.with_state_itemsize(2, 2)
     assert sum(layer.state_bytes for layer in short.layers) == 28 * 311_296
-    assert short.stored(2, 4) == spec
+    assert short.with_state_itemsize(2, 4) == spec
     assert read_spec(named_config("mamba-2.8b")).parameters == 2_768_345_600
     plain = read_spec(named_config("llama3-8b"))
-    assert plain.stored(2, 2) is plain
+    assert plain.with_state_itemsize(2, 2) is plain

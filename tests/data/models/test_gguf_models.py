@@ -15,11 +15,11 @@ from dense_context import DenseContext
 from test_against_transformers import CASES, GEMMA, LLAMA, LONGROPE, reference, rope, run
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from quire.data.models import read_spec, resolve
-from quire.data.models.quantization import BLOCKS
+from quire.data.models import read_spec, resolve_model_class
+from quire.data.models.quantization import GGUF_BLOCKS_KEY
 from quire.data.weights.gguf import read_gguf
 from quire.data.weights.gguf_loader import load_gguf
-from quire.data.weights.gguf_model import config_of, generation_of
+from quire.data.weights.gguf_model import to_hf_config, to_hf_generation_config
 from quire.errors import StartupError
 
 LONG = CASES["rope llama3"][1]
@@ -65,8 +65,8 @@ FILES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
 
 def built(path: Path, **options: Any) -> Any:
     file = read_gguf(path)
-    config = config_of(file)
-    model = resolve(config)(config, torch.float32, torch.device("cpu"))
+    config = to_hf_config(file)
+    model = resolve_model_class(config)(config, torch.float32, torch.device("cpu"))
     load_gguf(model, file, **options)
     return model
 
@@ -76,7 +76,7 @@ def test_logits_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     arch, family, settings, more = FILES[case]
     theirs = reference(family, settings, tmp_path)
     path = gguf_files.convert(tmp_path, arch, tmp_path / "model.gguf", **more)
-    ours, spec = built(path), read_spec(config_of(read_gguf(path)))
+    ours, spec = built(path), read_spec(to_hf_config(read_gguf(path)))
     ours.prepare()
     tokens = torch.randint(0, 97, (40,), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -90,8 +90,8 @@ def test_other_kinds_are_what_their_numbers_stand_for(kind: str, tmp_path: Path)
     wide = {**LLAMA, "hidden_size": 64, "intermediate_size": 96}
     reference("Llama", wide, tmp_path)
     plain, other = (built(gguf_files.convert(tmp_path, "llama", tmp_path / f"{k}.gguf", k)) for k in ("f32", kind))
-    config = config_of(read_gguf(tmp_path / f"{kind}.gguf"))
-    assert config[BLOCKS] == (kind == "q8_0")
+    config = to_hf_config(read_gguf(tmp_path / f"{kind}.gguf"))
+    assert config[GGUF_BLOCKS_KEY] == (kind == "q8_0")
     assert config["dtype"] == ("float16" if kind == "f16" else "bfloat16")
     for (name, ours), theirs in zip(other.named_parameters(), plain.parameters()):
         if kind == "q8_0":
@@ -145,16 +145,18 @@ def test_settings_that_are_not_supported(said: dict[str, Any], message: str, tmp
     reference("Llama", LLAMA, tmp_path)
     path = gguf_files.convert(tmp_path, "llama", tmp_path / "model.gguf", **said)
     file = read_gguf(path)
-    if arch := file.said.pop("llama.general.architecture", None):
-        file.said["general.architecture"] = arch
+    if arch := file.metadata.pop("llama.general.architecture", None):
+        file.metadata["general.architecture"] = arch
     with pytest.raises(StartupError, match=message):
-        read_spec(config_of(file))
+        read_spec(to_hf_config(file))
 
 
 def test_end_tokens_and_sampling(tmp_path: Path) -> None:
     said = {"tokenizer.ggml.eos_token_id": 7, "tokenizer.ggml.eot_token_id": 3, "tokenizer.ggml.eom_token_id": 7,
             "general.sampling.temp": 0.25, "general.sampling.top_k": 9}  # fmt: skip
     file = read_gguf(gguf_files.write(tmp_path / "a.gguf", said, {}))
-    assert generation_of(file) == {"temperature": 0.25, "top_k": 9, "eos_token_id": [3, 7]}
+    assert to_hf_generation_config(file) == {"temperature": 0.25, "top_k": 9, "eos_token_id": [3, 7]}
     odd = {**said, "general.sampling.temp": [1, 2], "general.sampling.top_k": "x"}
-    assert generation_of(read_gguf(gguf_files.write(tmp_path / "b.gguf", odd, {}))) == {"eos_token_id": [3, 7]}
+    assert to_hf_generation_config(read_gguf(gguf_files.write(tmp_path / "b.gguf", odd, {}))) == {
+        "eos_token_id": [3, 7]
+    }

@@ -12,16 +12,16 @@ import pytest
 
 from quire.budget import plan_memory
 from quire.config import EngineConfig
-from quire.control.memory import Size
-from quire.control.memory.layout import geometry_of
+from quire.control.memory import MemorySize
+from quire.control.memory.layout import build_kv_config
 from quire.data.models import ARCHITECTURES, read_spec
 from quire.data.models.configs import CONFIGS, named_config
-from quire.data.models.pyramid import falling
-from quire.data.models.quantization import FP8, MADE, fp8_of
-from quire.data.models.seeing_settings import PREPARATION, SeeingSettings
-from quire.data.models.vision.shapes import SIGLIP
+from quire.data.models.pyramid import linear_budgets
+from quire.data.models.quantization import FP8_ON_LOAD, FP8Scheme, resolve_fp8_scheme
+from quire.data.models.seeing_settings import PREPROCESSOR_KEY, VisionLanguageSettings
+from quire.data.models.vision.shapes import SIGLIP_SO400M
 from quire.errors import StartupError
-from quire.vocabulary.specs import ModelSpec, Selection
+from quire.vocabulary.specs import ModelSpec, SnapKVSelection
 
 ODD: list[Any] = [
     [], {}, [[]], {"a": {}}, None, True, False, -1, 0, 1, 2**31 - 1, 10**18, 10**4000, -(10**400), 1e308, 1e-320, -1.5,
@@ -85,7 +85,7 @@ def every_value(config: dict[str, Any]) -> None:
     assert max(map(len, said)) < 800
 
 
-SEEING = [name for name, (settings, _) in ARCHITECTURES.items() if settings is SeeingSettings]
+SEEING = [name for name, (settings, _) in ARCHITECTURES.items() if settings is VisionLanguageSettings]
 
 
 @pytest.mark.share(8)
@@ -114,9 +114,14 @@ def test_any_value_of_models_that_see(architecture: str) -> None:
         config["text_config"] = config.pop("llm_config") | {"model_type": "qwen2"}
         config["image_token_id"] = 92546
     config["rope_scaling"] = {"factor": 2.0, "attention_factor": 1.0, **config.get("rope_scaling", {})}
-    config[PREPARATION] |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "do_rescale": True, "rescale_factor": 0.1}
+    config[PREPROCESSOR_KEY] |= {
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+        "do_rescale": True,
+        "rescale_factor": 0.1,
+    }
     if "vision_config" in config:
-        config["vision_config"] = {**SIGLIP, **config["vision_config"]}
+        config["vision_config"] = {**SIGLIP_SO400M, **config["vision_config"]}
     every_value(config)
 
 
@@ -175,20 +180,20 @@ def with_weights(**more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("said", "scheme"),
     [
-        (BLOCKS, FP8(True, True, ("lm_head",))),
+        (BLOCKS, FP8Scheme(True, True, ("lm_head",))),
         ({"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["x"]},
-         FP8(True, False, ("x", "lm_head"))),
-        (COMPRESSED, FP8(True, False, ("lm_head",))),
-        (with_weights(strategy="block", block_structure=[128, 128]), FP8(True, True, ("lm_head",))),
+         FP8Scheme(True, False, ("x", "lm_head"))),
+        (COMPRESSED, FP8Scheme(True, False, ("lm_head",))),
+        (with_weights(strategy="block", block_structure=[128, 128]), FP8Scheme(True, True, ("lm_head",))),
         ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["model.layers.0"]},
-         FP8(True, False, ("model.layers.0", "lm_head"))),
+         FP8Scheme(True, False, ("model.layers.0", "lm_head"))),
         (None, None),
     ],
 )  # fmt: skip
-def test_published_configs(said: dict[str, Any] | None, scheme: FP8 | None) -> None:
+def test_published_configs(said: dict[str, Any] | None, scheme: FP8Scheme | None) -> None:
     config = {**named_config("llama3-8b"), "quantization_config": said}
-    assert fp8_of(config, None) == scheme
-    assert fp8_of(config, "fp8") == (scheme or MADE)
+    assert resolve_fp8_scheme(config, None) == scheme
+    assert resolve_fp8_scheme(config, "fp8") == (scheme or FP8_ON_LOAD)
     assert read_spec(config) == read_spec(named_config("llama3-8b"))
 
 
@@ -246,7 +251,7 @@ def test_gpt2_keeps_its_weights_transposed() -> None:
     ],
 )
 def test_names_of_modules(entry: str, kept: str, other: str) -> None:
-    scheme = FP8(True, kept=(entry,))
+    scheme = FP8Scheme(True, ignored_modules=(entry,))
     assert [scheme.covers(module, ("model.",)) for module in (kept, other)] == [False, True]
 
 
@@ -274,9 +279,9 @@ def test_the_named_shapes(name: str, layers: int) -> None:
     assert sum(budgets) == 2048 * layers, "on average"
     assert budgets == sorted(budgets, reverse=True)
     assert list(Counter(budgets).values()) == [layers // 8] * 8
-    assert spec.selection == Selection(queries=32, pool=5)
+    assert spec.selection == SnapKVSelection(observation_window=32, pooling_kernel=5)
     config = EngineConfig(max_num_seqs=4, max_num_batched_tokens=512)
-    geometry = geometry_of(config, spec, Size(2**17, spec.max_len, 2))
+    geometry = build_kv_config(config, spec, MemorySize(2**17, spec.max_len, 2))
     assert {group.page_bytes for group in geometry.groups} == {4096 * layers // 8 * 16}
     assert (len(geometry.groups), geometry.large_bytes) == (8, 0)
     assert {group.kind for group in geometry.groups} == {"budget"}
@@ -285,20 +290,20 @@ def test_the_named_shapes(name: str, layers: int) -> None:
 
 def test_budgets_fall_as_the_authors_have_them() -> None:
     """A group a layer: from nearly twice the average to a twentieth of it, in equal steps, behind the last queries."""
-    budgets = falling(32 + 3200, 32, 20, 20)
+    budgets = linear_budgets(32 + 3200, 32, 20, 20)
     assert budgets[-1] == 32 + 3200 // 20
     assert budgets[0] == 32 + 2 * 3200 - 3200 // 20
     steps = [a - b for a, b in pairwise(budgets)]
     assert max(steps) - min(steps) <= 16, "a multiple of 16 is the nearest one"
     assert all((budget - 32) % 16 == 0 for budget in budgets)
-    assert falling(100, 32, 1, 1) == (96,)
+    assert linear_budgets(100, 32, 1, 1) == (96,)
 
 
 def test_budgets_of_ones_own() -> None:
     spec = read({"budgets": [64, None] * 16, "queries": 8})
     assert [layer.budget for layer in spec.layers] == [64, None] * 16
-    assert spec.least_budget == 64
-    assert read(None).least_budget == 0
+    assert spec.min_budget == 64
+    assert read(None).min_budget == 0
 
 
 @pytest.mark.parametrize(

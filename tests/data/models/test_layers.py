@@ -9,8 +9,8 @@ import pytest
 import torch
 import transformers
 
-from quire.data.layers.linear import Linear, pack
-from quire.data.layers.mamba import Mamba, Widths
+from quire.data.layers.linear import Linear, pack_onednn
+from quire.data.layers.mamba import MambaDims, MambaMixer
 from quire.data.layers.norm import RMSNorm
 from quire.errors import StartupError
 
@@ -51,8 +51,8 @@ def test_few_numbers_of_rows_are_multiplied() -> None:
 @pytest.mark.usefixtures("plain")
 def test_packing_is_given_up_where_it_is_missing_or_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(8, 8)
-    assert pack(weight, None) is not None
-    assert pack(weight * torch.nan, None) is None  # nothing to check the operator by
+    assert pack_onednn(weight, None) is not None
+    assert pack_onednn(weight * torch.nan, None) is None  # nothing to check the operator by
     real = torch.ops.mkldnn
 
     class Wrong:
@@ -64,7 +64,7 @@ def test_packing_is_given_up_where_it_is_missing_or_wrong(monkeypatch: pytest.Mo
                 return real._linear_pointwise(x, *rest) * 1.1
 
     monkeypatch.setattr(torch.ops, "mkldnn", Wrong)
-    assert pack(weight, None) is None
+    assert pack_onednn(weight, None) is None
     monkeypatch.setattr(torch.ops, "mkldnn", object())
     layer = linear(8, 8, True, torch.float32)
     x = torch.randn(3, 8)
@@ -102,9 +102,9 @@ def test_norms_of_gemma_equal_transformers(dtype: torch.dtype) -> None:
     torch.testing.assert_close(x, total, atol=1e-6, rtol=step)
 
 
-WIDTHS = Widths(hidden=24, d_inner=48, dt_rank=6, d_state=5, d_conv=4)
+WIDTHS = MambaDims(hidden=24, d_inner=48, dt_rank=6, d_state=5, d_conv=4)
 
 
 def test_mixer_refuses_other_activations() -> None:
     with pytest.raises(StartupError, match="'gelu' of a Mamba layer"):
-        Mamba(WIDTHS, "gelu", False, True, None, torch.float32, CPU)
+        MambaMixer(WIDTHS, "gelu", False, True, None, torch.float32, CPU)

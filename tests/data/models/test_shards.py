@@ -13,13 +13,13 @@ from internlm2_files import as_internlm2
 from test_against_transformers import CASES, LLAMA, built, reference
 from thread_ranks import Meeting, ThreadExchange
 
-from quire.data.layers.prepare import join
-from quire.data.models import read_spec, resolve
+from quire.data.layers.prepare import connect_ranks
+from quire.data.models import read_spec, resolve_model_class
 from quire.data.models.configs import named_config
 from quire.data.weights.checkpoint import read_config
-from quire.data.weights.loader import load
+from quire.data.weights.loader import load_weights
 from quire.errors import StartupError
-from quire.vocabulary.layout import Part
+from quire.vocabulary.layout import Shard
 from quire.vocabulary.specs import ModelSpec
 
 CPU = torch.device("cpu")
@@ -47,13 +47,13 @@ def published(case: str, folder: Path) -> torch.Tensor:
         return theirs(TOKENS[None]).logits[0]
 
 
-def shard(folder: Path, part: Part) -> Any:
+def shard(folder: Path, part: Shard) -> Any:
     """One rank's, loaded, not prepared. Its parameters begin as NaN, so that one that isn't filled shows."""
     config = read_config(folder)
-    model = resolve(config)(config, torch.float32, CPU, part)
+    model = resolve_model_class(config)(config, torch.float32, CPU, part)
     for parameter in model.parameters():
         parameter.fill_(torch.nan)
-    load(model, folder)
+    load_weights(model, folder)
     assert all(parameter.isfinite().all() for parameter in model.parameters())
     return model
 
@@ -69,10 +69,10 @@ def together(folder: Path, ranks: int) -> list[Said]:
     """What each rank says."""
 
     def work(exchange: ThreadExchange) -> Said:
-        model = shard(folder, exchange.part)
+        model = shard(folder, exchange.shard)
         model.prepare()
-        join(model, exchange)
-        return said(model, read_spec(read_config(folder), exchange.part))
+        connect_ranks(model, exchange)
+        return said(model, read_spec(read_config(folder), exchange.shard))
 
     return Meeting(ranks).run(work)
 
@@ -105,31 +105,41 @@ def test_ranks_together_say_what_transformers_says(case: str, tmp_path: Path) ->
         check(got, expected)
         check(got, undivided.logits)
         for rank in range(ranks):
-            part, spec = Part(rank, ranks), read_spec(config, Part(rank, ranks))
-            model = resolve(config)(config, torch.float32, torch.device("meta"), part)
+            part, spec = Shard(rank, ranks), read_spec(config, Shard(rank, ranks))
+            model = resolve_model_class(config)(config, torch.float32, torch.device("meta"), part)
             assert spec.parameters == sum(parameter.numel() for parameter in model.parameters())
             assert spec.heads == read_spec(config).heads // ranks
             assert (spec.vocab_size, spec.hidden) == (read_spec(config).vocab_size, read_spec(config).hidden)
 
 
-def wrong_heads(part: Part, queries: int, keys: int) -> Any:
+def wrong_heads(part: Shard, queries: int, keys: int) -> Any:
     """Copied heads in turn, where neighbours must have the same one."""
     found = right_heads(part, queries, keys)
-    return found if keys % part.ranks == 0 else found._replace(keys=range(part.rank % keys, part.rank % keys + 1))
+    return (
+        found
+        if keys % part.tp_size == 0
+        else found._replace(kv_heads=range(part.tp_rank % keys, part.tp_rank % keys + 1))
+    )
 
 
 def backwards(exchange: ThreadExchange, x: torch.Tensor) -> torch.Tensor:
     """The last rank sums in another order."""
-    each = exchange.gather(x)
-    return x.copy_(sum(each.flip(0) if exchange.part.rank == exchange.part.ranks - 1 else each))
+    each = exchange.all_gather(x)
+    return x.copy_(sum(each.flip(0) if exchange.shard.tp_rank == exchange.shard.tp_size - 1 else each))
 
 
-right_heads = Part.heads
+right_heads = Shard.head_ranges
 BIASES, COPIED = "llama, biases", "llama, two heads a copied kv head"
 PLANTED: dict[str, tuple[type, str, Any, str, str]] = {
-    "a bias on every rank": (Part, "first", property(lambda part: True), BIASES, "^Tensor-likes are not close"),
-    "a wrong map of copied heads": (Part, "heads", wrong_heads, COPIED, "^Tensor-likes are not close"),
-    "one rank sums in another order": (ThreadExchange, "add", backwards, COPIED, "ranks have different bits"),
+    "a bias on every rank": (
+        Shard,
+        "is_first_tp_rank",
+        property(lambda part: True),
+        BIASES,
+        "^Tensor-likes are not close",
+    ),
+    "a wrong map of copied heads": (Shard, "head_ranges", wrong_heads, COPIED, "^Tensor-likes are not close"),
+    "one rank sums in another order": (ThreadExchange, "all_reduce", backwards, COPIED, "ranks have different bits"),
 }
 
 
@@ -152,14 +162,16 @@ def test_planted_bugs_show(bug: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
 )
 def test_what_does_not_divide_is_named(name: str, ranks: int, words: str) -> None:
     with pytest.raises(StartupError, match=words) as failure:
-        read_spec(named_config(name), Part(0, ranks))
+        read_spec(named_config(name), Shard(0, ranks))
     assert "Use " in failure.value.remedy
     with pytest.raises(StartupError, match=words):
-        resolve(named_config(name))(named_config(name), torch.float32, torch.device("meta"), Part(0, ranks))
+        resolve_model_class(named_config(name))(
+            named_config(name), torch.float32, torch.device("meta"), Shard(0, ranks)
+        )
 
 
 def test_what_key_heads_keep_of_a_prompt_needs_all_of_their_query_heads() -> None:
     config = named_config("pyramidkv-8b")
-    assert read_spec(config, Part(0, 8)).layers[0].kv_heads == 1
+    assert read_spec(config, Shard(0, 8)).layers[0].kv_heads == 1
     with pytest.raises(StartupError, match=r"pyramid_kv of config\.json needs whole key heads: there are 8"):
-        read_spec(config, Part(0, 16))
+        read_spec(config, Shard(0, 16))

@@ -10,13 +10,24 @@ from geometries import one_size
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.data.models import resolve
+from quire.data.models import resolve_model_class
 from quire.data.models.configs import named_config
 from quire.data.runner import model_runner
 from quire.data.runner.model_runner import ModelRunner
-from quire.data.weights.dummy import fill_dummy
+from quire.data.weights.dummy import fill_dummy_weights
 from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.plan import LAST, Birth, Copy, In, Journal, Out, Poison, Row, StepPlan, Table
+from quire.vocabulary.plan import (
+    LAST_SAMPLED,
+    PageCopy,
+    PageOps,
+    Poison,
+    SeqSlice,
+    SlotInit,
+    StepPlan,
+    SwapIn,
+    SwapOut,
+    TableWrite,
+)
 
 PAGE, WIDTH, SLOTS, DIM = 4, 4, 3, 8
 CONFIG = {
@@ -28,9 +39,9 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 @pytest.fixture(scope="module")
 def runner() -> ModelRunner:
-    kind = resolve(CONFIG)
+    kind = resolve_model_class(CONFIG)
     model = kind(CONFIG, torch.float32, DEVICE)
-    fill_dummy(model, 3)
+    fill_dummy_weights(model, 3)
     for parameter in model.parameters():
         parameter.mul_(8)
     model.prepare(64)
@@ -41,38 +52,46 @@ def runner() -> ModelRunner:
     return made
 
 
-def served(runner: ModelRunner, *ahead: Journal) -> list[tuple[int, ...]]:
+def served(runner: ModelRunner, *ahead: PageOps) -> list[tuple[int, ...]]:
     """The tokens of three steps of one sequence in pages 1 to 4, with this work ahead in each."""
-    birth = Birth(1, 1, -1, SamplingParams(temperature=0, max_tokens=20).sampling(), 0, 5)
+    birth = SlotInit(1, 1, -1, SamplingParams(temperature=0, max_tokens=20).to_device_params(), 0, 5)
     runner.store.buffer.zero_()
-    rows = (Row(1, (5, 6, 7, 8, 9), 0, 1), Row(1, (LAST,), 5, 1), Row(1, (LAST,), 6, 1))
+    rows = (SeqSlice(1, (5, 6, 7, 8, 9), 0, 1), SeqSlice(1, (LAST_SAMPLED,), 5, 1), SeqSlice(1, (LAST_SAMPLED,), 6, 1))
     found = []
     for i, row in enumerate(rows):
         first = i == 0
         plan = StepPlan(
-            (birth,) * first, (Table(1, 0, 0, (1, 2, 3, 4)),) * first, (row,), (ahead[i : i + 1] or ((),))[0]
+            (birth,) * first, (TableWrite(1, 0, 0, (1, 2, 3, 4)),) * first, (row,), (ahead[i : i + 1] or ((),))[0]
         )
-        found.append(runner.collect(runner.submit(plan)).samples[0].tokens)
+        found.append(runner.collect(runner.submit(plan)).slice_results[0].tokens)
     return found
 
 
 def test_work_ahead_is_done_behind_the_rows(runner: ModelRunner) -> None:
     usual = served(runner)
-    pages = runner.store.views[0]
-    assert served(runner, (), (), (Poison(0, 1), Poison(0, 2), Copy(0, 2, 9), Table(1, 0, 0, (9, 9)))) == usual
+    pages = runner.store.group_pages[0]
+    assert served(runner, (), (), (Poison(0, 1), Poison(0, 2), PageCopy(0, 2, 9), TableWrite(1, 0, 0, (9, 9)))) == usual
     assert pages[[1, 2, 9]].isnan().all(), "in order"
     assert runner.store.host_tables[0][1].tolist() == [9, 9, 3, 4]
     assert runner.store.tables[0][1].tolist() == [9, 9, 3, 4]
     # The sequence moves while its second step computes: out, away, and back elsewhere, as the rows left it.
-    away = (Out(0, 1, 1), Out(0, 2, 2), Poison(0, 1), Poison(0, 2), In(0, 1, 7), In(0, 2, 8), Table(1, 0, 0, (7, 8)))
+    away = (
+        SwapOut(0, 1, 1),
+        SwapOut(0, 2, 2),
+        Poison(0, 1),
+        Poison(0, 2),
+        SwapIn(0, 1, 7),
+        SwapIn(0, 2, 8),
+        TableWrite(1, 0, 0, (7, 8)),
+    )
     assert served(runner, (), away) == usual
     assert pages[[1, 2]].isnan().all()
     assert served(runner, (Poison(0, 1),))[1:] != usual[1:]
 
 
 def test_work_ahead_needs_no_rows(runner: ModelRunner) -> None:
-    runner.collect(runner.submit(StepPlan((), (Poison(0, 5),), (), (Copy(0, 5, 6),))))
-    assert runner.store.views[0][6].isnan().all()
+    runner.collect(runner.submit(StepPlan((), (Poison(0, 5),), (), (PageCopy(0, 5, 6),))))
+    assert runner.store.group_pages[0][6].isnan().all()
 
 
 @given(st.lists(st.floats(0, 5), min_size=8, max_size=40))
@@ -87,8 +106,8 @@ def test_no_second_counts_twice(waits: list[float]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model_runner, "time", SimpleNamespace(perf_counter=tick))
         empty = ModelRunner(None, None, torch.float32, torch.device("cpu"))
-        empty.sampler = empty.graphs = None
-        empty.store = SimpleNamespace(replay=lambda journal: None)
+        empty.sampler = empty.decode_graphs = None
+        empty.store = SimpleNamespace(apply_page_ops=lambda journal: None)
         began, tickets, seconds = now[0], [], []
         for _ in range(4):
             tickets.append(empty.submit(StepPlan((), (), ())))

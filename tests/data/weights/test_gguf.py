@@ -17,7 +17,7 @@ from gguf_files import floats, q8_0, write
 
 from quire.data.models import read_spec
 from quire.data.weights.gguf import is_gguf, read_gguf
-from quire.data.weights.gguf_model import config_of, generation_of, named
+from quire.data.weights.gguf_model import open_hf_tensors, to_hf_config, to_hf_generation_config
 from quire.errors import StartupError
 from quire.text.gguf import tokenizer_of
 
@@ -51,13 +51,13 @@ def small(path: Path, version: int = 3) -> Path:
 def all_of(path: Path) -> None:
     """Everything but the model that a start makes of a file."""
     file = read_gguf(path)
-    spec = read_spec(config_of(file))
-    generation_of(file)
-    stored = named(file)
+    spec = read_spec(to_hf_config(file))
+    to_hf_generation_config(file)
+    stored = open_hf_tensors(file)
     for name in ("embed_tokens.weight", "layers.0.self_attn.q_proj.weight", "layers.0.mlp.down_proj.weight"):
-        blocks = stored.blocks(name)
-        assert blocks is None or blocks.part(0, 8).numbers().dtype == np.float32
-    tokenizer_of(file.said, str(path)).encode("ab a")
+        blocks = stored.get_tensor(name)
+        assert blocks is None or blocks.slice_rows(0, 8).dequantize().dtype == np.float32
+    tokenizer_of(file.metadata, str(path)).encode("ab a")
     assert spec.parameters > 0
 
 
@@ -68,18 +68,22 @@ def test_metadata_and_tensors(version: int, tmp_path: Path) -> None:
     matrix = np.arange(12, dtype=np.float32).reshape(3, 4)
     path = write(tmp_path / "a.gguf", said, {"m": floats(matrix), "v": floats(matrix[0], "bf16")}, version)
     file = read_gguf(path)
-    assert {key: file.said[key] for key in ("a.text", "a.flag", "a.number", "a.large", "a.small")} == {
+    assert {key: file.metadata[key] for key in ("a.text", "a.flag", "a.number", "a.large", "a.small")} == {
         "a.text": "naïve", "a.flag": True, "a.number": 7, "a.large": 1 << 40, "a.small": 1e-5
     }  # fmt: skip
-    assert list(file.said["a.texts"]) == ["x", "", "日本"]
-    assert (file.said["a.texts"][2], file.said["a.texts"][:2], len(file.said["a.texts"])) == ("日本", ["x", ""], 3)
-    assert file.said["a.numbers"].tolist() == [1, 2, 3]
-    assert file.said["a.floats"].tolist() == [0.5, -1.5]
-    assert len(file.said["a.none"]) == 0
-    assert np.array_equal(file.tensors["m"].numbers(), matrix)
+    assert list(file.metadata["a.texts"]) == ["x", "", "日本"]
+    assert (file.metadata["a.texts"][2], file.metadata["a.texts"][:2], len(file.metadata["a.texts"])) == (
+        "日本",
+        ["x", ""],
+        3,
+    )
+    assert file.metadata["a.numbers"].tolist() == [1, 2, 3]
+    assert file.metadata["a.floats"].tolist() == [0.5, -1.5]
+    assert len(file.metadata["a.none"]) == 0
+    assert np.array_equal(file.tensors["m"].dequantize(), matrix)
     assert file.tensors["v"][:3] == ("bf16", 1, 4)
-    assert np.array_equal(file.tensors["v"].numbers()[0], matrix[0])
-    assert file.numbers == 16
+    assert np.array_equal(file.tensors["v"].dequantize()[0], matrix[0])
+    assert file.num_elements == 16
     assert not file.tensors["m"].data.flags.writeable
 
 
@@ -98,12 +102,12 @@ def test_a_file_of_the_formats_own_project(tmp_path: Path) -> None:
     for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
         step()
     file = read_gguf(tmp_path / "a.gguf")
-    assert (list(file.said["tokenizer.ggml.tokens"]), file.said["general.alignment"]) == (["a", "é"], 64)
+    assert (list(file.metadata["tokenizer.ggml.tokens"]), file.metadata["general.alignment"]) == (["a", "é"], 64)
     reader = gguf.GGUFReader(tmp_path / "a.gguf")
     assert list(file.tensors) == kinds == [tensor.name for tensor in reader.tensors]
     for tensor in reader.tensors:
         theirs = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        assert np.array_equal(file.tensors[tensor.name].numbers(), np.asarray(theirs, np.float32))
+        assert np.array_equal(file.tensors[tensor.name].dequantize(), np.asarray(theirs, np.float32))
 
 
 def test_what_is_a_gguf_file(tmp_path: Path) -> None:
@@ -250,9 +254,9 @@ def test_factors_of_strangers(tmp_path: Path) -> None:
     tensors = {name: floats(np.ones((7, 32))) for name in ("token_embd.weight", "output.weight")}
     path = write(tmp_path / "a.gguf", SAID, tensors | {"rope_freqs.weight": floats(np.ones(5000))})
     with pytest.raises(StartupError, match=r"no tensor rope_freqs\.weight of at most"):
-        config_of(read_gguf(path))
+        to_hf_config(read_gguf(path))
     with pytest.raises(StartupError, match=r"has no tensor token_embd\.weight"):
-        config_of(read_gguf(write(tmp_path / "b.gguf", SAID, {})))
+        to_hf_config(read_gguf(write(tmp_path / "b.gguf", SAID, {})))
 
 
 def test_texts_stay_in_the_file(tmp_path: Path) -> None:
@@ -263,5 +267,5 @@ def test_texts_stay_in_the_file(tmp_path: Path) -> None:
     file = read_gguf(path)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert len(file.said["a"]) == 1_000_000
+    assert len(file.metadata["a"]) == 1_000_000
     assert peak < path.stat().st_size

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from quire.build import build
 from quire.config import EngineConfig
-from quire.data.models.quantization import Few, scheme_of
+from quire.data.models.quantization import LowBitScheme, resolve_scheme
 from quire.data.weights.checkpoint import read_config
-from quire.data.weights.few import made
-from quire.data.weights.loader import load
+from quire.data.weights.few import create_model
+from quire.data.weights.loader import load_weights
 from quire.errors import StartupError
-from quire.vocabulary.layout import WHOLE, Part
+from quire.vocabulary.layout import UNSHARDED, Shard
 from quire.vocabulary.params import SamplingParams
 
 LLAMA = {
@@ -103,9 +103,9 @@ def logprobs(folder: Path | str, tokens: list[int], **more: Any) -> Tensor:
     engine = build(EngineConfig(model=str(folder), **settings)).engine
     engine.add("a", tokens, SamplingParams(max_tokens=1, prompt_logprobs=0))
     found = []
-    while engine.unfinished:
+    while engine.has_unfinished_requests:
         for output in engine.step():
-            found += [top.logprob for top in output.prompt_tops or ()]
+            found += [top.logprob for top in output.prompt_logprobs or ()]
     engine.close()
     return torch.tensor(found, dtype=torch.float64)
 
@@ -139,16 +139,16 @@ def test_published_checkpoints(
     assert (rounded - expected).abs().max() < 0.2
 
 
-def loaded(folder: Path, dtype: torch.dtype = torch.float32, part: Part = WHOLE) -> Any:
+def loaded(folder: Path, dtype: torch.dtype = torch.float32, part: Shard = UNSHARDED) -> Any:
     """Our model, or a rank's; its parameters begin as NaN, so that one that isn't filled shows."""
     config = read_config(folder)
-    scheme = scheme_of(config, None)
-    assert isinstance(scheme, Few)
-    model = made(config, dtype, torch.device("cpu"), scheme, part=part)
+    scheme = resolve_scheme(config, None)
+    assert isinstance(scheme, LowBitScheme)
+    model = create_model(config, dtype, torch.device("cpu"), scheme, shard=part)
     for parameter in model.parameters():
         if not parameter.is_meta:
             parameter.data.view(torch.uint8).fill_(0xFF)
-    load(model, folder, scheme=scheme)
+    load_weights(model, folder, scheme=scheme)
     return model
 
 
@@ -188,7 +188,7 @@ def test_broken_checkpoints(change: Callable[[Tensors], Any], words: str, tmp_pa
 )
 def test_what_is_not_supported(said: dict[str, Any], words: str) -> None:
     with pytest.raises(StartupError, match=words) as failure:
-        scheme_of({"quantization_config": said}, None)
+        resolve_scheme({"quantization_config": said}, None)
     assert failure.value.remedy
 
 

@@ -15,18 +15,18 @@ from test_slices import publish as publish_plain
 
 from quire.data.layers.linear import Linear
 from quire.data.layers.moe import SparseMLP
-from quire.data.models import resolve
+from quire.data.models import resolve_model_class
 from quire.data.models.configs import named_config
-from quire.data.models.quantization import Few, scheme_of
+from quire.data.models.quantization import LowBitScheme, resolve_scheme
 from quire.data.weights import few
 from quire.data.weights.checkpoint import read_config
 from quire.data.weights.gguf_loader import load_gguf
-from quire.data.weights.gguf_model import config_of
-from quire.data.weights.grouped import KINDS, Stored
-from quire.data.weights.loader import load
-from quire.data.weights.slices import Slice
+from quire.data.weights.gguf_model import to_hf_config
+from quire.data.weights.grouped import TENSOR_KINDS, PackedWeight
+from quire.data.weights.loader import load_weights
+from quire.data.weights.slices import TensorSlice
 from quire.errors import StartupError
-from quire.vocabulary.layout import Part
+from quire.vocabulary.layout import Shard
 
 CPU = torch.device("cpu")
 ORDERED = {**GPTQ, "desc_act": True}
@@ -72,30 +72,30 @@ def test_cuts_through_words_and_groups(said: dict[str, Any], tmp_path: Path) -> 
     tensors, meant = packed(said, 64, 128)
     path = tmp_path / "one.safetensors"
     save_file({kind: tensor.contiguous() for kind, tensor in tensors.items()}, path)
-    scheme = scheme_of({"quantization_config": said}, None)
-    assert isinstance(scheme, Few)
+    scheme = resolve_scheme({"quantization_config": said}, None)
+    assert isinstance(scheme, LowBitScheme)
     for runs, columns in (
         ((range(3, 21), range(21, 22), range(40, 64)), range(19, 77)),
         ((range(8, 16),), range(64, 128)),
         ((range(5, 6),), None),
         ((range(9, 9), range(1, 2)), range(127, 128)),
     ):
-        stored = Stored(scheme, "one", 64, 128, Slice((64, 128), runs, columns))
+        stored = PackedWeight(scheme, "one", 64, 128, TensorSlice((64, 128), runs, columns))
         with safe_open(path, framework="pt") as file:
-            for kind in [kind for kind in KINDS if kind in tensors]:
+            for kind in [kind for kind in TENSOR_KINDS if kind in tensors]:
                 stored.read(kind, file, kind, path)
         rows = [row for run in runs for row in run]
         expected = meant[rows] if columns is None else meant[rows][:, columns.start : columns.stop]
-        torch.testing.assert_close(stored.floats().double(), expected, rtol=1e-6, atol=0)
+        torch.testing.assert_close(stored.dequantize().double(), expected, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("said", [{**AWQ, "group_size": 128}, {**GPTQ, "group_size": 128}], ids=str)
 def test_a_cut_through_groups_is_refused(said: dict[str, Any], tmp_path: Path) -> None:
     told = "--tp is 2, and a rank would have 64 of 128 columns of layers.0.attention.out.weight, of which 128 share"
     config = {**named_config("llama-125m"), **LLAMA, "quantization_config": said}
-    for part in (Part(0, 2), Part(1, 2)):
+    for part in (Shard(0, 2), Shard(1, 2)):
         with pytest.raises(StartupError, match=told) as failure:
-            few.made(config, torch.float32, CPU, scheme_of(config, None), part=part)  # type: ignore[arg-type]
+            few.create_model(config, torch.float32, CPU, resolve_scheme(config, None), shard=part)  # type: ignore[arg-type]
         assert failure.value.remedy == "--tp must divide its groups of columns, 1"
 
 
@@ -103,7 +103,7 @@ def held(model: Any) -> int:
     """Bytes of a prepared model's weights, packed or not."""
     packed = {}
     for module in model.modules():
-        product = getattr(module, "packed" if isinstance(module, Linear) else "inner", None)
+        product = getattr(module, "packed" if isinstance(module, Linear) else "packed_kernel", None)
         if hasattr(product, "data"):
             packed[product.data.data_ptr()] = product.data.nbytes  # tied ones once
     return sum(weight.nbytes for weight in model.parameters()) + sum(packed.values())
@@ -118,20 +118,20 @@ def test_a_ranks_weights_to_the_byte(asked: str, tmp_path: Path) -> None:
         config = read_config(tmp_path)
     elif asked == "gguf":
         file = converted(tmp_path, "q8_0")
-        config = config_of(file)
+        config = to_hf_config(file)
     else:
         publish_plain(config, tmp_path)
-    scheme = Few(0, "gguf") if file is not None else scheme_of(config, None if said else asked)
-    assert isinstance(scheme, Few)
-    for part in (Part(0, 2), Part(1, 2)):
-        model = few.made(config, torch.bfloat16, CPU, scheme, file, part)
+    scheme = LowBitScheme(0, "gguf") if file is not None else resolve_scheme(config, None if said else asked)
+    assert isinstance(scheme, LowBitScheme)
+    for part in (Shard(0, 2), Shard(1, 2)):
+        model = few.create_model(config, torch.bfloat16, CPU, scheme, file, part)
         if not with_bits(model):
             pytest.skip("the kernels for CPUs aren't built")
         if file is None:
-            load(model, tmp_path, scheme=scheme)
+            load_weights(model, tmp_path, scheme=scheme)
         else:
             load_gguf(model, file, scheme=scheme)
         model.prepare(64)
-        plain = resolve(config)(config, torch.bfloat16, torch.device("meta"), part)
+        plain = resolve_model_class(config)(config, torch.bfloat16, torch.device("meta"), part)
         saved = few.saved_bytes(config, scheme, torch.bfloat16, file, part)
         assert held(model) == sum(weight.nbytes for weight in plain.parameters()) - saved

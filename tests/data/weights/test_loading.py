@@ -21,11 +21,11 @@ from pictured_models import MODELS
 from safetensors.torch import load_file, save_file
 
 from quire.data.kernels.cpu.loading import library
-from quire.data.models import resolve
+from quire.data.models import resolve_model_class
 from quire.data.models.configs import named_config
 from quire.data.weights.checkpoint import read_config
-from quire.data.weights.dummy import fill_dummy
-from quire.data.weights.loader import load
+from quire.data.weights.dummy import fill_dummy_weights
+from quire.data.weights.loader import load_weights
 from quire.errors import StartupError
 
 CPU = torch.device("cpu")
@@ -57,7 +57,7 @@ def save_large(folder: Path, **size: Any) -> transformers.PreTrainedModel:
 
 def built(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     config = read_config(folder)
-    return resolve(config)(config, dtype, CPU)
+    return resolve_model_class(config)(config, dtype, CPU)
 
 
 def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> Tensors:
@@ -65,7 +65,7 @@ def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> Tensors:
     model = built(folder, dtype)
     for parameter in model.parameters():
         parameter.fill_(torch.nan)
-    load(model, folder)
+    load_weights(model, folder)
     parameters = dict(model.named_parameters())
     assert all(parameter.isfinite().all() for parameter in parameters.values())
     return parameters
@@ -134,7 +134,7 @@ def test_tensors_that_do_not_fit_are_named(
     save(tmp_path, family)
     rewrite(tmp_path, change)
     with pytest.raises(StartupError, match=words) as failure:
-        load(built(tmp_path), tmp_path)
+        load_weights(built(tmp_path), tmp_path)
     assert failure.value.remedy
 
 
@@ -144,7 +144,7 @@ def test_truncated_files_are_damaged(keep: int, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:keep])
     with pytest.raises(StartupError, match=r"model\.safetensors is damaged: .*Copy or download"):
-        load(built(tmp_path), tmp_path)
+        load_weights(built(tmp_path), tmp_path)
 
 
 def edit_index(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
@@ -161,7 +161,7 @@ def test_shards_must_lie_in_the_folder(name: Any, tmp_path: Path) -> None:
     (tmp_path / "outside.safetensors").write_bytes(b"")
     edit_index(folder, lambda index: index["weight_map"].update({"lm_head.weight": name}))
     with pytest.raises(StartupError, match="Shards must be safetensors files beside it"):
-        load(built(folder), folder)
+        load_weights(built(folder), folder)
 
 
 def test_missing_shards_and_bad_indexes(tmp_path: Path) -> None:
@@ -170,11 +170,11 @@ def test_missing_shards_and_bad_indexes(tmp_path: Path) -> None:
     shard = sorted(tmp_path.glob("*.safetensors"))[1]
     shard.unlink()
     with pytest.raises(StartupError, match=f"names '{shard.name}', which .* lacks"):
-        load(model, tmp_path)
+        load_weights(model, tmp_path)
     for weight_map in ({}, None, ["a"]):
         edit_index(tmp_path, lambda index, value=weight_map: index.update(weight_map=value))
         with pytest.raises(StartupError, match="has no weight_map"):
-            load(model, tmp_path)
+            load_weights(model, tmp_path)
 
 
 def test_pickled_and_absent_weights(tmp_path: Path) -> None:
@@ -182,27 +182,27 @@ def test_pickled_and_absent_weights(tmp_path: Path) -> None:
     model = built(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(StartupError, match=r"has no model\.safetensors"):
-        load(model, tmp_path)
+        load_weights(model, tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(StartupError, match=r"pickled weights only \('pytorch_model.bin'\).*safetensors"):
-        load(model, tmp_path)
+        load_weights(model, tmp_path)
 
 
 def test_progress_counts_tensors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save(tmp_path)
     model = built(tmp_path)
     capsys.readouterr()
-    load(model, tmp_path, progress=True)
+    load_weights(model, tmp_path, progress=True)
     assert "21/21" in capsys.readouterr().err
-    load(model, tmp_path)
+    load_weights(model, tmp_path)
     assert capsys.readouterr().err == ""
 
 
 def test_dummy_weights() -> None:
     config = {**named_config("gpt2"), "vocab_size": 8000, "n_layer": 2}
-    first, again, other = (resolve(config)(config, torch.bfloat16, CPU) for _ in range(3))
+    first, again, other = (resolve_model_class(config)(config, torch.bfloat16, CPU) for _ in range(3))
     for model, seed in ((first, 1), (again, 1), (other, 2)):
-        fill_dummy(model, seed)
+        fill_dummy_weights(model, seed)
     for (key, a), b, c in zip(first.named_parameters(), again.parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b)
         if "norm" in key:
@@ -218,21 +218,21 @@ def test_dummy_weights() -> None:
 def test_large_weights_that_need_no_change_lie_in_the_file(tmp_path: Path) -> None:
     theirs = save_large(tmp_path, hidden_size=768)
     model, converted = built(tmp_path, torch.bfloat16), built(tmp_path)
-    load(model, tmp_path)
-    load(converted, tmp_path)
+    load_weights(model, tmp_path)
+    load_weights(converted, tmp_path)
     [mapped] = model.mapped
     inside = {name for name, x in model.named_parameters() if mapped.begin <= x.data_ptr() < mapped.end}
-    assert inside == {"embed.weight", "head.weight", *(f"layers.{i}.attention.out.weight" for i in range(2))}
+    assert inside == {"embed_tokens.weight", "head.weight", *(f"layers.{i}.attention.out.weight" for i in range(2))}
     [other] = converted.mapped
     assert not any(other.begin <= x.data_ptr() < other.end for x in converted.parameters())
     # The file stays there if all weights were converted: other memory would lose what is in it.
     lines = Path("/proc/self/maps").read_text().splitlines()
     [there] = [line for line in lines if line.startswith(f"{other.begin:x}-{other.end:x} ")]
     assert there.endswith("model.safetensors")
-    assert torch.equal(converted.embed.weight, theirs.model.embed_tokens.weight.float())
+    assert torch.equal(converted.embed_tokens.weight, theirs.model.embed_tokens.weight.float())
     before = resident(mapped.begin)
-    assert torch.equal(model.embed.weight, theirs.model.embed_tokens.weight)
-    assert resident(mapped.begin) >= before + model.embed.weight.nbytes
+    assert torch.equal(model.embed_tokens.weight, theirs.model.embed_tokens.weight)
+    assert resident(mapped.begin) >= before + model.embed_tokens.weight.nbytes
     mapped.release()
     assert resident(mapped.begin) == 0
     assert torch.equal(model.head.weight, theirs.lm_head.weight), "it is read again"
@@ -243,18 +243,18 @@ def test_large_weights_that_need_no_change_lie_in_the_file(tmp_path: Path) -> No
 @pytest.mark.skipif(sys.platform != "linux", reason="mappings are said there")
 def test_code_that_start_has_read_is_given_back() -> None:
     """Most of torch's; and it runs on."""
-    from quire.data.weights.mapped import _code, trim
+    from quire.data.weights.mapped import _code_mappings, trim_memory
 
     def code() -> int:
         parts = re.split(r"\n(?=[0-9a-f]+-)", Path("/proc/self/smaps").read_text())
         found = [re.search(r"Rss: *(\d+) kB", part) for part in parts if re.match(r".* r-xp .*libtorch_cpu", part)]
         return sum(int(one[1]) for one in found if one is not None)
 
-    begin, end = max(_code(), key=lambda one: one[1] - one[0])
+    begin, end = max(_code_mappings(), key=lambda one: one[1] - one[0])
     ctypes.string_at(begin, end - begin)
     read = code()
     assert 1024 * read >= end - begin
-    trim()
+    trim_memory()
     assert code() < read / 2
     assert torch.ones(3).sum() == 3
 
@@ -279,7 +279,7 @@ def kib(name):
 before = kib("VmRSS")
 model, dtype = sys.argv[1:]
 built = build(EngineConfig(model=model, device="cpu", dtype=dtype, kv_gib=0.01, skip_tokenizer_init=True))
-print(json.dumps([1024 * (kib("VmHWM") - before), built.plan.weights]))
+print(json.dumps([1024 * (kib("VmHWM") - before), built.memory_plan.weight_bytes]))
 """
 
 
@@ -318,9 +318,9 @@ def without(folder: Path, copy: Path, lost: Callable[[str], object]) -> list[str
     assert len(kept) < len(tensors), "nothing is lost"
     save_file(kept, copy / "model.safetensors", metadata={"format": "pt"})
     config = {**read_config(copy), "preprocessor_config": {}}
-    model = resolve(config)(config, torch.float32, torch.device("cpu"))
+    model = resolve_model_class(config)(config, torch.float32, torch.device("cpu"))
     with pytest.raises(StartupError) as caught:
-        load(model, copy)
+        load_weights(model, copy)
     return [str(caught.value), *sorted(tensors.keys() - kept.keys())]
 
 

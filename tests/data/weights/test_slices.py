@@ -21,20 +21,20 @@ from thread_ranks import Meeting, ThreadExchange
 from torch import Tensor
 
 from quire.data.layers.linear import Linear
-from quire.data.models import read_spec, resolve
+from quire.data.models import read_spec, resolve_model_class
 from quire.data.models.configs import named_config
-from quire.data.models.quantization import BITS, FP8, MADE, Few, fp8_of
+from quire.data.models.quantization import FP8_ON_LOAD, SCHEMES_ON_LOAD, FP8Scheme, LowBitScheme, resolve_fp8_scheme
 from quire.data.weights import dummy, few, fp8, loader
 from quire.data.weights.checkpoint import read_config
-from quire.data.weights.dummy import fill_dummy
-from quire.data.weights.fp8 import places
-from quire.data.weights.gguf import GGUF, read_gguf
+from quire.data.weights.dummy import fill_dummy_weights
+from quire.data.weights.fp8 import scale_attributes
+from quire.data.weights.gguf import GGUFFile, read_gguf
 from quire.data.weights.gguf_loader import load_gguf
-from quire.data.weights.gguf_model import config_of
-from quire.data.weights.loader import load
-from quire.data.weights.slices import cuts_of
+from quire.data.weights.gguf_model import to_hf_config
+from quire.data.weights.loader import load_weights
+from quire.data.weights.slices import parameter_shards
 from quire.errors import StartupError
-from quire.vocabulary.layout import WHOLE, Part
+from quire.vocabulary.layout import UNSHARDED, Shard
 
 CPU = torch.device("cpu")
 KEYS = {
@@ -59,16 +59,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def made(config: dict[str, Any], part: Part = WHOLE) -> Any:
-    return resolve(config)(config, torch.float32, CPU, part)
+def made(config: dict[str, Any], part: Shard = UNSHARDED) -> Any:
+    return resolve_model_class(config)(config, torch.float32, CPU, part)
 
 
 def publish(config: dict[str, Any], folder: Path) -> Any:
     """The whole model with dummy weights, and a checkpoint of it in the folder."""
     model, tensors = made(config), {}
-    fill_dummy(model, 5)
+    fill_dummy_weights(model, 5)
     parameters = dict(model.named_parameters())
-    for name, stored in model.names().items():
+    for name, stored in model.weight_sources().items():
         for tensor, rows in zip(stored.tensors, parameters[name].split(stored.rows)):
             tensors[tensor] = (rows.t() if stored.transpose else rows).contiguous()
     save_file(tensors, folder / "model.safetensors")
@@ -109,23 +109,23 @@ class Counting:
 def test_shards_of_dummy_weights_are_slices_and_a_rank_reads_no_more_than_its_own(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dummy, "NOISE", 10_007)  # it comes again in the larger weights
-    monkeypatch.setattr(dummy, "BLOCK", 5_000)
+    monkeypatch.setattr(dummy, "NOISE_LENGTH", 10_007)  # it comes again in the larger weights
+    monkeypatch.setattr(dummy, "PIECE_NUMBERS", 5_000)
     monkeypatch.setattr(loader, "safe_open", lambda *args, **options: Counting(safe_open(*args, **options)))
     whole = publish(CONFIGS[name], tmp_path)
     total = sum(parameter.nbytes for parameter in whole.parameters())
     for ranks in (2, 4, 8):
         for rank in range(ranks):
-            part, spec = Part(rank, ranks), read_spec(CONFIGS[name], Part(rank, ranks))
+            part, spec = Shard(rank, ranks), read_spec(CONFIGS[name], Shard(rank, ranks))
             drawn, loaded = made(CONFIGS[name], part), made(CONFIGS[name], part)
             for parameter in (*drawn.parameters(), *loaded.parameters()):
                 parameter.fill_(torch.nan)
-            fill_dummy(drawn, 5)
+            fill_dummy_weights(drawn, 5)
             Counting.read = 0
-            load(loaded, tmp_path)
+            load_weights(loaded, tmp_path)
             for (path, a), b in zip(drawn.named_parameters(), loaded.parameters(), strict=True):
                 assert torch.equal(a, b), f"{path} of rank {rank} of {ranks}"
-            padding = len(part.vocabulary(spec.vocab_size)) - part.padded(spec.vocab_size)
+            padding = len(part.vocab_range(spec.vocab_size)) - part.padded_vocab_rows(spec.vocab_size)
             tables = 1 if getattr(whole, "tied", name == "mamba") else 2
             assert Counting.read == loaded.read_bytes == 4 * (spec.parameters + tables * padding * spec.hidden)
             if name in ("llama", "jamba") and ranks < 8:
@@ -137,14 +137,14 @@ def test_the_undivided_shape_is_checked(tmp_path: Path) -> None:
     path, name = tmp_path / "model.safetensors", "h.1.mlp.c_fc.weight"
     save_file({**load_file(path), name: torch.zeros(64, 88)}, path)  # what one of two ranks has
     with pytest.raises(StartupError, match=r"c_fc.weight' in .* has shape \[64, 88\], but .* makes it \[64, 176\]"):
-        load(made(read_config(tmp_path), Part(0, 2)), tmp_path)
+        load_weights(made(read_config(tmp_path), Shard(0, 2)), tmp_path)
 
 
 # Quantised weights: slices of the undivided ones, bit for bit, whoever made them. Scales of rows whose columns ranks
 # share out are those of whole rows.
 
 
-Build = Callable[[Part, Any], Any]
+Build = Callable[[Shard, Any], Any]
 BIG = {
     "hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128, "intermediate_size": 1024,
 }  # fmt: skip
@@ -156,30 +156,30 @@ def weights_of(model: Any) -> dict[str, Tensor]:
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             found[f"{path}.{name}"] = parameter.detach()
-            scales = getattr(module, places(module)[name]) if name in places(module) else None
+            scales = getattr(module, scale_attributes(module)[name]) if name in scale_attributes(module) else None
             if scales is not None:
                 found[f"{path}.{name} scales"] = scales
-        if isinstance(module, Linear) and module.bits is not None:
-            parts = [make().floats() for make in module.bits if make is not None]
+        if isinstance(module, Linear) and module.low_bit_parts is not None:
+            parts = [make().dequantize() for make in module.low_bit_parts if make is not None]
             found[f"{path}.weight"] = torch.cat(parts)
     return found
 
 
 def cut(whole: Tensor, module: Any, name: str) -> Tensor:
     """What a rank's module has of a parameter, or of its scales [groups, rows], as the cuts say; padding aside."""
-    cuts, scales = cuts_of(module, name.removesuffix(" scales")), name.endswith("scales")
+    cuts, scales = parameter_shards(module, name.removesuffix(" scales")), name.endswith("scales")
     if cuts is None:
         return whole
     rows, at = list[Tensor](), 0
     for one in cuts.rows:
-        own = slice(at + one.own.start, at + one.own.stop)
+        own = slice(at + one.local.start, at + one.local.stop)
         rows.append(whole[:, own] if scales else whole[own])
-        at += one.whole
+        at += one.total
     found = torch.cat(rows, dim=int(scales))
     if cuts.columns is None or (scales and len(whole) == 1):
         return found
-    of = cuts.columns.own
-    groups = math.ceil(cuts.columns.whole / len(whole))
+    of = cuts.columns.local
+    groups = math.ceil(cuts.columns.total / len(whole))
     return found[of.start // groups : of.stop // groups] if scales else found[:, of.start : of.stop]
 
 
@@ -187,9 +187,9 @@ def assert_slices(build: Build, ranks: int) -> list[Any]:
     """Each rank's weights, built at the same time, are those of the whole in its places."""
 
     def rank(exchange: ThreadExchange) -> Any:
-        return build(exchange.part, lambda largest: exchange.gather(largest).amax(0))
+        return build(exchange.shard, lambda largest: exchange.all_gather(largest).amax(0))
 
-    whole, shards = weights_of(build(WHOLE, None)), Meeting(ranks).run(rank)
+    whole, shards = weights_of(build(UNSHARDED, None)), Meeting(ranks).run(rank)
     for shard in shards:
         modules, own = dict(shard.named_modules()), weights_of(shard)
         assert own.keys() == whole.keys()
@@ -209,12 +209,12 @@ def blank(model: Any) -> Any:
     return model
 
 
-def built_by(make: Callable[[Part], Any], fill: Callable[..., object]) -> Build:
+def built_by(make: Callable[[Shard], Any], fill: Callable[..., object]) -> Build:
     """A rank's model by `make`, filled by `fill`. Its parameters begin as NaN, so that one that isn't filled shows."""
 
-    def build(part: Part, most: Any) -> Any:
+    def build(part: Shard, most: Any) -> Any:
         model = blank(make(part))
-        fill(model, most=most)
+        fill(model, max_reduce=most)
         return model
 
     return build
@@ -226,11 +226,14 @@ def test_weights_that_become_fp8(name: str, in_fp8: bool, tmp_path: Path) -> Non
     """A rank's columns are a multiple of 16, which the kernels take; else they would be in the model's dtype."""
     config = {**CONFIGS[name], "intermediate_size": 192}
     publish(config, tmp_path)
-    make, fill = fp8.in_fp8 if in_fp8 else fp8.made, partial(load, folder=tmp_path, scheme=MADE)
-    build = built_by(lambda part: make(config, torch.float32, CPU, MADE, part), fill)
+    make, fill = (
+        fp8.create_fp8_model if in_fp8 else fp8.create_model,
+        partial(load_weights, folder=tmp_path, scheme=FP8_ON_LOAD),
+    )
+    build = built_by(lambda part: make(config, torch.float32, CPU, FP8_ON_LOAD, part), fill)
     shards = assert_slices(build, 4 if "copied" in name else 2)
-    alone = blank(fp8.made(config, torch.float32, CPU, MADE, Part(0, 2)))
-    load(alone, tmp_path, scheme=MADE)
+    alone = blank(fp8.create_model(config, torch.float32, CPU, FP8_ON_LOAD, Shard(0, 2)))
+    load_weights(alone, tmp_path, scheme=FP8_ON_LOAD)
     if name == "llama" and not in_fp8:  # without the others' columns other scales would come out
         assert not torch.equal(alone.layers[0].mlp.down.weight, shards[0].layers[0].mlp.down.weight)
 
@@ -245,11 +248,14 @@ def test_checkpoints_in_fp8(said: dict[str, Any], kind: str, in_fp8: bool, tmp_p
     test_fp8.save(tmp_path, **BIG)
     test_fp8.publish(tmp_path, said, kind)
     config = read_config(tmp_path)
-    scheme = fp8_of(config, None)
-    assert isinstance(scheme, FP8)
-    make, fill = fp8.in_fp8 if in_fp8 else fp8.made, partial(load, folder=tmp_path, scheme=scheme)
+    scheme = resolve_fp8_scheme(config, None)
+    assert isinstance(scheme, FP8Scheme)
+    make, fill = (
+        fp8.create_fp8_model if in_fp8 else fp8.create_model,
+        partial(load_weights, folder=tmp_path, scheme=scheme),
+    )
     build = built_by(lambda part: make(config, torch.float32, CPU, scheme, part), fill)
-    shards, whole = assert_slices(build, 2), build(WHOLE, None)
+    shards, whole = assert_slices(build, 2), build(UNSHARDED, None)
     spare = 2 * 97 * 512 * 4 + 5 * 512 * 4 + 64 * 1024  # embedding, head, norms, scales
     for shard in shards:
         assert shard.read_bytes <= (whole.read_bytes - spare) / 2 * 1.02 + spare
@@ -259,15 +265,15 @@ def test_a_cut_through_blocks_is_refused(tmp_path: Path) -> None:
     test_fp8.save(tmp_path, **{**BIG, "intermediate_size": 640})
     test_fp8.publish(tmp_path, BLOCKS, "block")
     config = read_config(tmp_path)
-    scheme = fp8_of(config, None)
-    model = fp8.made(config, torch.float32, CPU, scheme, Part(1, 2))
+    scheme = resolve_fp8_scheme(config, None)
+    model = fp8.create_model(config, torch.float32, CPU, scheme, Shard(1, 2))
     told = r"columns 320 to 639 of the weight of .*down_proj.weight_scale_inv.*, where 128 share a scale"
     with pytest.raises(StartupError, match=told):
-        load(model, tmp_path, scheme=scheme)
+        load_weights(model, tmp_path, scheme=scheme)
 
 
 def with_bits(model: Any) -> bool:
-    return any(isinstance(module, Linear) and module.bits is not None for module in model.modules())
+    return any(isinstance(module, Linear) and module.low_bit_parts is not None for module in model.modules())
 
 
 ROUND = {**CONFIGS["llama, padded"], "hidden_size": 512, "intermediate_size": 512, "num_attention_heads": 4,
@@ -280,24 +286,24 @@ def test_weights_of_few_bits(
     asked: str, source: str, vocab: int, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of 150 rows of the vocabulary the fourth of four ranks has none: its head is padding, in few bits too."""
-    monkeypatch.setattr(dummy, "NOISE", 10_007)
-    config, scheme = {**ROUND, "vocab_size": vocab}, BITS[asked]
+    monkeypatch.setattr(dummy, "NOISE_LENGTH", 10_007)
+    config, scheme = {**ROUND, "vocab_size": vocab}, SCHEMES_ON_LOAD[asked]
     publish(config, tmp_path)
-    read = partial(load, folder=tmp_path, scheme=scheme)
-    fill = read if source == "loaded" else lambda model, most: fill_dummy(model, 5, scheme)
-    assert_slices(built_by(lambda part: few.made(config, torch.bfloat16, CPU, scheme, part=part), fill), ranks)
-    assert bool(Part(ranks - 1, ranks).vocabulary(vocab)) == (vocab > 150)
+    read = partial(load_weights, folder=tmp_path, scheme=scheme)
+    fill = read if source == "loaded" else lambda model, max_reduce: fill_dummy_weights(model, 5, scheme)
+    assert_slices(built_by(lambda part: few.create_model(config, torch.bfloat16, CPU, scheme, shard=part), fill), ranks)
+    assert bool(Shard(ranks - 1, ranks).vocab_range(vocab)) == (vocab > 150)
 
 
 @pytest.mark.parametrize("name", ["llama", "jamba"])
 def test_dummy_weights_in_fp8(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dummy, "NOISE", 10_007)
+    monkeypatch.setattr(dummy, "NOISE_LENGTH", 10_007)
     config = {**CONFIGS[name], "intermediate_size": 192}
-    make = partial(fp8.in_fp8, config, torch.float32, CPU, MADE)
-    assert_slices(built_by(make, lambda model, most: fill_dummy(model, 5, MADE)), 2)
+    make = partial(fp8.create_fp8_model, config, torch.float32, CPU, FP8_ON_LOAD)
+    assert_slices(built_by(make, lambda model, max_reduce: fill_dummy_weights(model, 5, FP8_ON_LOAD)), 2)
 
 
-def converted(folder: Path, kind: str, vocab: int = 352, **more: Any) -> GGUF:
+def converted(folder: Path, kind: str, vocab: int = 352, **more: Any) -> GGUFFile:
     """A GGUF file with tensors of that kind."""
     test_fp8.save(folder, **{**BIG, "vocab_size": vocab, **more})
     return read_gguf(gguf_files.convert(folder, "llama", folder / "model.gguf", kind, vocab_size=vocab))
@@ -306,15 +312,15 @@ def converted(folder: Path, kind: str, vocab: int = 352, **more: Any) -> GGUF:
 def test_blocks_that_become_fp8_are_cut_anywhere(tmp_path: Path) -> None:
     """A rank has 528 columns of 1,056, whose blocks have 32."""
     file = converted(tmp_path, "q8_0", intermediate_size=1056)
-    make = partial(fp8.in_fp8, config_of(file), torch.float32, CPU, MADE)
-    assert_slices(built_by(make, partial(load_gguf, file=file, scheme=MADE)), 2)
+    make = partial(fp8.create_fp8_model, to_hf_config(file), torch.float32, CPU, FP8_ON_LOAD)
+    assert_slices(built_by(make, partial(load_gguf, file=file, scheme=FP8_ON_LOAD)), 2)
 
 
 @pytest.mark.parametrize(
     ("kind", "vocab", "ranks"), [("f32", 352, 2), ("bf16", 352, 2), ("q8_0", 352, 2), ("q8_0", 150, 4)]
 )
 def test_files_of_blocks(kind: str, vocab: int, ranks: int, tmp_path: Path) -> None:
-    file, scheme = converted(tmp_path, kind, vocab), Few(0, "gguf")
-    make = partial(few.made, config_of(file), torch.float32, CPU, scheme, file)
+    file, scheme = converted(tmp_path, kind, vocab), LowBitScheme(0, "gguf")
+    make = partial(few.create_model, to_hf_config(file), torch.float32, CPU, scheme, file)
     shards = assert_slices(built_by(make, partial(load_gguf, file=file, scheme=scheme)), ranks)
     assert with_bits(shards[0]) == (kind == "q8_0") or not few.supports(256, torch.float32, CPU)

@@ -18,11 +18,18 @@ from transformers.models.mllama.image_processing_pil_mllama import MllamaImagePr
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from quire.data.models.vision import VisionSettings, build_encoder
-from quire.data.models.vision.shapes import PREPARED, VISION
+from quire.data.models.vision.shapes import PREPROCESSOR_CONFIGS, VISION_CONFIGS
 from quire.errors import InputError, StartupError
-from quire.text.pictures import FamilyEyes, preparation, read_placeholder, read_preparation
-from quire.text.pictures.placeholders import FAMILIES, spread
-from quire.vocabulary.pictures import AnyResolution, Closest, Fitted, Grid, HighDefinition, Single
+from quire.text.pictures import ModelImageProcessor, preparation, read_image_preprocessor, read_placeholder
+from quire.text.pictures.placeholders import PLACEHOLDERS, expand_text
+from quire.vocabulary.pictures import (
+    AnyResTiling,
+    ClosestAspectTiling,
+    FittedCanvasTiling,
+    HDTiling,
+    SingleTile,
+    TileGrid,
+)
 
 TILE, SIDE = 56, 4
 HALF = (0.5, 0.5, 0.5)
@@ -61,49 +68,49 @@ NORMAL = {"image_mean": HALF, "image_std": HALF}
 
 @pytest.mark.parametrize(("height", "width"), SIZES)
 def test_llava(height: int, width: int) -> None:
-    tiling = AnyResolution(TILE, SIDE, tuple(SIZES_LLAVA), 9)
+    tiling = AnyResTiling(TILE, SIDE, tuple(SIZES_LLAVA), 9)
     theirs = LlavaOnevisionImageProcessorPil(
         size={"height": TILE, "width": TILE}, image_grid_pinpoints=[list(size) for size in SIZES_LLAVA], **NORMAL
     )
-    ours, image = read_preparation({}, tiling, HALF), picture(height, width)
+    ours, image = read_image_preprocessor({}, tiling, HALF), picture(height, width)
     got = ours.prepare(image)
     check(got.pixels, bytes_of(np.asarray(theirs(image)["pixel_values"][0])))
-    assert len(got.pixels) == tiling.parts(got.grid)
+    assert len(got.pixels) == tiling.num_parts(got.grid)
     if max(height, width) <= 1000:
         several = theirs([[image, image]])["pixel_values"][0]
-        check(ours.prepare(image, alone=False).pixels, bytes_of(np.asarray(several)))
+        check(ours.prepare(image, only_image=False).pixels, bytes_of(np.asarray(several)))
 
 
 @pytest.mark.parametrize(("height", "width"), SIZES)
 @pytest.mark.parametrize(("least", "most"), [(1, 12), (2, 6), (1, 1)])
 def test_internvl(height: int, width: int, least: int, most: int) -> None:
-    tiling = Closest(TILE, SIDE, 2, least, most)
+    tiling = ClosestAspectTiling(TILE, SIDE, 2, least, most)
     theirs = GotOcr2ImageProcessorPil(
         size={"height": TILE, "width": TILE}, crop_to_patches=True, min_patches=least, max_patches=most, **NORMAL
     )
     image = picture(height, width)
-    got = read_preparation({"do_center_crop": True}, tiling, HALF).prepare(image)
+    got = read_image_preprocessor({"do_center_crop": True}, tiling, HALF).prepare(image)
     check(got.pixels, bytes_of(np.stack(theirs(image)["pixel_values"])))
-    assert len(got.pixels) == tiling.parts(got.grid) <= tiling.most_parts
+    assert len(got.pixels) == tiling.num_parts(got.grid) <= tiling.max_parts
 
 
 @pytest.mark.parametrize(("height", "width"), SIZES)
 @pytest.mark.parametrize("most", [4, 2, 6])
 def test_mllama(height: int, width: int, most: int) -> None:
-    tiling = Fitted(TILE, SIDE, most)
+    tiling = FittedCanvasTiling(TILE, SIDE, most)
     theirs = MllamaImageProcessorPil(size={"height": TILE, "width": TILE}, max_image_tiles=most, **NORMAL)
     image = picture(height, width)
-    got, found = read_preparation({}, tiling, HALF).prepare(image), theirs(image)
+    got, found = read_image_preprocessor({}, tiling, HALF).prepare(image), theirs(image)
     count = found["num_tiles"][0][0]
     check(got.pixels, bytes_of(np.asarray(found["pixel_values"])[0, 0, :count]))
-    assert tiling.shape(got.grid) == np.asarray(found["aspect_ratio_ids"])[0, 0]
+    assert tiling.aspect_ratio_id(got.grid) == np.asarray(found["aspect_ratio_ids"])[0, 0]
     assert got.grid.rows * got.grid.columns == count
 
 
 @pytest.mark.parametrize(("height", "width"), SIZES)
 def test_paligemma(height: int, width: int) -> None:
     image = picture(height, width)
-    got = read_preparation({"resample": 3}, Single(TILE, SIDE), HALF).prepare(image)
+    got = read_image_preprocessor({"resample": 3}, SingleTile(TILE, SIDE), HALF).prepare(image)
     theirs = SiglipImageProcessorPil(size={"height": TILE, "width": TILE}, **NORMAL)
     check(got.pixels, bytes_of(np.stack(theirs(image)["pixel_values"])))
 
@@ -137,48 +144,53 @@ def test_phi3(height: int, width: int, most: int) -> None:
     tower |= {"image_size": TILE, "patch_size": 14}
     config = {"architectures": ["Phi3VForCausalLM"], "hidden_size": 8, "img_processor": {"vision_config": tower}}
     said = {"num_crops": most, "image_mean": list(HALF), "image_std": list(HALF)}
-    settings = VisionSettings.read(config, said)
+    settings = VisionSettings.from_config(config, said)
     image = picture(height, width)
-    got = read_preparation(said, settings.tiling, settings.normal.mean).prepare(image)
+    got = read_image_preprocessor(said, settings.tiling, settings.normalization.mean).prepare(image)
     cut, whole = published_phi3(image, TILE, most)
     check(got.pixels, cut)
-    opened = build_encoder(settings, torch.float32, torch.device("cpu")).open(torch.from_numpy(got.pixels), got.grid)
+    opened = build_encoder(settings, torch.float32, torch.device("cpu")).preprocess(
+        torch.from_numpy(got.pixels), got.grid
+    )
     np.testing.assert_allclose(opened[:1].numpy(), whole, atol=2 / 255)
-    assert len(opened) == settings.tiling.parts(got.grid) <= most + 1
+    assert len(opened) == settings.tiling.num_parts(got.grid) <= most + 1
 
 
 def test_rows_are_what_is_published() -> None:
     """Of the models' cards and code: LLaVA-OneVision-7B, InternVL2-8B, Phi-3-Vision, PaliGemma2-224, Llama 3.2."""
     sizes = tuple((384 * rows, 384 * columns) for rows in range(1, 7) for columns in range(1, 7))
-    llava = AnyResolution(384, 27, sizes, 9)
-    assert llava.rows(llava.grid(384, 384)) == 729 + 27 * 28
-    assert llava.rows(llava.grid(1000, 1000, alone=False)) == 730
-    assert llava.most_parts == 37
-    intern = Closest(448, 32, 2, 1, 12)
-    assert intern.grid(448 * 2, 448 * 3)[:2] == (2, 3)
-    assert intern.rows(intern.grid(448 * 2, 448 * 3)) == 7 * 256
-    assert intern.most_rows == 13 * 256
-    phi3 = HighDefinition(336, 24, 16)
-    assert phi3.rows(phi3.grid(336 * 4, 336 * 4)) == 17 * 144 + 1 + 5 * 12
-    assert Single(224, 16).rows(Grid(0, 0, 5, 5)) == 256
-    llama = Fitted(560, 40, 4)
-    assert llama.rows(llama.grid(2000, 2000)) == 6404
+    llava = AnyResTiling(384, 27, sizes, 9)
+    assert llava.num_embeds(llava.choose_grid(384, 384)) == 729 + 27 * 28
+    assert llava.num_embeds(llava.choose_grid(1000, 1000, is_only_image=False)) == 730
+    assert llava.max_parts == 37
+    intern = ClosestAspectTiling(448, 32, 2, 1, 12)
+    assert intern.choose_grid(448 * 2, 448 * 3)[:2] == (2, 3)
+    assert intern.num_embeds(intern.choose_grid(448 * 2, 448 * 3)) == 7 * 256
+    assert intern.max_embeds == 13 * 256
+    phi3 = HDTiling(336, 24, 16)
+    assert phi3.num_embeds(phi3.choose_grid(336 * 4, 336 * 4)) == 17 * 144 + 1 + 5 * 12
+    assert SingleTile(224, 16).num_embeds(TileGrid(0, 0, 5, 5)) == 256
+    llama = FittedCanvasTiling(560, 40, 4)
+    assert llama.num_embeds(llama.choose_grid(2000, 2000)) == 6404
     sides = range(1, 6000, 97)  # plans count on most_rows: a real one, but for the bound of lines and patches apart
-    for tiling in (llava, intern, phi3, Single(224, 16), llama):
-        found, most = max(tiling.rows(tiling.grid(*sizes)) for sizes in product(sides, sides)), tiling.most_rows
+    for tiling in (llava, intern, phi3, SingleTile(224, 16), llama):
+        found, most = (
+            max(tiling.num_embeds(tiling.choose_grid(*sizes)) for sizes in product(sides, sides)),
+            tiling.max_embeds,
+        )
         assert found == most or (tiling is llava and 0.8 * most < found < most)
 
 
 @pytest.mark.parametrize("size", [(10_000, 2), (2, 10_000)])
 def test_a_long_strip_takes_no_square(size: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """A square as wide as it is long would have 10^8 pixels."""
-    canvas = Mock(wraps=preparation.canvas)
-    monkeypatch.setattr(preparation, "canvas", canvas)
-    ours = read_preparation({}, AnyResolution(TILE, SIDE, tuple(SIZES_LLAVA), 9), (0.1, 0.5, 0.9))
-    pixels = ours.prepare(Image.new("RGB", size, (255, 255, 255)), alone=False).pixels
+    canvas = Mock(wraps=preparation.new_canvas)
+    monkeypatch.setattr(preparation, "new_canvas", canvas)
+    ours = read_image_preprocessor({}, AnyResTiling(TILE, SIDE, tuple(SIZES_LLAVA), 9), (0.1, 0.5, 0.9))
+    pixels = ours.prepare(Image.new("RGB", size, (255, 255, 255)), only_image=False).pixels
     assert tuple(pixels[0, 0, 0]) == (25, 127, 229), "the mean around it"
     areas = [height * width for (height, width, _), _ in canvas.call_args_list]
-    assert max(areas) <= max(preparation.BAND, 10_000 * TILE)
+    assert max(areas) <= max(preparation.BAND_PIXELS, 10_000 * TILE)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +206,7 @@ def test_a_long_strip_takes_no_square(size: tuple[int, int], monkeypatch: pytest
 )
 def test_what_is_not_done_is_refused(said: dict[str, Any], words: str) -> None:
     with pytest.raises(StartupError, match=words):
-        read_preparation(said, Single(TILE, SIDE), HALF)
+        read_image_preprocessor(said, SingleTile(TILE, SIDE), HALF)
 
 
 # Families' eyes in the text plane: what users and templates write for pictures, the ids that stand for them
@@ -210,52 +222,58 @@ TEXTS = {
 }
 
 
-def eyes(name: str) -> FamilyEyes:
-    said = PREPARED[name]
-    vision = VisionSettings.read({**VISION[name], **TEXTS[name]}, said)
+def eyes(name: str) -> ModelImageProcessor:
+    said = PREPROCESSOR_CONFIGS[name]
+    vision = VisionSettings.from_config({**VISION_CONFIGS[name], **TEXTS[name]}, said)
     placeholder = read_placeholder(vision.kind, WORDS.get)
-    return FamilyEyes(read_preparation(said, vision.tiling, vision.normal.mean), placeholder, PIECES.__getitem__, [10])
+    return ModelImageProcessor(
+        read_image_preprocessor(said, vision.tiling, vision.normalization.mean), placeholder, PIECES.__getitem__, [10]
+    )
 
 
 def test_what_stands_around_internvls_pictures() -> None:
     one = eyes("internvl2-8b")
-    assert one.spelled("see <image> and <IMG_CONTEXT>") == "see <IMG_CONTEXT> and <IMG_CONTEXT>"
-    assert {"<image>", "<img>", "</img>", "<IMG_CONTEXT>"} <= set(one.words)
+    assert one.normalize_placeholders("see <image> and <IMG_CONTEXT>") == "see <IMG_CONTEXT> and <IMG_CONTEXT>"
+    assert {"<image>", "<img>", "</img>", "<IMG_CONTEXT>"} <= set(one.reserved_texts)
     grid = one.prepare(picture(100, 100)).grid
-    ids, spans = one.place([93, 7, 93], [grid, grid])
+    ids, spans = one.expand_placeholders([93, 7, 93], [grid, grid])
     assert spans == [(1, 256), (260, 256)]
     assert (ids[0], ids[257], ids[258], ids[259]) == (91, 92, 7, 91)
 
 
 def test_phi3s_pictures_are_numbered() -> None:
     one = eyes("phi-3-vision")
-    assert [one.marker(1), one.marker(12)] == ["<|image_1|>", "<|image_12|>"]
-    assert one.spelled("<|image_1|> and <|image_2|>?") == "<|image|> and <|image|>?"
-    assert one.spelled("none") == "none"
+    assert [one.placeholder_text(1), one.placeholder_text(12)] == ["<|image_1|>", "<|image_12|>"]
+    assert one.normalize_placeholders("<|image_1|> and <|image_2|>?") == "<|image|> and <|image|>?"
+    assert one.normalize_placeholders("none") == "none"
     for wrong in ("<|image_2|>", "<|image_1|><|image_1|>", "<|image_0|>", "<|image_2|><|image_1|>"):
         with pytest.raises(InputError, match=r"picture \d is marked '<\|image_\d\|>': they are numbered in order"):
-            one.spelled(wrong)
-    assert any(word in "so <|image_7|>" for word in one.words), "users can't write one"
+            one.normalize_placeholders(wrong)
+    assert any(word in "so <|image_7|>" for word in one.reserved_texts), "users can't write one"
 
 
 def test_paligemmas_pictures_lead() -> None:
     one: Any = eyes("paligemma2-10b")
     grid = one.prepare(picture(50, 80)).grid
     for given in ([2, 90, 5, 6], [90, 2, 5, 6], [2, 5, 90, 6], [2, 90, 5, 6, 10]):
-        ids, spans = one.place(given, [grid])
+        ids, spans = one.expand_placeholders(given, [grid])
         assert spans == [(0, 256)]
         assert ids == [90] * 256 + [2, 5, 6, 10]
-    ids, spans = one.place([2, 90, 90, 5], [grid, grid])
+    ids, spans = one.expand_placeholders([2, 90, 90, 5], [grid, grid])
     assert spans == [(0, 256), (256, 256)]
     assert ids[512:] == [2, 5, 10]
 
 
 def test_what_pictures_depend_on_is_told() -> None:
-    assert len({eyes(name).settings for name in TEXTS}) == len(TEXTS)
-    other = read_preparation({**PREPARED["llava-onevision-7b"], "resample": 2}, eyes("llava-onevision-7b").how.tiling,
+    assert len({eyes(name).cache_settings for name in TEXTS}) == len(TEXTS)
+    other = read_image_preprocessor({**PREPROCESSOR_CONFIGS["llava-onevision-7b"], "resample": 2},
+    eyes("llava-onevision-7b").preprocessor.tiling,
                              (0.5, 0.5, 0.5))  # fmt: skip
     placeholder = read_placeholder("llava", WORDS.get)
-    assert FamilyEyes(other, placeholder, PIECES.__getitem__).settings != eyes("llava-onevision-7b").settings
+    assert (
+        ModelImageProcessor(other, placeholder, PIECES.__getitem__).cache_settings
+        != eyes("llava-onevision-7b").cache_settings
+    )
 
 
 # Placeholders
@@ -263,27 +281,31 @@ def test_what_pictures_depend_on_is_told() -> None:
 
 def test_marks_in_order_and_by_number() -> None:
     llava, phi3 = (read_placeholder(kind, WORDS.get) for kind in ("llava", "phi3"))
-    assert llava.found("a<image>b<image>") == [(1, 8, 0), (9, 16, 1)]
-    assert llava.found("a<|image_1|>") == []
+    assert llava.find_markers("a<image>b<image>") == [(1, 8, 0), (9, 16, 1)]
+    assert llava.find_markers("a<|image_1|>") == []
     text = "<|image_2|>\n<|image_1|> and <|image_12|> but <|image_|> <|image_x|>"
-    assert [text[begin:end] for begin, end, _ in phi3.found(text)] == ["<|image_2|>", "<|image_1|>", "<|image_12|>"]
-    assert [number for _, _, number in phi3.found(text)] == [1, 0, 11]
-    assert phi3.found(f"<|image_{'1' * 7}|>") == [], "numbers are short"
+    assert [text[begin:end] for begin, end, _ in phi3.find_markers(text)] == [
+        "<|image_2|>",
+        "<|image_1|>",
+        "<|image_12|>",
+    ]
+    assert [number for _, _, number in phi3.find_markers(text)] == [1, 0, 11]
+    assert phi3.find_markers(f"<|image_{'1' * 7}|>") == [], "numbers are short"
     intern = read_placeholder("internvl", WORDS.get)
-    assert intern.found("<image>\n<IMG_CONTEXT>") == [(0, 7, 0), (8, 21, 1)]
+    assert intern.find_markers("<image>\n<IMG_CONTEXT>") == [(0, 7, 0), (8, 21, 1)]
 
 
 def test_spread() -> None:
     intern = read_placeholder("internvl", WORDS.get)
-    ids, places = spread([[1, 1], [], [3]], [2, 1], intern)
+    ids, places = expand_text([[1, 1], [], [3]], [2, 1], intern)
     assert ids == [1, 1, 91, 93, 93, 92, 91, 93, 92, 3]
     assert places == [3, 7]
-    assert spread([[4]], [], intern) == ([4], [])
+    assert expand_text([[4]], [], intern) == ([4], [])
     with pytest.raises(AssertionError):
-        spread([[4]], [1], intern)
+        expand_text([[4]], [1], intern)
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", PLACEHOLDERS)
 def test_a_tokenizer_without_them(kind: str) -> None:
     with pytest.raises(StartupError, match="tokenizer has no"):
         read_placeholder(kind, lambda text: None)

@@ -9,23 +9,34 @@ from bisect import bisect_left
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
-from quire.config import IN_PAGES, EngineConfig
-from quire.control.memory.answers import LATER, Account, Admitted, Later, Placement, Sharing, TypeUsage, Usage
-from quire.control.memory.demands import check_eyes, check_states
-from quire.control.memory.layout import Size
+from quire.config import PAGE_TABLE_MEMORIES, EngineConfig
+from quire.control.memory.answers import DEFERRED, Account, Admission, Deferred, Placement, Sharing, TypeUsage, Usage
+from quire.control.memory.demands import check_states, check_vision
+from quire.control.memory.layout import MemorySize
 from quire.control.memory.paged import PagedMemory
-from quire.control.memory.prefix import Prefixes
-from quire.control.memory.reserved import RULES, ReservedMemory
+from quire.control.memory.prefix import PrefixCache
+from quire.control.memory.reserved import RESERVATION_RULES, ReservedMemory
 from quire.control.memory.virtual import VirtualMemory
 from quire.control.request import Sequence
 from quire.errors import StartupError
-from quire.vocabulary.media import Medium
-from quire.vocabulary.plan import Journal
-from quire.vocabulary.specs import Geometry, ModelSpec
+from quire.vocabulary.media import ImageItem
+from quire.vocabulary.plan import PageOps
+from quire.vocabulary.specs import KVCacheConfig, ModelSpec
 
 __all__ = [
-    "LATER", "Account", "Admitted", "KVMemory", "Later", "Placement", "Prefixes", "Sharing", "Size", "TypeUsage",
-    "Usage", "build_memory", "longest",
+    "DEFERRED",
+    "Account",
+    "Admission",
+    "Deferred",
+    "KVMemory",
+    "MemorySize",
+    "Placement",
+    "PrefixCache",
+    "Sharing",
+    "TypeUsage",
+    "Usage",
+    "build_memory",
+    "max_seq_len",
 ]  # fmt: skip
 
 
@@ -33,20 +44,21 @@ class KVMemory(Protocol):
     """The interface of every memory. Shortage is a return value, and a call that reports it has changed nothing.
 
     Lengths are in tokens. `free` and `fork` take quiet sequences only. Deterministic: the same calls give the same
-    placements and journal. `prefixes` is None where none is shared.
+    placements and journal. `prefix_cache` is None where none is shared.
     """
 
-    geometry: Geometry
+    kv_config: KVCacheConfig
 
     @property
-    def prefixes(self) -> Prefixes | None: ...
+    def prefix_cache(self) -> PrefixCache | None: ...
 
-    def fits(self, lengths: Seq[int], shared: int = 0, media: Seq[Medium] = ()) -> bool:
-        """Could sequences of these lengths, with a common prefix of `shared` tokens and these pictures in it, be held
+    def fits(self, lengths: Seq[int], shared_prefix_len: int = 0, images: Seq[ImageItem] = ()) -> bool:
+        """Could sequences of these lengths, with a common prefix of `shared_prefix_len` tokens and these pictures in
+        it, be held
         at once if the memory were otherwise idle?"""
         ...
 
-    def admit(self, seqs: Seq[Sequence], budget: int) -> list[Admitted] | Later | None:
+    def admit(self, seqs: Seq[Sequence], budget: int) -> list[Admission] | Deferred | None:
         """Birth of all live sequences of a request: reuse prefixes that are there, and what these sequences have in
         common, and make room for up to `budget` more tokens of one sequence, for all tokens of several. At least one
         token of each is left to compute. None: no room, and trying again is of use only once something left. LATER: the
@@ -57,15 +69,15 @@ class KVMemory(Protocol):
         """Make tokens [seq.planned, length) writable and private to the sequence. Monotone and idempotent."""
         ...
 
-    def encode(self, seq: Sequence, length: int, parts: int) -> tuple[int, int]:
+    def plan_encoding(self, seq: Sequence, length: int, max_parts: int) -> tuple[int, int]:
         """Go on encoding the pictures that tokens [seq.planned, length) need, for which `grow` has made room, with at
-        most `parts` parts; where nothing keeps them, whole pictures, and the first one of a step whatever it has.
+        most `max_parts` parts; where nothing keeps them, whole pictures, and the first one of a step whatever it has.
         Returns how far the tokens can be computed, if a journal taken next comes first, and how many parts that one
         will have encoded."""
         ...
 
-    def unencode(self) -> None:
-        """Take back what `encode` said since the last journal: the step that it was for isn't done."""
+    def undo_encoding(self) -> None:
+        """Take back what `plan_encoding` said since the last journal: the step that it was for isn't done."""
         ...
 
     def commit(self, seq: Sequence) -> None:
@@ -88,7 +100,7 @@ class KVMemory(Protocol):
         """Bring back sequences that were swapped out together, into new slots. False while memory is short."""
         ...
 
-    def held(self, seqs: Seq[Sequence]) -> tuple[int, int]:
+    def count_held(self, seqs: Seq[Sequence]) -> tuple[int, int]:
         """Bytes of the pages that these sequences hold, a shared one counted once, and the tokens in them."""
         ...
 
@@ -96,15 +108,15 @@ class KVMemory(Protocol):
         """The dense index (from 1) of a resident sequence; 0 is scratch."""
         ...
 
-    def take_journal(self) -> tuple[Journal, Journal]:
+    def take_page_ops(self) -> tuple[PageOps, PageOps]:
         """Effects since the last call: before the step's writes, and while it computes."""
         ...
 
-    def renew(self) -> None:
+    def discard_contents(self) -> None:
         """The runner's pages are new ones, in which nothing lies. No sequence is in memory, nor a registered prefix."""
         ...
 
-    def place(self, seq: Sequence) -> Placement:
+    def get_placement(self, seq: Sequence) -> Placement:
         """What the replayed tables must equal. For tests; never called in a step."""
         ...
 
@@ -117,17 +129,17 @@ class KVMemory(Protocol):
         ...
 
 
-def build_memory(config: EngineConfig, spec: ModelSpec, size: Size, model_id: str = "") -> KVMemory:
+def build_memory(config: EngineConfig, spec: ModelSpec, size: MemorySize, model_id: str = "") -> KVMemory:
     """The memory that `config.memory` names, of `size`; what the config doesn't size is sized as for a CPU.
     StartupError if it has no room for the longest sequence, where it reserves, or beside the registered prefixes."""
-    config = config.sized("cpu")
-    if spec.least_budget:
-        _check_budgets(config, spec)
-    if spec.stateful:
+    config = config.with_device_defaults("cpu")
+    if spec.min_budget:
+        _check_prompt_pruning(config, spec)
+    if spec.state_layers:
         check_states(config, spec)
     if spec.vision is not None:
-        check_eyes(config, spec, size.itemsize)
-    if config.memory not in RULES:
+        check_vision(config, spec, size.itemsize)
+    if config.memory not in RESERVATION_RULES:
         kind = VirtualMemory if config.memory == "virtual" else PagedMemory
         paged = kind.build(config, spec, size, model_id)
         if config.prefix_tokens and not paged.fits([min(2, size.max_len)]):
@@ -145,10 +157,10 @@ def build_memory(config: EngineConfig, spec: ModelSpec, size: Size, model_id: st
     return memory
 
 
-def _check_budgets(config: EngineConfig, spec: ModelSpec) -> None:
+def _check_prompt_pruning(config: EngineConfig, spec: ModelSpec) -> None:
     """StartupError where layers keep a part of each prompt and the settings are for layers that keep all."""
     assert config.max_num_batched_tokens is not None, "a sized config"
-    queries = spec.selection.queries
+    queries = spec.selection.observation_window
     if config.max_num_batched_tokens < queries:
         raise StartupError(
             f"--max-num-batched-tokens is {config.max_num_batched_tokens}, and the model's layers need the last "
@@ -167,10 +179,10 @@ def _check_budgets(config: EngineConfig, spec: ModelSpec) -> None:
         )
 
 
-def longest(config: EngineConfig, spec: ModelSpec, size: Size) -> int:
+def max_seq_len(config: EngineConfig, spec: ModelSpec, size: MemorySize) -> int:
     """Tokens of the longest sequence, of up to `size.max_len`, that a memory of `size` holds: what `fits` says, which
     is asked of requests too. What isn't known before it is built is bounded by the tokens that every layer holds."""
-    if size.tokens >= size.max_len or config.memory not in IN_PAGES:
+    if size.tokens >= size.max_len or config.memory not in PAGE_TABLE_MEMORIES:
         return min(size.tokens, size.max_len)
     memory = build_memory(config, spec, size)
     return bisect_left(range(1, size.max_len + 1), True, key=lambda length: not memory.fits([length]))

@@ -9,21 +9,21 @@ from typing import NamedTuple
 from quire.control.request import Sequence
 
 
-class Admitted(NamedTuple):
-    """A sequence came in. Its first `reused` tokens needn't be computed: they have been; or, if it names one, a
-    sequence `after` computes what is missing of them, and its rows must come first."""
+class Admission(NamedTuple):
+    """A sequence came in. Its first `reused_tokens` tokens needn't be computed: they have been; or, if it names one, a
+    sequence `depends_on` computes what is missing of them, and its rows must come first."""
 
-    reused: int
-    after: Sequence | None = None
+    reused_tokens: int
+    depends_on: Sequence | None = None
 
 
-class Later(Enum):
+class Deferred(Enum):
     """Not in this step, though there may be room: what could be shared is being computed for another."""
 
-    LATER = "later"
+    DEFERRED = "later"
 
 
-LATER = Later.LATER
+DEFERRED = Deferred.DEFERRED
 
 
 class Placement(NamedTuple):
@@ -84,7 +84,7 @@ class TypeUsage(NamedTuple):
     cached: int
 
 
-class LargeCounts(NamedTuple):
+class LargePageStats(NamedTuple):
     """Large pages (Jenga §4): free ones, those bound to groups, a group, and what happened to them from the start."""
 
     free: int

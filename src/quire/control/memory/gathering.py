@@ -5,19 +5,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from quire.control.memory.large import LargePages
-from quire.control.memory.pages import Ledger
-from quire.control.memory.part import Part
+from quire.control.memory.large import TwoLevelPagePool
+from quire.control.memory.pages import PagePool
+from quire.control.memory.part import PoolView
 
 
-def gather(pages: Ledger | LargePages | Part, group: int, used: Iterable[int]) -> dict[int, int]:
+def compact(page_pool: PagePool | TwoLevelPagePool | PoolView, group: int, used: Iterable[int]) -> dict[int, int]:
     """Move these pages, all that are used of a group, into as few large pages as they fill: the fullest ones. Returns
     where their content has to follow to: pages that were empty, or are now."""
-    if isinstance(pages, Part):  # while others hold pages there may be no step soon, and they would take what is left
-        return {} if pages.elsewhere else gather(pages.ledger, pages.own[group], used)
-    if isinstance(pages, Ledger):
+    if isinstance(
+        page_pool, PoolView
+    ):  # while others hold pages there may be no step soon, and they would take what is left
+        return {} if page_pool.other_used_bytes else compact(page_pool.page_pool, page_pool.group_range[group], used)
+    if isinstance(page_pool, PagePool):
         return {}
-    ratio = pages.ratios[group]
+    ratio = page_pool.small_pages_per_large[group]
     homes: dict[int, list[int]] = {}
     for page in used:
         homes.setdefault(page // ratio, []).append(page)
@@ -27,27 +29,27 @@ def gather(pages: Ledger | LargePages | Part, group: int, used: Iterable[int]) -
     room: list[int] = []
     for home in fullest[:kept]:
         for page in range(home * ratio, home * ratio + ratio):
-            if len(room) < len(left) and not pages.names(group, page):
-                if not pages.is_empty(group, page):
-                    pages.evict(group, page)
+            if len(room) < len(left) and not page_pool.ref_count(group, page):
+                if not page_pool.is_empty(group, page):
+                    page_pool.evict(group, page)
                 room.append(page)
     for old, new in zip(left, room):
-        _move(pages, group, old, new)
+        _move_page(page_pool, group, old, new)
     return dict(zip(left, room))
 
 
-def _move(pages: LargePages, group: int, old: int, new: int) -> None:
+def _move_page(page_pool: TwoLevelPagePool, group: int, old: int, new: int) -> None:
     """An empty page of an active large page takes the place of a used one."""
-    home = new // pages.ratios[group]
-    times, key = pages.names(group, old), pages.keys[group][old]
-    pages.refs[group][new] = times
-    pages.used[group] += 1
-    pages.busy[home] += 1
-    pages.holes[home] -= 1
-    if not pages.holes[home]:
-        pages.partial[group].remove(home)
+    home = new // page_pool.small_pages_per_large[group]
+    times, key = page_pool.ref_count(group, old), page_pool.keys[group][old]
+    page_pool.refs[group][new] = times
+    page_pool.used[group] += 1
+    page_pool.used_small[home] += 1
+    page_pool.empty_small[home] -= 1
+    if not page_pool.empty_small[home]:
+        page_pool.partial[group].remove(home)
     if key is not None:
-        pages.keys[group][old] = None
-        del pages.index[group][key]
-        pages.publish(group, new, key)
-    pages.release(group, [old] * times)
+        page_pool.keys[group][old] = None
+        del page_pool.index[group][key]
+        page_pool.publish(group, new, key)
+    page_pool.decref(group, [old] * times)

@@ -10,49 +10,49 @@ from collections import OrderedDict
 from collections.abc import Iterator
 
 
-class Partial:
-    """`owner` is the request of each large page, by its number, as far as there is one."""
+class PartialPages:
+    """`owner_of` is the request of each large page, by its number, as far as there is one."""
 
-    __slots__ = ("by", "living", "owner")
+    __slots__ = ("by_owner", "live_owners", "owner_of")
 
-    def __init__(self, count: int) -> None:
-        self.owner: list[int | None] = [None] * count
-        self.living: set[int] = set()
-        self.by: OrderedDict[int | None, OrderedDict[int, None]] = OrderedDict()  # none of them empty
+    def __init__(self, num_large: int) -> None:
+        self.owner_of: list[int | None] = [None] * num_large
+        self.live_owners: set[int] = set()
+        self.by_owner: OrderedDict[int | None, OrderedDict[int, None]] = OrderedDict()  # none of them empty
 
-    def add(self, home: int) -> None:
+    def add(self, large_page: int) -> None:
         """This large page has empty pages, perhaps since before."""
-        owner = self.owner[home]
-        if owner is not None and owner not in self.living:
-            owner = self.owner[home] = None
-        found = self.by.get(owner)
+        owner = self.owner_of[large_page]
+        if owner is not None and owner not in self.live_owners:
+            owner = self.owner_of[large_page] = None
+        found = self.by_owner.get(owner)
         if found is None:
-            found = self.by[owner] = OrderedDict()
-        found[home] = None
+            found = self.by_owner[owner] = OrderedDict()
+        found[large_page] = None
 
-    def remove(self, home: int) -> None:
+    def remove(self, large_page: int) -> None:
         """It has none left, or isn't active any more; perhaps it wasn't here."""
-        owner = self.owner[home]
-        found = self.by.get(owner)
-        if found is not None and home in found:
-            del found[home]
+        owner = self.owner_of[large_page]
+        found = self.by_owner.get(owner)
+        if found is not None and large_page in found:
+            del found[large_page]
             if not found:
-                del self.by[owner]
+                del self.by_owner[owner]
 
-    def first(self, owner: int | None) -> int:
+    def first_of(self, owner: int | None) -> int:
         """One of this owner's; 0 if there is none."""
-        found = self.by.get(owner)
+        found = self.by_owner.get(owner)
         return next(iter(found)) if found else 0
 
-    def any(self) -> int:
+    def first_of_any(self) -> int:
         """One of any owner's; 0 if there is none."""
-        return next((next(iter(found)) for found in self.by.values()), 0)
+        return next((next(iter(found)) for found in self.by_owner.values()), 0)
 
-    def leave(self, owner: int) -> None:
+    def remove_owner(self, owner: int) -> None:
         """The request has left."""
-        self.living.discard(owner)
-        for home in self.by.pop(owner, ()):
+        self.live_owners.discard(owner)
+        for home in self.by_owner.pop(owner, ()):
             self.add(home)
 
     def __iter__(self) -> Iterator[tuple[int | None, int]]:
-        return ((owner, home) for owner, found in self.by.items() for home in found)
+        return ((owner, home) for owner, found in self.by_owner.items() for home in found)

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from quire.control.request import Sequence
 from quire.errors import StartupError
-from quire.vocabulary.media import Medium
-from quire.vocabulary.specs import Group
+from quire.vocabulary.media import ImageItem
+from quire.vocabulary.specs import KVCacheGroup
 
 FAR = 2**40  # tokens: further than any sequence gets
 
@@ -30,7 +30,7 @@ class FullPolicy:
     shrinks = False  # whether a prompt's pages change once more, and some go, when its last token is computed
     media = False  # whether the pages are of a sequence's pictures, see MediaPolicy
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: KVCacheGroup) -> None:
         self.group = group
 
     @property
@@ -52,11 +52,11 @@ class FullPolicy:
     def reads(self, seq: Sequence | None, start: int, end: int) -> range:
         """The pages that computing tokens [start, end) looks at, those that it changes among them. Later tokens never
         read earlier pages again."""
-        return range(self.group.pages(end))
+        return range(self.group.num_pages(end))
 
     def writes(self, seq: Sequence | None, start: int, end: int) -> range:
         """The pages that it changes: they must belong to this sequence alone."""
-        return range(self.group.whole(start), self.group.pages(end))
+        return range(self.group.num_full_pages(start), self.group.num_pages(end))
 
     def gone(self, seq: Sequence) -> int:
         """Tokens of its prompt that have no place any more once all of them are computed."""
@@ -64,7 +64,7 @@ class FullPolicy:
 
     def room(self, seq: Sequence, pages: int) -> int:
         """Tokens, of those that have a place, that can be computed in the first `pages` pages."""
-        return self.group.until(pages)
+        return self.group.tokens_in_pages(pages)
 
     def keeps(self, seq: Sequence, page: int) -> bool:
         """Whether a page that is full is worth finding again."""
@@ -73,12 +73,12 @@ class FullPolicy:
     def required(self, seq: Sequence | None, hit: int) -> range:
         """The pages that must be there for a prefix of `hit` tokens to be used."""
         reads = self.reads(seq, hit, hit + 1)
-        stop = min(self.group.pages(hit), reads.stop)
+        stop = min(self.group.num_pages(hit), reads.stop)
         return range(min(reads.start, stop), stop)
 
     def needed(self, first: int, last: int) -> range:
         """The pages that prefixes need which end at `first` or behind it, and at `last` at most."""
-        return range(self.reads(None, first, first + 1).start, self.group.pages(last))
+        return range(self.reads(None, first, first + 1).start, self.group.num_pages(last))
 
 
 class WindowPolicy(FullPolicy):
@@ -86,7 +86,7 @@ class WindowPolicy(FullPolicy):
 
     def reads(self, seq: Sequence | None, start: int, end: int) -> range:
         assert self.group.window is not None, "a window has a length"
-        return range(self.group.whole(self.group.oldest(start)), self.group.pages(end))
+        return range(self.group.num_full_pages(self.group.first_visible(start)), self.group.num_pages(end))
 
 
 class ChunkedPolicy(FullPolicy):
@@ -96,15 +96,15 @@ class ChunkedPolicy(FullPolicy):
     @property
     def border(self) -> int:
         assert self.group.chunk is not None, "a chunk has a length"
-        return self.group.whole(math.lcm(self.group.chunk, self.group.run_tokens))
+        return self.group.num_full_pages(math.lcm(self.group.chunk, self.group.run_tokens))
 
     def reads(self, seq: Sequence | None, start: int, end: int) -> range:
         assert self.group.chunk is not None, "a chunk has a length"
-        return range(self.group.whole(self.group.oldest(start)), self.group.pages(end))
+        return range(self.group.num_full_pages(self.group.first_visible(start)), self.group.num_pages(end))
 
     def starts(self) -> range:
         assert self.group.chunk is not None, "a chunk has a length"
-        first = self.group.oldest(FAR) + self.group.chunk - 1  # a chunk's last token: all of the chunk is held
+        first = self.group.first_visible(FAR) + self.group.chunk - 1  # a chunk's last token: all of the chunk is held
         return range(first, first + self.group.chunk * self.group.run_tokens, self.group.chunk)
 
 
@@ -127,7 +127,7 @@ class BudgetPolicy(FullPolicy):
         if seq is None:
             return super().reads(seq, start, end)
         left = end - self.gone(seq)
-        return range(self.group.pages(left if start >= seq.prompt_len else max(left, min(end, seq.prompt_len))))
+        return range(self.group.num_pages(left if start >= seq.prompt_len else max(left, min(end, seq.prompt_len))))
 
     def writes(self, seq: Sequence | None, start: int, end: int) -> range:
         gone = 0 if seq is None else self.gone(seq)
@@ -147,18 +147,18 @@ class UniformPolicy(FullPolicy):
         gone = 0 if seq is None or end < seq.prompt_len else max(seq.prompt_len - self.group.budget, 0)
         if seq is not None and gone and start < seq.prompt_len:
             return self.reads(seq, start, end)
-        return range(self.group.whole(start - gone), self.group.pages(end))
+        return range(self.group.num_full_pages(start - gone), self.group.num_pages(end))
 
 
-class Span(NamedTuple):
+class ImageSpan(NamedTuple):
     """A picture, and its pages in a table: from the first one up to `stop`."""
 
-    medium: Medium
+    image: ImageItem
     first: int
     stop: int
 
 
-class MediaPolicy(FullPolicy):
+class ImagePolicy(FullPolicy):
     """Rows that the pictures of a sequence are encoded to: pages of each picture's own, one picture's behind another's.
     They come all at once when a token needs one, found by the picture's key or encoded, and no token changes them. No
     prefix requires them: a picture that isn't found costs an encoder run. Of any sequence (None) there is none."""
@@ -169,37 +169,37 @@ class MediaPolicy(FullPolicy):
     def unit(self) -> int:
         return 0
 
-    def spans(self, seq: Sequence) -> Iterator[Span]:
+    def image_spans(self, seq: Sequence) -> Iterator[ImageSpan]:
         """Where the pages of its pictures are."""
         first = 0
-        for medium in seq.media:
-            stop = first + self.group.pages(medium.rows)
-            yield Span(medium, first, stop)
+        for medium in seq.images:
+            stop = first + self.group.num_pages(medium.num_embeds)
+            yield ImageSpan(medium, first, stop)
             first = stop
 
-    def begin(self, spans: list[Span], start: int) -> int:
+    def first_needed_page(self, spans: list[ImageSpan], start: int) -> int:
         """The first page that a token from `start` on needs, of pictures some of which begin behind it."""
         raise NotImplementedError
 
     def reads(self, seq: Sequence | None, start: int, end: int) -> range:
-        if seq is None or not seq.media:
+        if seq is None or not seq.images:
             return range(0)
-        spans = [span for span in self.spans(seq) if span.medium.start < end]
-        return range(self.begin(spans, start), spans[-1].stop) if spans else range(0)
+        spans = [span for span in self.image_spans(seq) if span.image.start < end]
+        return range(self.first_needed_page(spans, start), spans[-1].stop) if spans else range(0)
 
     def writes(self, seq: Sequence | None, start: int, end: int) -> range:
         return range(0)
 
     def required(self, seq: Sequence | None, hit: int) -> range:
         """None. It begins where the picture does whose pages are needed next: all of these will be looked for."""
-        if seq is None or not seq.media:
+        if seq is None or not seq.images:
             return range(0)
         begin = self.reads(seq, hit, hit + 1).start
-        begin = next((span.first for span in self.spans(seq) if span.stop > begin), begin)
+        begin = next((span.first for span in self.image_spans(seq) if span.stop > begin), begin)
         return range(begin, begin)
 
     def room(self, seq: Sequence, pages: int) -> int:
-        spans = self.spans(seq)
+        spans = self.image_spans(seq)
         return next((m.start for m, _, stop in spans if stop > pages and m.start >= seq.planned), FAR)
 
     def next_drop(self, seq: Sequence) -> int:
@@ -207,49 +207,49 @@ class MediaPolicy(FullPolicy):
         raise NotImplementedError
 
 
-class CrossPolicy(MediaPolicy):
+class CrossPolicy(ImagePolicy):
     """Cross attention: a token sees the latest picture that begins before it or with it, and no other one."""
 
-    def begin(self, spans: list[Span], start: int) -> int:
-        return next((span.first for span in reversed(spans) if span.medium.start <= start), 0)
+    def first_needed_page(self, spans: list[ImageSpan], start: int) -> int:
+        return next((span.first for span in reversed(spans) if span.image.start <= start), 0)
 
     def next_drop(self, seq: Sequence) -> int:
-        return next((medium.start for medium in seq.media if medium.start > seq.computed), FAR)
+        return next((medium.start for medium in seq.images if medium.start > seq.computed), FAR)
 
 
-class VisionPolicy(MediaPolicy):
+class VisionPolicy(ImagePolicy):
     """Rows that take the places of a picture's tokens: each is read once, when its token is computed."""
 
-    def begin(self, spans: list[Span], start: int) -> int:
+    def first_needed_page(self, spans: list[ImageSpan], start: int) -> int:
         for medium, first, _ in spans:
             if medium.end > start:
-                return first + self.group.whole(max(start - medium.start, 0))
+                return first + self.group.num_full_pages(max(start - medium.start, 0))
         return spans[-1].stop
 
     def next_drop(self, seq: Sequence) -> int:
-        medium = next((medium for medium in seq.media if medium.end > seq.computed), None)
+        medium = next((medium for medium in seq.images if medium.end > seq.computed), None)
         if medium is None:
             return FAR
-        full = self.group.whole(max(seq.computed - medium.start, 0)) + 1
+        full = self.group.num_full_pages(max(seq.computed - medium.start, 0)) + 1
         return min(medium.end, medium.start + full * self.group.run_tokens)
 
 
-class HostPolicy(FullPolicy):
+class InlineImagePolicy(FullPolicy):
     """Full attention whose pages hold, until they are written, the rows of a picture: each those of the page before it
     (Jenga §6.2). So while a picture is computed a page behind its last token's is there."""
 
-    def _last(self, medium: Medium) -> int:
-        return (medium.end - 1) // self.group.run_tokens + 1
+    def _last_page(self, image: ImageItem) -> int:
+        return (image.end - 1) // self.group.run_tokens + 1
 
     def reads(self, seq: Sequence | None, start: int, end: int) -> range:
         pages = super().reads(seq, start, end)
-        if seq is None or not seq.media:
+        if seq is None or not seq.images:
             return pages
-        behind = [self._last(m) + 1 for m in seq.media if m.start < end and m.end > start]
+        behind = [self._last_page(m) + 1 for m in seq.images if m.start < end and m.end > start]
         return range(pages.start, max(pages.stop, *behind) if behind else pages.stop)
 
     def room(self, seq: Sequence, pages: int) -> int:
-        short = (m.start for m in seq.media if m.end > seq.planned and self._last(m) >= pages)
+        short = (m.start for m in seq.images if m.end > seq.planned and self._last_page(m) >= pages)
         return min(super().room(seq, pages), next(short, FAR))
 
 
@@ -259,24 +259,24 @@ class StatePolicy(FullPolicy):
     can end and computing start again (Jenga §5.3). The page of the latest token changes with every token."""
 
     def reads(self, seq: Sequence | None, start: int, end: int) -> range:
-        return range(self.group.whole(max(start - 1, 0)), self.group.pages(end))
+        return range(self.group.num_full_pages(max(start - 1, 0)), self.group.num_pages(end))
 
     def starts(self) -> range:
         first = -(-FAR // self.group.run_tokens) * self.group.run_tokens  # it goes on from the page before
         return range(first, first + 1)
 
     def needed(self, first: int, last: int) -> range:
-        return range(max(self.group.whole(first) - 1, 0), self.group.whole(last))
+        return range(max(self.group.num_full_pages(first) - 1, 0), self.group.num_full_pages(last))
 
 
 LayerPolicy = FullPolicy
-Policies = Mapping[str, Callable[[Group], LayerPolicy]]
+Policies = Mapping[str, Callable[[KVCacheGroup], LayerPolicy]]
 POLICIES: Policies = {
     "full": FullPolicy, "window": WindowPolicy, "chunked": ChunkedPolicy, "budget": BudgetPolicy,
     "uniform": UniformPolicy, "state": StatePolicy, "cross": CrossPolicy, "vision": VisionPolicy,
 }  # fmt: skip
 """By the kind of a group."""
-OFFERED = "quire.policies"
+ENTRY_POINT_GROUP = "quire.policies"
 """The group of entry points by which an installed package offers a policy, under the name of its kind."""
 
 
@@ -284,66 +284,71 @@ def policies_for(kinds: Iterable[str]) -> Policies:
     """Policies for groups of these kinds: ours, and of others those that installed packages offer. StartupError for a
     kind that nobody has a policy for."""
     missing = set(kinds) - set(POLICIES)
-    offered = {found.name: found for found in entry_points(group=OFFERED)} if missing else {}
+    offered = {found.name: found for found in entry_points(group=ENTRY_POINT_GROUP)} if missing else {}
     for kind in sorted(missing - set(offered)):
         raise StartupError(
             f"there is no policy for layers of the type {kind[:80]!r}",
-            f"Install the package that offers it, as an entry point of the group {OFFERED}",
+            f"Install the package that offers it, as an entry point of the group {ENTRY_POINT_GROUP}",
         )
     return {**POLICIES, **{kind: offered[kind].load() for kind in missing}}
 
 
-def forgets(policy: LayerPolicy) -> bool:
+def drops_pages(policy: LayerPolicy) -> bool:
     """Whether pages are dropped before the sequence's end."""
     return policy.shrinks or policy.reads(None, FAR, FAR + 1).start > 0
 
 
-def grows(policy: LayerPolicy) -> bool:
+def grows_with_length(policy: LayerPolicy) -> bool:
     """Whether a sequence needs more pages of the group as it gets longer, however long it is."""
     return policy.reads(None, 2 * FAR, 2 * FAR + 1).stop > policy.reads(None, FAR, FAR + 1).stop
 
 
-def most_at_once(policy: LayerPolicy, chunk: int, back: int = 0) -> int:
-    """The most pages that a sequence holds, however long it is, when it grows by up to `chunk` tokens a step and a step
-    may be planned before the one before it is confirmed, and pages are held `back` tokens longer than they are read."""
-    if not forgets(policy):
+def max_pages_at_once(policy: LayerPolicy, max_step_tokens: int, drop_delay: int = 0) -> int:
+    """The most pages that a sequence holds, however long it is, when it grows by up to `max_step_tokens` tokens a step
+    and a step
+    may be planned before the one before it is confirmed, and pages are held `drop_delay` tokens longer than they are
+    read."""
+    if not drops_pages(policy):
         return FAR
     return max(
-        policy.reads(None, start + chunk, start + 2 * chunk).stop
-        - policy.reads(None, start - back, start + chunk).start
+        policy.reads(None, start + max_step_tokens, start + 2 * max_step_tokens).stop
+        - policy.reads(None, start - drop_delay, start + max_step_tokens).start
         for start in policy.starts()
     )
 
 
-def faults(policy: LayerPolicy, chunk: int, most: int) -> Iterator[str]:
-    """What a policy says that can't be, of steps of one token and of `chunk` at places all along a table. `most` as
-    `most_at_once` says."""
+def find_contradictions(policy: LayerPolicy, max_step_tokens: int, max_pages: int) -> Iterator[str]:
+    """What a policy says that can't be, of steps of one token and of `max_step_tokens` at places all along a table.
+    `max_pages` as
+    `max_pages_at_once` says."""
     group = policy.group
-    longest = group.until(group.table_width)
+    longest = group.tokens_in_pages(group.table_width)
     spread = [int(64 * 1.2**i) + 1 for i in range(80)]
-    for start in (at for at in (*range(64), *spread, longest - chunk, longest - 1) if 0 <= at < longest):
-        for end in (start + 1, min(start + chunk, longest)):
+    for start in (at for at in (*range(64), *spread, longest - max_step_tokens, longest - 1) if 0 <= at < longest):
+        for end in (start + 1, min(start + max_step_tokens, longest)):
             reads, writes = policy.reads(None, start, end), policy.writes(None, start, end)
             later, needs = policy.reads(None, end, end + 1), policy.required(None, start)
             first, step = policy.reads(None, start, start + 1), f"tokens {start} to {end}"
             if not 0 <= reads.start <= reads.stop <= group.table_width:
-                yield f"reads {_said(reads)} for {step}, of a table of {group.table_width}"
+                yield f"reads {_format_range(reads)} for {step}, of a table of {group.table_width}"
             if writes and not (reads.start <= writes.start and writes.stop <= reads.stop):
-                yield f"writes {_said(writes)} for {step}, and reads {_said(reads)}"
-            if needs and not (first.start <= needs.start and needs.stop <= min(first.stop, group.pages(start))):
-                yield f"requires {_said(needs)} of a prefix of {start} tokens, and reads {_said(first)} behind it"
+                yield f"writes {_format_range(writes)} for {step}, and reads {_format_range(reads)}"
+            if needs and not (first.start <= needs.start and needs.stop <= min(first.stop, group.num_pages(start))):
+                read = _format_range(first)
+                yield f"requires {_format_range(needs)} of a prefix of {start} tokens, and reads {read} behind it"
             if later.start < reads.start:
-                yield f"reads {_said(later)} after {step}, and of these {_said(reads)} alone were left"
-            if later.stop - first.start > most:
-                yield f"holds {later.stop - first.start} pages in {step}, and {most} are the most by its `starts`"
-        if policy.border and (behind := policy.required(None, group.until(policy.border * (start + 1)))):
-            yield f"requires {_said(behind)} behind {start + 1} times its border of {policy.border} pages"
+                yield f"reads {_format_range(later)} after {step}, and of these {_format_range(reads)} alone were left"
+            if later.stop - first.start > max_pages:
+                yield f"holds {later.stop - first.start} pages in {step}, and {max_pages} are the most by its `starts`"
+        if policy.border and (behind := policy.required(None, group.tokens_in_pages(policy.border * (start + 1)))):
+            yield f"requires {_format_range(behind)} behind {start + 1} times its border of {policy.border} pages"
 
 
-def _said(pages: range) -> str:
+def _format_range(pages: range) -> str:
     return f"pages {pages.start} to {pages.stop}"
 
 
-def peak(policy: LayerPolicy, length: int, most: int, seq: Sequence | None = None) -> int:
-    """The most pages held at once by a sequence that grows to `length` tokens; `most` as `most_at_once` says."""
-    return min(policy.reads(seq, 0, length).stop, most)
+def peak_pages(policy: LayerPolicy, length: int, max_pages: int, seq: Sequence | None = None) -> int:
+    """The most pages held at once by a sequence that grows to `length` tokens; `max_pages` as `max_pages_at_once` "
+    "says."""
+    return min(policy.reads(seq, 0, length).stop, max_pages)

@@ -17,69 +17,70 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence as Seq
 
-from quire.control.memory.large import LargePages
-from quire.control.memory.pages import Ledger
-from quire.control.memory.part import Part
+from quire.control.memory.large import TwoLevelPagePool
+from quire.control.memory.pages import PagePool
+from quire.control.memory.part import PoolView
 from quire.control.memory.policies import LayerPolicy
-from quire.control.memory.tables import Resident, Tables
+from quire.control.memory.tables import SeqPages, Tables
 from quire.control.request import Sequence
 
-SLACK = 512  # tokens
-KNOWN = 4096  # windows that are remembered, a group
-HELD = 64  # the share of a window, at most, that is held longer than it is read
+DEFAULT_SLACK = 512  # tokens
+MAX_CACHED_WINDOWS = 4096  # windows that are remembered, a group
+DROP_DELAY_DIVISOR = 64  # the share of a window, at most, that is held longer than it is read
 
-Trail = deque[tuple[int, int, bytes]]
+RecentDrops = deque[tuple[int, int, bytes]]
 """Pages of a group that left a window less than `slack` tokens ago: (logical page, page, name), the oldest first."""
 
 
 class Retention:
-    """What a memory of these policies keeps of the pages that its sequences drop. `every` so many tokens, which should
-    be twice a window or more, the window of a prefix stays too; 0: only where `how` says."""
+    """What a memory of these policies keeps of the pages that its sequences drop. `every_tokens` so many tokens, which
+    should
+    be twice a window or more, the window of a prefix stays too; 0: only where `mode` says."""
 
     def __init__(
         self,
-        pages: Ledger | LargePages | Part,
+        page_pool: PagePool | TwoLevelPagePool | PoolView,
         policies: Seq[LayerPolicy],
-        how: str = "paper",
-        slack: int = SLACK,
-        every: int = 0,
+        mode: str = "paper",
+        slack: int = DEFAULT_SLACK,
+        every_tokens: int = 0,
     ) -> None:
-        self.pages, self.policies = pages, policies
-        self.trails, self.marks = how != "paper", how == "boundary"
-        self.slack, self.every = slack, every
+        self.page_pool, self.policies = page_pool, policies
+        self.tracks_drops, self.keeps_prefix_ends = mode != "paper", mode == "boundary"
+        self.slack, self.every_tokens = slack, every_tokens
         self.windows: list[dict[int, tuple[int, range]]] = [{} for _ in policies]  # by mark: asked at every drop
 
-    def back(self, policy: LayerPolicy) -> int:
+    def drop_delay(self, policy: LayerPolicy) -> int:
         """Tokens that a resident itself holds its pages longer than it reads them. A page that leaves a window while
         its sequence runs would else be evicted before all that the sequence still holds, and with it the prefix that
         others came for: the document, say, behind whose question the sequence is. It is a small part of a window, for
         it takes room from sequences."""
         window = policy.group.window
-        return min(self.slack, window // HELD) if window is not None and self.trails else 0
+        return min(self.slack, window // DROP_DELAY_DIVISOR) if window is not None and self.tracks_drops else 0
 
-    def left(
-        self, seq: Sequence, resident: Resident, group: int, first: int, pages: Seq[int], names: Seq[bytes]
+    def after_drop(
+        self, seq: Sequence, seq_pages: SeqPages, group: int, first: int, pages: Seq[int], page_keys: Seq[bytes]
     ) -> None:
         """Logical pages `first` and on of a resident, called so, were released: it reads them no more. Those that left
         `slack` tokens earlier are emptied, or stay for good."""
-        trail = resident.trails.get(group)
+        trail = seq_pages.recent_drops.get(group)
         if trail is None:
-            trail = resident.trails[group] = deque()
-        trail.extend(zip(range(first, first + len(pages)), pages, names))
+            trail = seq_pages.recent_drops[group] = deque()
+        trail.extend(zip(range(first, first + len(pages)), pages, page_keys))
         near = self.policies[group].needed(max(seq.computed - self.slack, 0), seq.computed).start
         if not trail or trail[0][0] >= near:
             return
-        kept = [self._window(group, mark) for mark in self._marks(seq, resident)]
+        kept = [self._window(group, mark) for mark in self._kept_prefix_ends(seq, seq_pages)]
         while trail and trail[0][0] < near:
             at, page, name = trail.popleft()
             if not any(at in window for window in kept) and self._is_cached(group, page, name):
-                self.pages.evict(group, page)
+                self.page_pool.evict(group, page)
 
-    def _marks(self, seq: Sequence, resident: Resident) -> list[int]:
+    def _kept_prefix_ends(self, seq: Sequence, seq_pages: SeqPages) -> list[int]:
         """Where prefixes end whose windows stay, in tokens."""
-        marks = [seq.prompt_len, *resident.marks] if self.marks else []
-        if self.every:
-            marks += range(self.every, seq.computed + self.every, self.every)
+        marks = [seq.prompt_len, *seq_pages.prefix_ends] if self.keeps_prefix_ends else []
+        if self.every_tokens:
+            marks += range(self.every_tokens, seq.computed + self.every_tokens, self.every_tokens)
         return marks
 
     def _window(self, group: int, mark: int) -> range:
@@ -89,23 +90,23 @@ class Retention:
             return known[1]
         policy, start = self.policies[group], max(mark - self.slack, 0)
         window = policy.needed(start, mark)
-        if len(self.windows[group]) >= KNOWN:
+        if len(self.windows[group]) >= MAX_CACHED_WINDOWS:
             self.windows[group].clear()
         self.windows[group][mark] = self.slack, window
         return window
 
-    def _is_cached(self, group: int, page: int, name: bytes) -> bool:
+    def _is_cached(self, group: int, page: int, page_key: bytes) -> bool:
         """The page holds what it did, and nobody uses it."""
-        return self.pages.find(group, name) == page and not self.pages.names(group, page)
+        return self.page_pool.find(group, page_key) == page and not self.page_pool.ref_count(group, page)
 
-    def renewed(self, resident: Resident) -> Tables:
+    def include_recent_drops(self, seq_pages: SeqPages) -> Tables:
         """The tables of a resident that is about to be released, and with them what left its windows a short while ago:
         the windows of prefixes of nearly its length. All of that was last used now (Jenga §5.1, balanced eviction)."""
-        tables = [list(table) for table in resident.tables] if resident.trails else resident.tables
-        for group, trail in resident.trails.items():
+        tables = [list(table) for table in seq_pages.tables] if seq_pages.recent_drops else seq_pages.tables
+        for group, trail in seq_pages.recent_drops.items():
             for at, page, name in trail:
                 if self._is_cached(group, page, name):
-                    self.pages.share(group, page)
+                    self.page_pool.incref(group, page)
                     tables[group][at] = page
-        resident.trails = {}
+        seq_pages.recent_drops = {}
         return tables

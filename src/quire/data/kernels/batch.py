@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.vocabulary.specs import Selection
+from quire.vocabulary.specs import SnapKVSelection
 
-At = TypeVar("At", int, np.ndarray, Tensor)
+PositionT = TypeVar("PositionT", int, np.ndarray, Tensor)
 """A position, or several."""
 
 
@@ -42,11 +42,11 @@ class LayerCache:
     group: int = 0
     window: int | None = None
     softcap: float | None = None
-    writes: bool = True
+    writes_kv: bool = True
     contiguous: bool = False
     chunk: int | None = None
     budget: int | None = None
-    selection: Selection = field(default_factory=Selection)
+    selection: SnapKVSelection = field(default_factory=SnapKVSelection)
 
     def __post_init__(self) -> None:
         assert self.keys.shape == self.values.shape, "as many values as keys"
@@ -55,11 +55,11 @@ class LayerCache:
         assert self.window is None or self.chunk is None, "a window or a chunk, not both"
 
     @property
-    def bounded(self) -> bool:
+    def is_local(self) -> bool:
         """Whether there are positions that a later token doesn't see."""
         return self.window is not None or self.chunk is not None
 
-    def oldest(self, position: At) -> At:
+    def first_visible(self, position: PositionT) -> PositionT:
         """The first position that a token at `position` sees, where that is bounded; it may be below 0."""
         if self.chunk is not None:
             return position - position % self.chunk
@@ -91,29 +91,29 @@ class LayerCache:
         return self.keys.stride(2)
 
     @cached_property
-    def unit(self) -> int:
+    def page_alignment(self) -> int:
         """Numbers that every page begins at a multiple of: what kernels are compiled for, so that they know how pages
-        are aligned, whatever `page_units` is."""
+        are aligned, whatever `page_stride_units` is."""
         return gcd(self.keys.stride(0), self.head_stride)
 
     @cached_property
-    def page_units(self) -> int:
+    def page_stride_units(self) -> int:
         """From a page to the next one, in units."""
-        return self.keys.stride(0) // self.unit
+        return self.keys.stride(0) // self.page_alignment
 
     @cached_property
-    def values_after(self) -> int | None:
+    def value_offset(self) -> int | None:
         """Numbers from a key to its value where both are in one buffer; None in two."""
         if self.keys.untyped_storage().data_ptr() != self.values.untyped_storage().data_ptr():
             return None
         return self.values.storage_offset() - self.keys.storage_offset()
 
     @cached_property
-    def head_rows(self) -> tuple[Tensor, Tensor] | None:
+    def head_page_rows(self) -> tuple[Tensor, Tensor] | None:
         """Keys and values as rows [*, page_tokens * head_dim] of one head's tokens in one page, from the first head of
         page 0 on; None where a page's tokens of one head don't follow one another, or rows would overlap."""
         size = self.page_tokens * self.head_dim
-        if self.token_stride != self.head_dim or self.unit % size:
+        if self.token_stride != self.head_dim or self.page_alignment % size:
             return None
         pages, heads = self.keys.shape[:2]
         count = ((pages - 1) * self.keys.stride(0) + (heads - 1) * self.head_stride) // size + 1
@@ -121,7 +121,7 @@ class LayerCache:
         return keys, values
 
     @cached_property
-    def kind(self) -> tuple[int | float | None, ...]:
+    def plan_key(self) -> tuple[int | float | None, ...]:
         """Layers of one kind have one plan a step: what a plan is made from is alike."""
         shape = self.heads, self.kv_heads, self.head_dim
         return self.group, *shape, self.softcap, self.window, self.chunk, self.budget
@@ -131,7 +131,7 @@ class LayerCache:
         return self.keys.dtype
 
     @cached_property
-    def rounded(self) -> bool:
+    def is_int8(self) -> bool:
         """Keys and values are in 8 bits."""
         return self.dtype == torch.int8
 
@@ -141,83 +141,93 @@ class LayerCache:
 
 
 @dataclass
-class Batch:
-    """T tokens of R rows. Device tensors: `tokens`, `positions` and `token_slots` are int64 [T]; `ends` [S] are the
+class ForwardBatch:
+    """T tokens of R rows. Device tensors: `tokens`, `positions` and `token_slots` are int64 [T]; `logits_indices` [S]
+    are the
     last tokens of the rows that sample. Host arrays, int64 [R]: `slots`, `starts`, `lengths`, and `offsets`, each row's
-    first token; `asked`, the rows that sample. `tables` are the groups' page tables [slots, logical pages] on the
-    device. `prompts`, where layers have budgets: the lengths of their prompts, of the rows [R] on the host, and of the
-    tokens [T]. `whole` [R], on the host, is true for prompts whose tokens see one another both ways: each of such a row
+    first token; `sampled_rows`, the rows that sample. `tables` are the groups' page tables [slots, logical pages] on
+    the
+    device. `prompt_lens`, where layers have budgets: the lengths of their prompts, of the rows [R] on the host, and of
+    the
+    tokens [T]. `bidirectional` [R], on the host, is true for prompts whose tokens see one another both ways: each of
+    such a row
     sees all positions up to the row's last one, whatever the layer's window (None: no row is).
     """
 
     tokens: Tensor
     positions: Tensor
     token_slots: Tensor
-    ends: Tensor
+    logits_indices: Tensor
     slots: np.ndarray
     starts: np.ndarray
     lengths: np.ndarray
     offsets: np.ndarray
-    asked: np.ndarray
+    sampled_rows: np.ndarray
     tables: Sequence[Tensor]
-    prompts: tuple[np.ndarray, Tensor] | None = None
-    whole: np.ndarray | None = None
-    _inside: dict[int, Batch] = field(default_factory=dict)
-    _places: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
+    prompt_lens: tuple[np.ndarray, Tensor] | None = None
+    bidirectional: np.ndarray | None = None
+    _per_budget: dict[int, ForwardBatch] = field(default_factory=dict)
+    _slot_mappings: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @property
     def device(self) -> torch.device:
         return self.tokens.device
 
-    def contexts(self, group: int) -> np.ndarray:
+    def context_lens(self, group: int) -> np.ndarray:
         """[R]: how many of the group's tokens a row's last one may see. Its sequence's, so far, in every group."""
         return self.starts + self.lengths
 
     @property
-    def both_ways(self) -> np.ndarray:
-        """[R]: `whole`, of any batch."""
-        return np.zeros(len(self.slots), dtype=np.bool_) if self.whole is None else self.whole
+    def bidirectional_mask(self) -> np.ndarray:
+        """[R]: `bidirectional`, of any batch."""
+        return np.zeros(len(self.slots), dtype=np.bool_) if self.bidirectional is None else self.bidirectional
 
-    def inside(self, cache: LayerCache) -> Batch:
+    def for_cache(self, cache: LayerCache) -> ForwardBatch:
         """The same batch, as its tokens lie in a cache: `positions` and `starts` count the tokens that are kept. Before
         the end of a prompt that is all of them."""
-        if self.prompts is None or cache.budget is None:
+        if self.prompt_lens is None or cache.budget is None:
             return self
-        found = self._inside.get(cache.budget)
+        found = self._per_budget.get(cache.budget)
         if found is None:
-            rows, tokens = self.prompts
+            rows, tokens = self.prompt_lens
             starts = self.starts - np.where(self.starts < rows, 0, np.maximum(rows - cache.budget, 0))
-            positions = self.positions - gone(self.positions, tokens, cache.budget)
-            found = replace(self, positions=positions, starts=starts, prompts=None, _inside={}, _places={})
-            self._inside[cache.budget] = found
+            positions = self.positions - num_evicted(self.positions, tokens, cache.budget)
+            found = replace(
+                self, positions=positions, starts=starts, prompt_lens=None, _per_budget={}, _slot_mappings={}
+            )
+            self._per_budget[cache.budget] = found
         return found
 
-    def narrowed(self) -> Batch:
+    def select_sampled(self) -> ForwardBatch:
         """The last tokens of the rows that sample alone, each a row of its own: what a model's last layer is asked for,
         once all keys and values are written. The first row's, if none samples."""
-        rows = self.asked if len(self.asked) else np.zeros(1, dtype=np.int64)
-        at = self.ends if len(self.asked) else self.ends.new_full((1,), int(self.lengths[0]) - 1)
+        rows = self.sampled_rows if len(self.sampled_rows) else np.zeros(1, dtype=np.int64)
+        at = (
+            self.logits_indices
+            if len(self.sampled_rows)
+            else self.logits_indices.new_full((1,), int(self.lengths[0]) - 1)
+        )
         count = len(rows)
-        return Batch(
+        return ForwardBatch(
             self.tokens.index_select(0, at), self.positions.index_select(0, at), self.token_slots.index_select(0, at),
             at, self.slots[rows], (self.starts + self.lengths)[rows] - 1, np.ones(count, dtype=np.int64),
             np.arange(count), np.arange(count), self.tables,
-            None if self.prompts is None else (self.prompts[0][rows], self.prompts[1].index_select(0, at)),
-            None if self.whole is None else self.whole[rows],
+            None if self.prompt_lens is None else (self.prompt_lens[0][rows], self.prompt_lens[1].index_select(0, at)),
+            None if self.bidirectional is None else self.bidirectional[rows],
         )  # fmt: skip
 
-    def places(self, cache: LayerCache) -> tuple[Tensor, Tensor]:
+    def slot_mapping(self, cache: LayerCache) -> tuple[Tensor, Tensor]:
         """[T] each: the page that a token's keys and values go to in this cache, and where in the page."""
         size = cache.page_tokens
-        found = self._places.get((cache.group, size))
+        found = self._slot_mappings.get((cache.group, size))
         if found is None:
             logical = torch.div(self.positions, size, rounding_mode="floor")
             found = self.tables[cache.group][self.token_slots, logical], self.positions % size
-            self._places[cache.group, size] = found
+            self._slot_mappings[cache.group, size] = found
         return found
 
 
-def gone(positions: Tensor, prompts: Tensor, budget: int) -> Tensor:
+def num_evicted(positions: Tensor, prompts: Tensor, budget: int) -> Tensor:
     """How many tokens before these positions a layer with a budget has let go of; `prompts` are the lengths of their
     sequences' prompts."""
     return (prompts - budget).clamp_(min=0).masked_fill_(positions < prompts, 0)

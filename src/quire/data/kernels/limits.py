@@ -3,32 +3,32 @@ Triton kernels take. The memory plan counts with these numbers. No torch here.""
 
 from __future__ import annotations
 
-TILE = 256
+QUERY_TILE = 256
 """Queries of one sequence that are computed together."""
 
 MAX_SCORES = 1 << 22
 """Numbers in one score matrix, all heads together."""
 
-SCORED_AT_ONCE = 256
+MAX_SCORED_POSITIONS = 256
 """Prompt positions whose logits over the vocabulary are held together."""
 
-PARTS_AT_ONCE = 8
+MAX_IMAGE_PARTS = 8
 """Parts of pictures that a tower encodes together."""
 
-MOST_GRAPH_ROWS = 1024
+MAX_GRAPH_ROWS = 1024
 """Rows of the largest decode step that is replayed as a CUDA graph."""
 
-MOST_GRAPH_TOKENS = 1024
+MAX_GRAPH_TOKENS = 1024
 """Tokens of the largest step with prompts that is replayed as CUDA graphs."""
 
-MOST_GROUP = 64
+MAX_GQA_GROUP = 64
 """Query heads of a key head, at most, in the Triton kernels."""
 
-MOST_HEAD_DIM = 256
+MAX_HEAD_DIM = 256
 """Numbers of a head, at most, there."""
 
-MOST_PARTS = 16
+MAX_CPU_SPLITS = 16
 """Parts of a context that a CPU's kernels attend to apart, at most."""
 
-MOST_ROWS = 2**31 - 1
+MAX_INDEX_ROWS = 2**31 - 1
 """Rows of a tensor that are named by their numbers."""

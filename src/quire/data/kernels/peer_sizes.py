@@ -5,21 +5,23 @@ bytes, and the memory plan counts them. They don't depend on the model. No torch
 from __future__ import annotations
 
 PROGRAMS = 256  # at most, two of them a multiprocessor; all of a launch run at a time on every GPU that has peers
-MOST = 8  # ranks
-REGION = 128 * 1024  # bytes of a program's exchange memory, of each of two turns
-FLAGS = PROGRAMS * 2 * MOST * 8  # bytes; by program, phase and rank
-WHOLE = FLAGS + PROGRAMS * 2 * REGION  # where the regions of what is sent whole begin
-BYTES = WHOLE + PROGRAMS * 2 * REGION  # of all that kernels send; what copy engines carry lies behind
-HEAD = 4096  # bytes of flags before the regions of rows that are carried
-CARRIED = 256 << 20  # bytes of such rows: each half holds 8,192 rows of 8,192 numbers
+MAX_PEERS = 8  # ranks
+REGION_BYTES = 128 * 1024  # bytes of a program's exchange memory, of each of two turns
+FLAG_BYTES = PROGRAMS * 2 * MAX_PEERS * 8  # bytes; by program, phase and rank
+ONE_SHOT_OFFSET = FLAG_BYTES + PROGRAMS * 2 * REGION_BYTES  # where the regions of what is sent whole begin
+KERNEL_BYTES = (
+    ONE_SHOT_OFFSET + PROGRAMS * 2 * REGION_BYTES
+)  # of all that kernels send; what copy engines carry lies behind
+COPY_FLAG_BYTES = 4096  # bytes of flags before the regions of rows that are carried
+COPY_BYTES = 256 << 20  # bytes of such rows: each half holds 8,192 rows of 8,192 numbers
 
 
-def carried_bytes(rows: int) -> int:
+def copy_region_bytes(rows: int) -> int:
     """Bytes behind BYTES whose regions hold together so many bytes of rows."""
-    return rows + HEAD if rows else 0
+    return rows + COPY_FLAG_BYTES if rows else 0
 
 
 def peer_bytes(ranks: int) -> int:
     """Bytes that each of so many ranks, of one stage, allocates where they reach each other's GPUs: none for one rank
     alone, nor of more than MOST, which don't meet this way."""
-    return BYTES + carried_bytes(CARRIED) if 1 < ranks <= MOST else 0
+    return KERNEL_BYTES + copy_region_bytes(COPY_BYTES) if 1 < ranks <= MAX_PEERS else 0

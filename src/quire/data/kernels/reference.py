@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.data.kernels.batch import Batch, LayerCache
-from quire.vocabulary.specs import Layout
+from quire.data.kernels.batch import ForwardBatch, LayerCache
+from quire.vocabulary.specs import KVCacheLayout
 
 
 def paged_attention(
@@ -62,24 +62,28 @@ def write_pages(keys: Tensor, values: Tensor, k: Tensor, v: Tensor, pages: Tenso
 class ReferenceBackend:
     """One query at a time, one page at a time. Any strides will do."""
 
-    needs = Layout.PAGED
-    views = False
-    rotates = False
+    layout = KVCacheLayout.PAGED
+    reads_contiguous = False
+    fuses_rope = False
 
-    def check(self, cache: LayerCache) -> None:
+    def check_cache(self, cache: LayerCache) -> None:
         """StartupError for a cache that it can't read: there is none."""
 
-    def plan(self, batch: Batch, cache: LayerCache, asked: Batch | None = None) -> tuple[Batch, Batch]:
-        return batch.inside(cache), (asked or batch).inside(cache)
+    def plan(
+        self, batch: ForwardBatch, cache: LayerCache, query_batch: ForwardBatch | None = None
+    ) -> tuple[ForwardBatch, ForwardBatch]:
+        return batch.for_cache(cache), (query_batch or batch).for_cache(cache)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: tuple[Batch, Batch]) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: tuple[ForwardBatch, ForwardBatch]
+    ) -> Tensor:
         """Write k and v [T, kv_heads, dim] to their pages, then attend: q [Q, heads, dim] -> [Q, heads, dim], with the
         queries of the tokens `asked` for, or all T."""
         batch, asked = plan
-        if cache.writes:
-            write_pages(cache.keys, cache.values, k, v, *batch.places(cache))
+        if cache.writes_kv:
+            write_pages(cache.keys, cache.values, k, v, *batch.slot_mapping(cache))
         tables = batch.tables[cache.group]
-        whole = np.repeat(asked.both_ways, asked.lengths)
+        whole = np.repeat(asked.bidirectional_mask, asked.lengths)
         last = np.where(whole, np.repeat(asked.starts + asked.lengths - 1, asked.lengths), asked.positions.cpu())
         bounds = [(None, None) if all_of_it else (cache.window, cache.chunk) for all_of_it in whole]
         return torch.stack(

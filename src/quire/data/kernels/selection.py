@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.data.kernels.batch import Batch, LayerCache
+from quire.data.kernels.batch import ForwardBatch, LayerCache
 from quire.data.kernels.limits import MAX_SCORES
 
 
-class End(NamedTuple):
+class PromptEnd(NamedTuple):
     """A row that computes the end of its sequence's prompt, of `prompt` tokens: `count` of them, the last one in front
     of the step's token `stop`."""
 
@@ -28,28 +28,28 @@ class End(NamedTuple):
     count: int
 
 
-def ends_of(batch: Batch) -> list[End]:
+def prompt_ends(batch: ForwardBatch) -> list[PromptEnd]:
     """The rows of a step that do."""
-    if batch.prompts is None:
+    if batch.prompt_lens is None:
         return []
-    prompts, stops = batch.prompts[0], batch.starts + batch.lengths
+    prompts, stops = batch.prompt_lens[0], batch.starts + batch.lengths
     rows = np.flatnonzero((batch.starts < prompts) & (stops >= prompts))
     counts = (prompts - batch.starts)[rows]
     ends = (batch.slots[rows], batch.offsets[rows] + counts, prompts[rows], counts)
-    return [End(*numbers) for numbers in zip(*(x.tolist() for x in ends))]
+    return [PromptEnd(*numbers) for numbers in zip(*(x.tolist() for x in ends))]
 
 
-def compress(q: Tensor, cache: LayerCache, tables: Tensor, ends: list[End]) -> None:
+def compress_prompts(q: Tensor, cache: LayerCache, tables: Tensor, ends: list[PromptEnd]) -> None:
     """Leave of these prompts what the layer keeps: its keys and values are all written, and q [T, heads, dim] are the
     step's queries as they were compared with them."""
-    queries = cache.selection.queries
+    queries = cache.selection.observation_window
     for slot, stop, prompt, count in ends:
         if cache.budget is not None and prompt > cache.budget:
             assert count >= queries, f"the last {queries} tokens of a prompt were computed in several steps"
-            _compress(q[stop - queries : stop], cache, tables[slot], prompt)
+            _compress_prompt(q[stop - queries : stop], cache, tables[slot], prompt)
 
 
-def _compress(q: Tensor, cache: LayerCache, table: Tensor, prompt: int) -> None:
+def _compress_prompt(q: Tensor, cache: LayerCache, table: Tensor, prompt: int) -> None:
     assert cache.budget is not None, "a layer that keeps all"
     size, shared = cache.page_tokens, cache.heads // cache.kv_heads
     pages = table[: -(-prompt // size)]
@@ -57,19 +57,19 @@ def _compress(q: Tensor, cache: LayerCache, table: Tensor, prompt: int) -> None:
     most = max(MAX_SCORES // (shared * len(q) * prompt), 1)  # key heads at once
     for head in range(0, cache.kv_heads, most):
         heads = slice(head, head + most)
-        keys, values = (_dense(x[pages, heads], prompt) for x in (cache.keys, cache.values))
+        keys, values = (_gather_tokens(x[pages, heads], prompt) for x in (cache.keys, cache.values))
         query = q[:, head * shared : (head + len(keys)) * shared]
-        kept = choose(query, keys, cache)[:, :, None].expand(-1, -1, cache.head_dim)
+        kept = select_positions(query, keys, cache)[:, :, None].expand(-1, -1, cache.head_dim)
         for there, found in ((cache.keys, keys), (cache.values, values)):
             there[pages[to // size], heads, to % size] = found.gather(1, kept).transpose(0, 1)
 
 
-def _dense(pages: Tensor, tokens: int) -> Tensor:
+def _gather_tokens(pages: Tensor, tokens: int) -> Tensor:
     """[pages, heads, page_tokens, dim] -> [heads, tokens, dim], a copy."""
     return pages.transpose(0, 1).flatten(1, 2)[:, :tokens]
 
 
-def choose(q: Tensor, keys: Tensor, cache: LayerCache) -> Tensor:
+def select_positions(q: Tensor, keys: Tensor, cache: LayerCache) -> Tensor:
     """The positions to keep, rising, a key head: q [queries, heads, dim] are the last queries of the prompt whose keys
     are [kv_heads, tokens, dim]. -> [kv_heads, budget]."""
     assert cache.budget is not None, "a layer that keeps all"
@@ -83,7 +83,7 @@ def choose(q: Tensor, keys: Tensor, cache: LayerCache) -> Tensor:
     later = torch.ones(last, last, dtype=torch.bool, device=q.device).triu_(1)
     scores[..., before:].masked_fill_(later, -torch.inf)
     votes = torch.softmax(scores, -1)[..., :before].mean((1, 2))
-    votes = F.avg_pool1d(votes, cache.selection.pool, stride=1, padding=cache.selection.pool // 2)
+    votes = F.avg_pool1d(votes, cache.selection.pooling_kernel, stride=1, padding=cache.selection.pooling_kernel // 2)
     order = votes.sort(dim=1, descending=True, stable=True).indices
     chosen = order[:, : cache.budget - last].sort(dim=1).values
     return torch.cat((chosen, torch.arange(before, tokens, device=q.device).expand(heads, -1)), 1)

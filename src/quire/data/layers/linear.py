@@ -15,24 +15,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quire.data.kernels.shapes import bound_programs, rounded
-from quire.data.layers.cut import Cut, cut_of
+from quire.data.kernels.shapes import limit_onednn_cache, round_up_bits
+from quire.data.layers.cut import ShardRange, as_shard_range
 
 if TYPE_CHECKING:
-    from quire.data.kernels.cpu.quantised import Numbers
-    from quire.data.layers.exchange import Sending
+    from quire.data.kernels.cpu.quantised import LowBitWeight
+    from quire.data.layers.exchange import OverlappedAllReduce
 
 # The row count that oneDNN lays the weight out for. On Zen 5, 1 costs fp32 a factor of 1.5 to 3 at 4 to 32 rows; the
 # other values (and all of them in bf16) are equal at every row count from 1 to 2048.
 ROWS_HINT = 32
-ROWS_BITS = 4  # an eighth more rows at most
+ROW_COUNT_BITS = 4  # an eighth more rows at most
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
 
 
 class Linear(nn.Module):
     """x [..., in_features] -> x weight^T + bias [..., out_features].
 
-    `out_features` may be a tuple: the rows of the projections stacked in this weight, kept in `parts`. A `weight` given
+    `out_features` may be a tuple: the rows of the projections stacked in this weight, kept in `output_sizes`. A
+    `weight` given
     is shared (a head tied to the embedding), not allocated.
 
     Where ranks share out a layer, it has a Cut of each projection's rows, or of the columns: then what it gives is one
@@ -45,60 +46,66 @@ class Linear(nn.Module):
 
     def __init__(
         self,
-        in_features: int | Cut,
-        out_features: int | Cut | tuple[int | Cut, ...],
+        in_features: int | ShardRange,
+        out_features: int | ShardRange | tuple[int | ShardRange, ...],
         bias: bool,
         dtype: torch.dtype,
         device: torch.device,
         weight: nn.Parameter | None = None,
     ) -> None:
         super().__init__()
-        self.columns = cut_of(in_features)
-        self.rows = tuple(map(cut_of, out_features if isinstance(out_features, tuple) else (out_features,)))
-        self.parts = tuple(cut.room for cut in self.rows)
-        rows, columns = sum(self.parts), self.columns.room
+        self.column_shard = as_shard_range(in_features)
+        self.row_shards = tuple(
+            map(as_shard_range, out_features if isinstance(out_features, tuple) else (out_features,))
+        )
+        self.output_sizes = tuple(cut.padded for cut in self.row_shards)
+        rows, columns = sum(self.output_sizes), self.column_shard.padded
         if weight is None:
             weight = nn.Parameter(torch.empty(rows, columns, dtype=dtype, device=device), requires_grad=False)
         assert weight.shape == (rows, columns), f"weight {tuple(weight.shape)} is not {(rows, columns)}"
         self.weight: Tensor | None = weight
         self.bias = nn.Parameter(torch.empty(rows, dtype=dtype, device=device), requires_grad=False) if bias else None
         self.scale: Tensor | None = None  # of an FP8 weight: [groups, rows], see quire.data.kernels.triton.linear
-        self.bits: list[Callable[[], Numbers] | None] | None = None
+        self.low_bit_parts: list[Callable[[], LowBitWeight] | None] | None = None
         """What makes the parts of a weight in few bits (quire.data.weights.few), which has a shape only."""
-        self.later: list[Callable[[], object]] = []
+        self.deferred_loads: list[Callable[[], object]] = []
         """What fills parts of the weight, which lie in a file until then: one layer's at a time are in memory."""
         self.packed: Callable[[Tensor], Tensor] | None = None
-        self.few: Callable[..., Tensor] | None = None  # for up to `few_rows` rows
-        self.few_rows = 0
-        self.many: Callable[..., Tensor] | None = None  # for any number; None: the library's product
+        self.small_kernel: Callable[..., Tensor] | None = None  # for up to `few_rows` rows
+        self.small_kernel_rows = 0
+        self.any_rows_kernel: Callable[..., Tensor] | None = None  # for any number; None: the library's product
         self.pdl = False
-        self.sending: Sending | None = None
-        self.changed = False  # what it gives is changed before ranks add it up: it isn't sent as it is computed
+        self.overlap: OverlappedAllReduce | None = None
+        self.output_modified = False  # what it gives is changed before ranks add it up: it isn't sent as it is computed
 
     def forward(self, x: Tensor) -> Tensor:
         if self.packed is not None:
             return self.packed(x)
-        if self.sending is not None and (pieces := self.sending.pieces(len(x), len(x) * sum(self.parts) * x.itemsize)):
-            return self._sent(x, pieces, self.sending)
-        return self._product(x)
+        if self.overlap is not None and (
+            pieces := self.overlap.split_rows(len(x), len(x) * sum(self.output_sizes) * x.itemsize)
+        ):
+            return self._forward_overlapped(x, pieces, self.overlap)
+        return self._matmul(x)
 
-    def _sent(self, x: Tensor, pieces: tuple[slice, ...], sending: Sending) -> Tensor:
+    def _forward_overlapped(self, x: Tensor, pieces: tuple[slice, ...], sending: OverlappedAllReduce) -> Tensor:
         """The product, computed in pieces, each of which is on its way to other ranks while the next is computed."""
-        out = x.new_empty(len(x), sum(self.parts))
-        plain = self.weight.t() if self.weight is not None and self.many is None and self.bias is None else None
+        out = x.new_empty(len(x), sum(self.output_sizes))
+        plain = (
+            self.weight.t() if self.weight is not None and self.any_rows_kernel is None and self.bias is None else None
+        )
         for rows in pieces:
             if plain is not None:
                 torch.mm(x[rows], plain, out=out[rows])
             else:
-                out[rows] = self._product(x[rows])
-            sending.send(out, rows)
+                out[rows] = self._matmul(x[rows])
+            sending.send_rows(out, rows)
         return out
 
-    def _product(self, x: Tensor) -> Tensor:
-        if self.few is not None and len(x) <= self.few_rows:
-            return self.few(x, self.weight, self.bias, self.scale, pdl=self.pdl)
-        if self.many is not None:
-            return self.many(x, self.weight, self.bias, self.scale, pdl=self.pdl)
+    def _matmul(self, x: Tensor) -> Tensor:
+        if self.small_kernel is not None and len(x) <= self.small_kernel_rows:
+            return self.small_kernel(x, self.weight, self.bias, self.scale, pdl=self.pdl)
+        if self.any_rows_kernel is not None:
+            return self.any_rows_kernel(x, self.weight, self.bias, self.scale, pdl=self.pdl)
         return F.linear(x, self.weight, self.bias)
 
     @torch.no_grad()
@@ -107,73 +114,79 @@ class Linear(nn.Module):
         few rows get a kernel of their own, which reads the weight faster than the library's; or, if `deterministic`,
         any number of rows one kernel that computes each row alike (the library chooses by their number). Of a weight in
         FP8 one row is multiplied as it is, and more are in FP8 too, unless `deterministic`."""
-        self.fill()
-        if not self.columns.part.first:
+        self.load_deferred()
+        if not self.column_shard.shard.is_first_tp_rank:
             self.bias = None
         if self.weight is None:
             return
-        if self.bits is not None:
-            self.packed, self.weight = self.packed_bits(deterministic), None
+        if self.low_bit_parts is not None:
+            self.packed, self.weight = self.pack_low_bit(deterministic), None
             return
         if self.weight.is_cuda:
             from quire.data.kernels.triton import linear, scaled
-            from quire.data.kernels.triton.launch import early
+            from quire.data.kernels.triton.launch import supports_pdl
 
             if deterministic:
-                linear.check_invariant(self.weight)
-                self.many, self.pdl = linear.invariant, early(self.weight.device)
+                linear.check_batch_invariant(self.weight)
+                self.any_rows_kernel, self.pdl = linear.batch_invariant_linear, supports_pdl(self.weight.device)
             elif self.scale is not None:
-                self.many, self.pdl = scaled.linear, early(self.weight.device)
+                self.any_rows_kernel, self.pdl = scaled.fp8_linear, supports_pdl(self.weight.device)
             if not deterministic and linear.supports(self.weight, 1):
-                few = (linear.linear, linear.MAX_ROWS) if self.scale is None else (scaled.few, scaled.MAX_ROWS)
-                (self.few, self.few_rows), self.pdl = few, early(self.weight.device)
+                few = (
+                    (linear.linear, linear.MAX_ROWS)
+                    if self.scale is None
+                    else (scaled.fp8_linear_few_rows, scaled.MAX_ROWS)
+                )
+                (self.small_kernel, self.small_kernel_rows), self.pdl = few, supports_pdl(self.weight.device)
         if self.weight.device.type != "cpu":
             return
         from quire.data.kernels.cpu import linear as cpu
 
         if cpu.supports(self.weight):
-            self.packed, self.weight = cpu.Packed(self.weight, self.bias, deterministic=deterministic), None
+            self.packed, self.weight = cpu.PackedLinear(self.weight, self.bias, deterministic=deterministic), None
             return
-        bound_programs()
+        limit_onednn_cache()
         if self.weight.dtype not in TOLERANCE:
             return
-        packed = pack(self.weight, self.bias)
+        packed = pack_onednn(self.weight, self.bias)
         if packed is not None:
             self.packed, self.weight = packed, None
 
-    def fill(self) -> None:
+    def load_deferred(self) -> None:
         """All of the weight is there afterwards."""
-        for part in self.later:
+        for part in self.deferred_loads:
             part()
-        self.later.clear()
+        self.deferred_loads.clear()
 
-    def packed_bits(
+    def pack_low_bit(
         self, deterministic: bool, activation: str | None = None, gated: bool = False
     ) -> Callable[[Tensor], Tensor] | None:
         """A weight in few bits, packed; None if its parts have unlike forms and are to be one product with what
         follows. They are made here, so that no other layer's lie beside them."""
-        from quire.data.kernels.cpu.quantised import Packed, Several
+        from quire.data.kernels.cpu.quantised import PackedLowBitLinear, StackedLowBitLinear
 
-        assert self.bits is not None, "it has few bits"
+        assert self.low_bit_parts is not None, "it has few bits"
         assert self.weight is not None, "it is packed once"
-        made: list[Numbers] = []
-        for make in self.bits:
+        made: list[LowBitWeight] = []
+        for make in self.low_bit_parts:
             assert make is not None, "all parts are loaded"
             part = make()
             if made and made[-1].form == part.form:
-                made[-1] = made[-1].above(part)
+                made[-1] = made[-1].concat_rows(part)
             else:
                 made.append(part)
         dtype, rows = self.weight.dtype, [len(part.numbers) for part in made]
         if activation is not None and len(made) > 1:
             return None
         if len(made) == 1:
-            return Packed(made[0], dtype, self.bias, activation, gated, deterministic)
+            return PackedLowBitLinear(made[0], dtype, self.bias, activation, gated, deterministic)
         biases = [None] * len(made) if self.bias is None else self.bias.split(rows)
-        return Several([Packed(part, dtype, bias, deterministic=deterministic) for part, bias in zip(made, biases)])
+        return StackedLowBitLinear(
+            [PackedLowBitLinear(part, dtype, bias, deterministic=deterministic) for part, bias in zip(made, biases)]
+        )
 
 
-def pack(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor] | None:
+def pack_onednn(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor] | None:
     """x -> F.linear(x, weight, bias) through torch's private oneDNN operators; None if they are missing or wrong.
 
     The operators are private, so they are tried here, on this weight, before they are trusted.
@@ -189,11 +202,11 @@ def pack(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor] | No
     error, scale = (got - want).abs().max(), want.abs().max()
     if not error <= TOLERANCE[weight.dtype] * scale:  # false for NaN as well
         return None
-    return partial(_padded, lambda x: linear(x, blocks, bias, "none", [], ""))
+    return partial(_pad_rows, lambda x: linear(x, blocks, bias, "none", [], ""))
 
 
-def _padded(product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def _pad_rows(product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """product(x), of x [T, in_features], with rows added to x so that there are few shapes."""
     rows = len(x)
-    more = rounded(rows, ROWS_BITS) - rows
+    more = round_up_bits(rows, ROW_COUNT_BITS) - rows
     return product(F.pad(x, (0, 0, 0, more)))[:rows] if more else product(x)

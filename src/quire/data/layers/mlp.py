@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from quire.data.kernels.cpu import activation as cpu
 from quire.data.kernels.cpu import rows
-from quire.data.layers.cut import Cut
+from quire.data.layers.cut import ShardRange
 from quire.data.layers.linear import Linear
-from quire.errors import StartupError, shown
+from quire.errors import StartupError, short_repr
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -26,11 +26,11 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def activation(name: str) -> Callable[[Tensor], Tensor]:
+def get_activation(name: str) -> Callable[[Tensor], Tensor]:
     """The function that a config calls `name`."""
     if name not in ACTIVATIONS:
         raise StartupError(
-            f"the activation {shown(name)} is not supported", f"Supported: {', '.join(sorted(ACTIVATIONS))}"
+            f"the activation {short_repr(name)} is not supported", f"Supported: {', '.join(sorted(ACTIVATIONS))}"
         )
     return ACTIVATIONS[name]
 
@@ -39,78 +39,92 @@ class GatedMLP(nn.Module):
     """down(act(gate(x)) * up(x)); gate and up are one product."""
 
     def __init__(
-        self, hidden: int, intermediate: int | Cut, act: str, bias: bool, dtype: torch.dtype, device: torch.device
+        self,
+        hidden: int,
+        intermediate: int | ShardRange,
+        act: str,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         super().__init__()
-        self.act, self.name, self.dtype, self.device = activation(act), act, dtype, device
+        self.act, self.act_name, self.dtype, self.device = get_activation(act), act, dtype, device
         self.gate_up = Linear(hidden, (intermediate, intermediate), bias, dtype, device)
         self.down = Linear(intermediate, hidden, bias, dtype, device)
-        self.gate: Callable[..., Tensor] | None = None  # act(gate) * up in one launch
-        self.gated: Callable[..., Tensor] | None = None  # and the product before it too, for few rows
-        self.inner: Callable[[Tensor], Tensor] | None = None  # all that comes before `down`, in one operation
+        self.gate_kernel: Callable[..., Tensor] | None = None  # act(gate) * up in one launch
+        self.gated_kernel: Callable[..., Tensor] | None = None  # and the product before it too, for few rows
+        self.packed_kernel: Callable[[Tensor], Tensor] | None = None  # all that comes before `down`, in one operation
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.inner is not None:
-            return self.down(self.inner(x))
+        if self.packed_kernel is not None:
+            return self.down(self.packed_kernel(x))
         product = self.gate_up
-        if self.gate is None:
+        if self.gate_kernel is None:
             gate, up = product(x).chunk(2, dim=-1)
             return self.down(self.act(gate).mul_(up))
-        if self.gated is not None and len(x) <= product.few_rows:
-            return self.down(self.gated(x, product.weight, self.name, product.scale, pdl=product.pdl))
-        return self.down(self.gate(product(x), self.name, pdl=product.pdl))
+        if self.gated_kernel is not None and len(x) <= product.small_kernel_rows:
+            return self.down(self.gated_kernel(x, product.weight, self.act_name, product.scale, pdl=product.pdl))
+        return self.down(self.gate_kernel(product(x), self.act_name, pdl=product.pdl))
 
     def prepare(self, deterministic: bool = False) -> None:
         """Call once, after loading. `deterministic`: as for `Linear`."""
-        self.inner = _inner(self.gate_up, self.name, True, deterministic)
+        self.packed_kernel = _pack_with_activation(self.gate_up, self.act_name, True, deterministic)
         weight = self.gate_up.weight
-        if rows.take(self.device, self.dtype) and self.name in cpu.ACTIVATIONS:
-            self.gate = cpu.gate
+        if rows.has_kernels(self.device, self.dtype) and self.act_name in cpu.ACTIVATIONS:
+            self.gate_kernel = cpu.act_and_mul
         if weight is None or not weight.is_cuda:
             return
         from quire.data.kernels.triton import activation, linear, scaled
 
-        if self.name in activation.ACTIVATIONS:
-            self.gate = activation.gate
+        if self.act_name in activation.ACTIVATIONS:
+            self.gate_kernel = activation.act_and_mul
             if linear.supports(weight, 1) and self.gate_up.bias is None and not deterministic:
-                self.gated = linear.gated if self.gate_up.scale is None else scaled.gated
+                self.gated_kernel = linear.gated_linear if self.gate_up.scale is None else scaled.gated_fp8_linear
 
 
 class MLP(nn.Module):
     """down(act(up(x)))."""
 
     def __init__(
-        self, hidden: int, intermediate: int | Cut, act: str, bias: bool, dtype: torch.dtype, device: torch.device
+        self,
+        hidden: int,
+        intermediate: int | ShardRange,
+        act: str,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         super().__init__()
-        self.act, self.name, self.dtype, self.device = activation(act), act, dtype, device
+        self.act, self.act_name, self.dtype, self.device = get_activation(act), act, dtype, device
         self.up = Linear(hidden, intermediate, bias, dtype, device)
         self.down = Linear(intermediate, hidden, bias, dtype, device)
         self.act_in_place: Callable[..., Tensor] | None = None
-        self.inner: Callable[[Tensor], Tensor] | None = None  # act(up(x)) in one operation
+        self.packed_kernel: Callable[[Tensor], Tensor] | None = None  # act(up(x)) in one operation
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.inner is not None:
-            return self.down(self.inner(x))
+        if self.packed_kernel is not None:
+            return self.down(self.packed_kernel(x))
         inner = self.up(x)
         if self.act_in_place is not None:
-            return self.down(self.act_in_place(inner, self.name, pdl=self.up.pdl))
+            return self.down(self.act_in_place(inner, self.act_name, pdl=self.up.pdl))
         return self.down(self.act(inner))
 
     def prepare(self, deterministic: bool = False) -> None:
         """Call once, after loading. `deterministic`: as for `Linear`."""
-        self.inner = _inner(self.up, self.name, False, deterministic)
-        if rows.take(self.device, self.dtype) and self.name in cpu.ACTIVATIONS:
+        self.packed_kernel = _pack_with_activation(self.up, self.act_name, False, deterministic)
+        if rows.has_kernels(self.device, self.dtype) and self.act_name in cpu.ACTIVATIONS:
             self.act_in_place = cpu.act
         if self.up.weight is None or not self.up.weight.is_cuda:
             return
         from quire.data.kernels.triton import activation
 
-        if self.name in activation.ACTIVATIONS:
+        if self.act_name in activation.ACTIVATIONS:
             self.act_in_place = activation.act
 
 
-def _inner(product: Linear, name: str, gated: bool, deterministic: bool) -> Callable[[Tensor], Tensor] | None:
+def _pack_with_activation(
+    product: Linear, name: str, gated: bool, deterministic: bool
+) -> Callable[[Tensor], Tensor] | None:
     """On a CPU that has our kernels: the product and the activation as one operation; the weight is packed for it, and
     the plain one dropped. Else None."""
     if product.weight is None or product.weight.device.type not in ("cpu", "meta"):
@@ -119,13 +133,13 @@ def _inner(product: Linear, name: str, gated: bool, deterministic: bool) -> Call
 
     if name not in linear.ACTIVATIONS:
         return None
-    if product.bits is not None:
-        inner = product.packed_bits(deterministic, name, gated)
+    if product.low_bit_parts is not None:
+        inner = product.pack_low_bit(deterministic, name, gated)
         product.weight = product.weight if inner is None else None
         return inner
     if not linear.supports(product.weight):
         return None
-    product.fill()
-    packed = linear.Packed(product.weight, product.bias, name, gated, deterministic)
+    product.load_deferred()
+    packed = linear.PackedLinear(product.weight, product.bias, name, gated, deterministic)
     product.weight = None
     return packed

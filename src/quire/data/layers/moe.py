@@ -9,14 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quire.data.layers.cut import Cut, Cuts, cut_of
+from quire.data.layers.cut import ParameterShards, ShardRange, as_shard_range
 from quire.data.layers.linear import Linear
-from quire.data.layers.mlp import activation
+from quire.data.layers.mlp import get_activation
 
 
 class SparseMLP(nn.Module):
-    """x [T, hidden] -> the sum of what its `top` likeliest experts make of it, each times its probability; of these, if
-    `normalised` (Mixtral), the sum is one. Probabilities and sums are taken in fp32.
+    """x [T, hidden] -> the sum of what its `top_k` likeliest experts make of it, each times its probability; of these,
+    if
+    `renormalize` (Mixtral), the sum is one. Probabilities and sums are taken in fp32.
 
     Experts' weights are stacked, so that a checkpoint's lie one after another: `gate_up` [experts * 2 * intermediate,
     hidden], of each expert the gate's rows and then up's, and `down` [experts * hidden, intermediate]. Where ranks
@@ -27,34 +28,37 @@ class SparseMLP(nn.Module):
     """As of `Linear`; the router's is its own."""
 
     def __init__(
-        self, hidden: int, intermediate: int | Cut, experts: int, top: int, act: str, normalised: bool,
+        self, hidden: int, intermediate: int | ShardRange, experts: int, top: int, act: str, normalised: bool,
         dtype: torch.dtype, device: torch.device,
     ) -> None:  # fmt: skip
         super().__init__()
         assert 1 <= top <= experts, f"{top} of {experts} experts"
-        self.hidden, self.experts, self.top, self.normalised = hidden, experts, top, normalised
-        self.act, self.name = activation(act), act
-        own = cut_of(intermediate)
-        self.cuts = {"gate_up": Cuts((own,) * 2 * experts, None), "down": Cuts((cut_of(hidden),) * experts, own)}
+        self.hidden, self.experts, self.top_k, self.renormalize = hidden, experts, top, normalised
+        self.act, self.act_name = get_activation(act), act
+        own = as_shard_range(intermediate)
+        self.param_shards = {
+            "gate_up": ParameterShards((own,) * 2 * experts, None),
+            "down": ParameterShards((as_shard_range(hidden),) * experts, own),
+        }
 
         def stacked(rows: int, columns: int) -> nn.Parameter:
             weight = torch.empty(experts * rows, columns, dtype=dtype, device=device)
             return nn.Parameter(weight, requires_grad=False)
 
         self.router = Linear(hidden, experts, False, dtype, device)
-        self.gate_up, self.down = stacked(2 * own.room, hidden), stacked(hidden, own.room)
+        self.gate_up, self.down = stacked(2 * own.padded, hidden), stacked(hidden, own.padded)
         self.gate_up_scale: Tensor | None = None  # [groups, rows of all experts], of weights in FP8
         self.down_scale: Tensor | None = None
-        self.choose: Callable[..., tuple[Tensor, Tensor]] | None = None  # the choice in one launch
-        self.grouped: Callable[..., Tensor] | None = None
+        self.route_kernel: Callable[..., tuple[Tensor, Tensor]] | None = None  # the choice in one launch
+        self.experts_kernel: Callable[..., Tensor] | None = None
         self.deterministic = self.pdl = False
 
     def forward(self, x: Tensor) -> Tensor:
         weights, chosen = self.route(x)
         gate_up, down = self.gate_up.view(self.experts, -1, self.hidden), self.down.view(self.experts, self.hidden, -1)
-        if self.grouped is not None:
+        if self.experts_kernel is not None:
             scales, how = (self.gate_up_scale, self.down_scale), {"deterministic": self.deterministic, "pdl": self.pdl}
-            return self.grouped(x, weights, chosen, gate_up, down, self.name, scales, **how)
+            return self.experts_kernel(x, weights, chosen, gate_up, down, self.act_name, scales, **how)
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for expert in torch.unique(chosen).tolist():
             rows, place = torch.where(chosen == expert)
@@ -65,18 +69,22 @@ class SparseMLP(nn.Module):
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """[T, top] each: the weights of a token's experts, fp32, and which they are, likeliest first."""
-        if self.choose is not None:
-            return self.choose(self.router(x), self.top, self.normalised, pdl=self.pdl)
-        weights, chosen = F.softmax(self.router(x), dim=1, dtype=torch.float32).topk(self.top, dim=1)
-        return weights / weights.sum(dim=1, keepdim=True) if self.normalised else weights, chosen
+        if self.route_kernel is not None:
+            return self.route_kernel(self.router(x), self.top_k, self.renormalize, pdl=self.pdl)
+        weights, chosen = F.softmax(self.router(x), dim=1, dtype=torch.float32).topk(self.top_k, dim=1)
+        return weights / weights.sum(dim=1, keepdim=True) if self.renormalize else weights, chosen
 
     def prepare(self, deterministic: bool = False) -> None:
         """Call once, after loading. On a GPU all experts' products are two launches, whichever were chosen; if
         `deterministic`, a row's bits don't depend on the number of rows."""
         if self.gate_up.is_cuda:
             from quire.data.kernels.triton import activation, experts
-            from quire.data.kernels.triton.launch import early
+            from quire.data.kernels.triton.launch import supports_pdl
 
-            if self.name in activation.ACTIVATIONS:
-                self.choose, self.grouped, self.deterministic = experts.route, experts.mixture, deterministic
-                self.pdl = early(self.gate_up.device)
+            if self.act_name in activation.ACTIVATIONS:
+                self.route_kernel, self.experts_kernel, self.deterministic = (
+                    experts.topk_softmax,
+                    experts.fused_moe,
+                    deterministic,
+                )
+                self.pdl = supports_pdl(self.gate_up.device)

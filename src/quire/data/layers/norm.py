@@ -28,24 +28,26 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.shape, self.eps, self.dtype, self.offset = (size,), eps, dtype, offset
         self.exchange: Exchange | None = None
-        self.normed: Callable[..., Tensor | None] | None = None  # sum, residual sum and norm at once
+        self.all_reduce_norm: Callable[..., Tensor | None] | None = None  # sum, residual sum and norm at once
         self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device), requires_grad=False)
         self.kernel: Callable[..., Tensor] | None = None
         self.pdl = False
 
-    def forward(self, x: Tensor, delta: Tensor | None = None, behind: RMSNorm | None = None) -> Tensor:
+    def forward(self, x: Tensor, delta: Tensor | None = None, post_norm: RMSNorm | None = None) -> Tensor:
         if self.exchange is not None and delta is not None:
-            if self.normed is not None:
-                found = self.normed(x, delta, self.weight, None, self.eps, None if behind is None else behind.weight)
+            if self.all_reduce_norm is not None:
+                found = self.all_reduce_norm(
+                    x, delta, self.weight, None, self.eps, None if post_norm is None else post_norm.weight
+                )
                 if found is not None:
                     return found
-            delta = self.exchange.add(delta)
+            delta = self.exchange.all_reduce(delta)
         if self.kernel is not None:
-            added = None if behind is None else behind.weight
-            return self.kernel(x, self.weight, self.eps, delta=delta, behind=added, pdl=self.pdl)
+            added = None if post_norm is None else post_norm.weight
+            return self.kernel(x, self.weight, self.eps, delta=delta, post_norm_weight=added, pdl=self.pdl)
         assert not self.offset, "prepare() adds the one"
         if delta is not None:
-            x.add_(delta if behind is None else behind(delta))
+            x.add_(delta if post_norm is None else post_norm(delta))
         if self.weight.dtype != x.dtype:
             return F.rms_norm(x.float(), self.shape, self.weight, self.eps).to(x.dtype)
         return F.rms_norm(x, self.shape, self.weight, self.eps)
@@ -54,13 +56,13 @@ class RMSNorm(nn.Module):
         """Call once, after loading. On a GPU sums and norms become one launch, on a CPU one operation of ours."""
         if self.offset:
             self.weight, self.offset = nn.Parameter(self.weight.float() + 1, requires_grad=False), False
-        if rows.take(self.weight.device, self.dtype):
+        if rows.has_kernels(self.weight.device, self.dtype):
             self.kernel = norm.rms_norm
         if self.weight.is_cuda:
-            from quire.data.kernels.triton.launch import early
+            from quire.data.kernels.triton.launch import supports_pdl
             from quire.data.kernels.triton.norm import rms_norm
 
-            self.kernel, self.pdl = rms_norm, early(self.weight.device)
+            self.kernel, self.pdl = rms_norm, supports_pdl(self.weight.device)
 
 
 class LayerNorm(nn.Module):
@@ -70,7 +72,7 @@ class LayerNorm(nn.Module):
         super().__init__()
         self.shape, self.eps = (size,), eps
         self.exchange: Exchange | None = None
-        self.normed: Callable[..., Tensor | None] | None = None  # sum, residual sum and norm at once
+        self.all_reduce_norm: Callable[..., Tensor | None] | None = None  # sum, residual sum and norm at once
         self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(size, dtype=dtype, device=device), requires_grad=False)
         self.kernel: Callable[..., Tensor] | None = None
@@ -79,11 +81,11 @@ class LayerNorm(nn.Module):
     def forward(self, x: Tensor, delta: Tensor | None = None) -> Tensor:
         if self.exchange is not None and delta is not None:
             if (
-                self.normed is not None
-                and (found := self.normed(x, delta, self.weight, self.bias, self.eps)) is not None
+                self.all_reduce_norm is not None
+                and (found := self.all_reduce_norm(x, delta, self.weight, self.bias, self.eps)) is not None
             ):
                 return found
-            delta = self.exchange.add(delta)
+            delta = self.exchange.all_reduce(delta)
         if self.kernel is not None:
             return self.kernel(x, self.weight, self.bias, self.eps, delta=delta, pdl=self.pdl)
         if delta is not None:
@@ -92,10 +94,10 @@ class LayerNorm(nn.Module):
 
     def prepare(self) -> None:
         """Call once, after loading. On a GPU the sum and the norm become one launch, on a CPU one operation of ours."""
-        if rows.take(self.weight.device, self.weight.dtype):
+        if rows.has_kernels(self.weight.device, self.weight.dtype):
             self.kernel = norm.layer_norm
         if self.weight.is_cuda:
-            from quire.data.kernels.triton.launch import early
+            from quire.data.kernels.triton.launch import supports_pdl
             from quire.data.kernels.triton.norm import layer_norm
 
-            self.kernel, self.pdl = layer_norm, early(self.weight.device)
+            self.kernel, self.pdl = layer_norm, supports_pdl(self.weight.device)

@@ -9,7 +9,7 @@ from torch import nn
 from quire.data.layers.embedding import Embedding
 from quire.data.layers.exchange import Exchange
 from quire.data.layers.linear import Linear
-from quire.data.layers.mamba import Mamba
+from quire.data.layers.mamba import MambaMixer
 from quire.data.layers.mlp import MLP, GatedMLP
 from quire.data.layers.moe import SparseMLP
 from quire.data.layers.norm import LayerNorm, RMSNorm
@@ -30,29 +30,31 @@ def prepare_layers(model: nn.Module, deterministic: bool = False) -> None:
                 mapped.release()
             for embedding in embeddings:
                 if weight is not None and embedding.weight is weight and module.weight is None:
-                    embedding.share(module.packed)
-        elif isinstance(module, GatedMLP | MLP | Mamba | SparseMLP):
+                    embedding.tie_to_packed(module.packed)
+        elif isinstance(module, GatedMLP | MLP | MambaMixer | SparseMLP):
             module.prepare(deterministic)
         elif isinstance(module, RMSNorm | LayerNorm | Softcap | Embedding):
             module.prepare()
 
 
-def join(model: nn.Module, exchange: Exchange) -> None:
+def connect_ranks(model: nn.Module, exchange: Exchange) -> None:
     """Let a shard meet those of the other ranks in every step: at the norms before which something is added, within its
     Mamba mixers, at its embedding, and at its logits, which `exchange` of the model, or of its `text`, is for. Its
     `eyes` are whole on each rank. Before or after `prepare`."""
     # A stage's last product is added up by the next one.
-    sends = hasattr(exchange, "send") and exchange.part.stages == 1
-    eyes = set(model.eyes.modules()) if getattr(model, "eyes", None) is not None else set[nn.Module]()
+    sends = hasattr(exchange, "send_rows") and exchange.shard.pp_size == 1
+    eyes = (
+        set(model.vision_encoder.modules()) if getattr(model, "vision_encoder", None) is not None else set[nn.Module]()
+    )
     for module in model.modules():
         if module in eyes:
             continue
-        met = isinstance(module, RMSNorm | LayerNorm | Mamba)
-        if met or (isinstance(module, Embedding) and module.cut.divided):
+        met = isinstance(module, RMSNorm | LayerNorm | MambaMixer)
+        if met or (isinstance(module, Embedding) and module.shard_range.is_sharded):
             module.exchange = exchange
         if isinstance(module, RMSNorm | LayerNorm):
-            module.normed = getattr(exchange, "normed", None)
-        if isinstance(module, Linear) and module.columns.divided and not module.changed and sends:
-            module.sending = exchange  # type: ignore[assignment]
+            module.all_reduce_norm = getattr(exchange, "all_reduce_norm", None)
+        if isinstance(module, Linear) and module.column_shard.is_sharded and not module.output_modified and sends:
+            module.overlap = exchange  # type: ignore[assignment]
     for holder in (model, getattr(model, "text", model)):
         holder.__dict__["exchange"] = exchange

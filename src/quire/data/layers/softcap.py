@@ -26,10 +26,10 @@ class Softcap(nn.Module):
 
     def prepare(self) -> None:
         """Call once, after loading. On a GPU it becomes one launch, on a CPU one operation of ours."""
-        if rows.take(self.device, self.dtype):
+        if rows.has_kernels(self.device, self.dtype):
             self.kernel = activation.softcap
         if self.device.type == "cuda":
             from quire.data.kernels.triton.activation import softcap
-            from quire.data.kernels.triton.launch import early
+            from quire.data.kernels.triton.launch import supports_pdl
 
-            self.kernel, self.pdl = softcap, early(self.device)
+            self.kernel, self.pdl = softcap, supports_pdl(self.device)

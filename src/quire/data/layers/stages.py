@@ -10,15 +10,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from quire.vocabulary.layout import Part
+from quire.vocabulary.layout import Shard
 
 
-class Elsewhere(nn.Module):
+class PPMissingLayer(nn.Module):
     """In the place of a layer that another stage has: x and what is to be added to it go through as they are."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.behind_mlp: nn.Module | None = None  # the norm that a delta goes through first, where a model has such
+        self.post_mlp_norm: nn.Module | None = None  # the norm that a delta goes through first, where a model has such
 
     def forward(self, x: Tensor, delta: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor | None]:
         return x, delta
@@ -29,12 +29,12 @@ class Elsewhere(nn.Module):
 
     mix = attend
 
-    def rest(self, x: Tensor, delta: Tensor | None) -> Tensor | None:
+    def feed_forward(self, x: Tensor, delta: Tensor | None) -> Tensor | None:
         """Behind `attend`."""
         return delta
 
 
-def stacked(part: Part, count: int, make: Callable[[int], nn.Module]) -> nn.ModuleList:
+def make_layers(shard: Shard, count: int, make: Callable[[int], nn.Module]) -> nn.ModuleList:
     """`count` layers, of which the part's stage has some."""
-    own = part.layers(count)
-    return nn.ModuleList(make(layer) if layer in own else Elsewhere() for layer in range(count))
+    own = shard.layer_range(count)
+    return nn.ModuleList(make(layer) if layer in own else PPMissingLayer() for layer in range(count))

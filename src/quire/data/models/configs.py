@@ -7,7 +7,7 @@ from __future__ import annotations
 from copy import deepcopy
 from typing import Any
 
-from quire.data.models.seeing_configs import SEEING
+from quire.data.models.seeing_configs import VISION_LANGUAGE_CONFIGS
 from quire.errors import StartupError
 
 
@@ -55,7 +55,7 @@ def _opt(hidden: int, layers: int, heads: int) -> dict[str, Any]:
     }
 
 
-def _character(layers: int) -> dict[str, Any]:
+def _character_ai(layers: int) -> dict[str, Any]:
     """The attention that character.ai described ("Optimizing AI inference", 2024) on a Llama: windows of 1,024 tokens,
     every sixth layer global, and layers that share keys and values. Which ones do isn't published; here two neighbours
     within a run of local layers do, and three global ones in a row."""
@@ -243,8 +243,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "pyramidkv-8b": _llama(4096, 32, 32, 8, 14336, 128256, 131072, **_PYRAMID),
     "pyramidkv-70b": _llama(8192, 80, 64, 8, 28672, 128256, 131072, **_PYRAMID),
     "llama3.2-1b": _llama(2048, 16, 32, 8, 8192, 128256, 131072, **_LLAMA32_1B),
-    "characterai-8b": _llama(4096, 32, 32, 8, 14336, 128256, 8192, **_LLAMA3, **_character(32)),
-    "characterai-70b": _llama(8192, 80, 64, 8, 28672, 128256, 8192, **_LLAMA3, **_character(80)),
+    "characterai-8b": _llama(4096, 32, 32, 8, 14336, 128256, 8192, **_LLAMA3, **_character_ai(32)),
+    "characterai-70b": _llama(8192, 80, 64, 8, 28672, 128256, 8192, **_LLAMA3, **_character_ai(80)),
     "yi-6b": _llama(4096, 32, 32, 4, 11008, 64000, 4096, **_YI),
     "yi-6b-200k": _llama(4096, 32, 32, 4, 11008, 64000, 200000, **_YI_200K),
     "yi-34b": _llama(7168, 60, 56, 8, 20480, 64000, 4096, **_YI),
@@ -261,7 +261,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "jamba-52b": _JAMBA,
     "mamba-2.8b": _mamba(2560, 64),
     "qwen3-8b": _llama(4096, 36, 32, 8, 12288, 151936, 40960, **_QWEN3),
-    **SEEING,
+    **VISION_LANGUAGE_CONFIGS,
 }
 
 

@@ -12,25 +12,25 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from quire.data.layers.cut import columns, heads, vocabulary
+from quire.data.layers.cut import shard_columns, shard_heads, shard_vocab
 from quire.data.layers.embedding import Embedding
-from quire.data.layers.exchange import Exchange, gathered
+from quire.data.layers.exchange import Exchange, gather_logits
 from quire.data.layers.linear import Linear
 from quire.data.layers.mlp import GatedMLP
 from quire.data.layers.norm import RMSNorm
 from quire.data.layers.prepare import prepare_layers
-from quire.data.layers.rotary import Rotary
-from quire.data.layers.stages import stacked
-from quire.data.models.attending import Attending
+from quire.data.layers.rotary import RotaryEmbedding
+from quire.data.layers.stages import make_layers
+from quire.data.models.attending import ForwardContext
 from quire.data.models.gemma_settings import GemmaSettings
 from quire.data.models.mamba_settings import JambaSettings
-from quire.data.models.names import INTERNLM2, PHI3, Stored, expand
+from quire.data.models.names import INTERNLM2_WEIGHT_NAMES, PHI3_WEIGHT_NAMES, WeightSource, expand_weight_names
 from quire.data.models.settings import LlamaSettings
-from quire.vocabulary.layout import WHOLE, Part
+from quire.vocabulary.layout import UNSHARDED, Shard
 from quire.vocabulary.specs import ModelSpec
 
-NAMES: dict[str, str | tuple[str, ...]] = {
-    "embed.weight": "embed_tokens.weight",
+WEIGHT_NAMES: dict[str, str | tuple[str, ...]] = {
+    "embed_tokens.weight": "embed_tokens.weight",
     "layers.*.attention_norm.weight": "layers.*.input_layernorm.weight",
     "layers.*.attention.qkv.weight": tuple(f"layers.*.self_attn.{x}_proj.weight" for x in "qkv"),
     "layers.*.attention.q.weight": "layers.*.self_attn.q_proj.weight",
@@ -48,29 +48,29 @@ NAMES: dict[str, str | tuple[str, ...]] = {
     "norm.weight": "norm.weight",
     "head.weight": "lm_head.weight",
 }
-OTHERS = {"internlm2": INTERNLM2, "phi3": PHI3}
+WEIGHT_NAMES_BY_FORMAT = {"internlm2": INTERNLM2_WEIGHT_NAMES, "phi3": PHI3_WEIGHT_NAMES}
 
 
-class Attention(nn.Module):
+class LlamaAttention(nn.Module):
     """Queries, keys and values from one product, or queries alone where the layer shares another's keys and values;
     rotated, if they are; attention through the context; the output projection."""
 
     def __init__(
         self, settings: LlamaSettings | GemmaSettings | JambaSettings, layer: int, dtype: torch.dtype,
-        device: torch.device, shares: bool = False, part: Part = WHOLE,
+        device: torch.device, shares_kv: bool = False, shard: Shard = UNSHARDED,
     ) -> None:  # fmt: skip
         super().__init__()
         self.layer, self.head_dim = layer, settings.head_dim
-        queries, keys = heads(part, settings.heads, settings.kv_heads, settings.head_dim)
+        queries, keys = shard_heads(shard, settings.heads, settings.kv_heads, settings.head_dim)
         rows = (queries, keys, keys)
-        self.qkv = None if shares else Linear(settings.hidden, rows, settings.qkv_bias, dtype, device)
-        self.q = Linear(settings.hidden, rows[:1], settings.qkv_bias, dtype, device) if shares else None
+        self.qkv = None if shares_kv else Linear(settings.hidden, rows, settings.qkv_bias, dtype, device)
+        self.q = Linear(settings.hidden, rows[:1], settings.qkv_bias, dtype, device) if shares_kv else None
         self.out = Linear(queries, settings.hidden, settings.out_bias, dtype, device)
         norm = partial(RMSNorm, settings.head_dim, settings.norm_eps, dtype, device, offset=settings.norm_offset)
         self.q_norm = norm() if settings.qk_norm else None
         self.k_norm = norm() if settings.qk_norm else None
 
-    def forward(self, x: Tensor, rotary: Rotary | None, ctx: Attending, last: bool = False) -> Tensor:
+    def forward(self, x: Tensor, rotary: RotaryEmbedding | None, ctx: ForwardContext, last: bool = False) -> Tensor:
         """What the heads of each token find; `out` comes next."""
         product = self.qkv or self.q
         assert product is not None, "a layer has queries"
@@ -79,28 +79,34 @@ class Attention(nn.Module):
         return ctx.attend(self.layer, qkv, rotary, norms, last).flatten(1)
 
 
-class Block(nn.Module):
+class LlamaDecoderLayer(nn.Module):
     """x += attention(norm(x)), then x and what is to be added to it next, mlp(norm(x)). Each sum is left to the norm
     that follows, which reads all of x anyway."""
 
     def __init__(
-        self, settings: LlamaSettings, layer: int, dtype: torch.dtype, device: torch.device, part: Part = WHOLE
+        self, settings: LlamaSettings, layer: int, dtype: torch.dtype, device: torch.device, shard: Shard = UNSHARDED
     ) -> None:
         super().__init__()
         s = settings
         self.attention_norm = RMSNorm(s.hidden, s.norm_eps, dtype, device)
-        self.attention = Attention(s, layer, dtype, device, s.kinds[layer].shares is not None, part)
+        self.attention = LlamaAttention(
+            s, layer, dtype, device, s.attention_kinds[layer].kv_sharing_layer is not None, shard
+        )
         self.mlp_norm = RMSNorm(s.hidden, s.norm_eps, dtype, device)
-        self.mlp = GatedMLP(s.hidden, columns(part, s.intermediate), s.activation, s.mlp_bias, dtype, device)
+        self.mlp = GatedMLP(s.hidden, shard_columns(shard, s.intermediate), s.activation, s.mlp_bias, dtype, device)
 
-    def forward(self, x: Tensor, delta: Tensor | None, rotary: Rotary, ctx: Attending) -> tuple[Tensor, Tensor]:
-        return self.rest(x, self.attention.out(self.attend(x, delta, rotary, ctx)))
+    def forward(
+        self, x: Tensor, delta: Tensor | None, rotary: RotaryEmbedding, ctx: ForwardContext
+    ) -> tuple[Tensor, Tensor]:
+        return self.feed_forward(x, self.attention.out(self.attend(x, delta, rotary, ctx)))
 
-    def attend(self, x: Tensor, delta: Tensor | None, rotary: Rotary, ctx: Attending, last: bool = False) -> Tensor:
+    def attend(
+        self, x: Tensor, delta: Tensor | None, rotary: RotaryEmbedding, ctx: ForwardContext, last: bool = False
+    ) -> Tensor:
         """Up to the attention, itself included."""
         return self.attention(self.attention_norm(x, delta), rotary, ctx, last)
 
-    def rest(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+    def feed_forward(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
         """Behind it."""
         return x, self.mlp(self.mlp_norm(x, delta))
 
@@ -108,77 +114,88 @@ class Block(nn.Module):
 class Llama(nn.Module):
     """The model, its weights uninitialised: fill them (quire.data.weights), then `prepare`, then `forward`."""
 
-    prefixes: ClassVar[tuple[str, ...]] = ("model.",)
+    weight_prefixes: ClassVar[tuple[str, ...]] = ("model.",)
 
     @staticmethod
     def spec(config: dict[str, Any]) -> ModelSpec:
         """What a memory needs to know. StartupError for a config that isn't supported."""
-        return LlamaSettings.read(config).spec()
+        return LlamaSettings.from_config(config).spec()
 
-    def __init__(self, config: dict[str, Any], dtype: torch.dtype, device: torch.device, part: Part = WHOLE) -> None:
+    def __init__(
+        self, config: dict[str, Any], dtype: torch.dtype, device: torch.device, shard: Shard = UNSHARDED
+    ) -> None:
         super().__init__()
-        self.settings = s = LlamaSettings.read(config)
-        s.of(part)  # refuses what can't be
+        self.settings = s = LlamaSettings.from_config(config)
+        s.for_shard(shard)  # refuses what can't be
         self.exchange: Exchange | None = None
-        self.vocabulary = rows = vocabulary(part, s.vocab_size)
-        self.tied, self.sharers = s.tied, [i for i, kind in enumerate(s.kinds) if kind.shares is not None]
-        self.embed = Embedding(rows, s.hidden, dtype, device) if part.embeds(s.tied) else None
-        self.layers = stacked(part, len(s.kinds), lambda layer: Block(s, layer, dtype, device, part))
+        self.vocab_shard = rows = shard_vocab(shard, s.vocab_size)
+        self.tied, self.kv_sharing_layers = (
+            s.tied,
+            [i for i, kind in enumerate(s.attention_kinds) if kind.kv_sharing_layer is not None],
+        )
+        self.embed_tokens = Embedding(rows, s.hidden, dtype, device) if shard.has_embedding(s.tied) else None
+        self.layers = make_layers(
+            shard, len(s.attention_kinds), lambda layer: LlamaDecoderLayer(s, layer, dtype, device, shard)
+        )
         self.norm = RMSNorm(s.hidden, s.norm_eps, dtype, device)
-        tied = self.embed.weight if s.tied and self.embed is not None else None
-        self.head = Linear(s.hidden, rows, False, dtype, device, tied) if part.projects(s.tied) else None
-        self.rotary = Rotary(s.rope, s.head_dim, s.max_len)
+        tied = self.embed_tokens.weight if s.tied and self.embed_tokens is not None else None
+        self.head = Linear(s.hidden, rows, False, dtype, device, tied) if shard.has_lm_head(s.tied) else None
+        self.rotary = RotaryEmbedding(s.rope, s.head_dim, s.max_len)
 
-    def forward(self, tokens: Tensor, ctx: Attending) -> Tensor:
+    def forward(self, tokens: Tensor, ctx: ForwardContext) -> Tensor:
         """tokens [T] int64 -> hidden [T, hidden] (of the context's wanted tokens), after the final norm."""
-        return self.behind(*self.begin(tokens, ctx), ctx)
+        return self.finish(*self.embed(tokens, ctx), ctx)
 
-    def begin(self, tokens: Tensor, ctx: Attending) -> tuple[Tensor, Tensor]:
+    def embed(self, tokens: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
         """Up to the last attention, itself included: x [T, hidden], and what it gives."""
-        return self.through(self.embed(tokens), ctx)
+        return self.run_layers(self.embed_tokens(tokens), ctx)
 
-    def through(self, x: Tensor, ctx: Attending, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def run_layers(self, x: Tensor, ctx: ForwardContext, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The same from embeddings on, which are used up; or from what the stage before gives, of this one's layers."""
         *layers, last = self.layers
         for layer in layers:
             x, delta = layer(x, delta, self.rotary, ctx)
         return x, last.attend(x, delta, self.rotary, ctx, last=True)
 
-    def behind(self, x: Tensor, attended: Tensor, ctx: Attending) -> Tensor:
-        """`end`, of the context's wanted tokens."""
-        return self.end(ctx.wanted(x), attended)
+    def finish(self, x: Tensor, attended: Tensor, ctx: ForwardContext) -> Tensor:
+        """`finish_selected`, of the context's wanted tokens."""
+        return self.finish_selected(ctx.select_logits_rows(x), attended)
 
-    def end(self, x: Tensor, attended: Tensor) -> Tensor:
+    def finish_selected(self, x: Tensor, attended: Tensor) -> Tensor:
         """Behind the last attention, of the tokens whose x and attention these are: hidden [T, hidden]."""
-        x, delta = self.layers[-1].rest(x, self.layers[-1].attention.out(attended))
+        x, delta = self.layers[-1].feed_forward(x, self.layers[-1].attention.out(attended))
         return self.norm(x, delta)
 
-    def logits(self, hidden: Tensor, own: bool = False) -> Tensor:
-        """hidden [R, hidden] -> logits [R, vocab_size], in the model's dtype; with `own` this rank's, [R, room]."""
-        return gathered(self.head(hidden), self.vocabulary, None if own else self.exchange)
+    def logits(self, hidden: Tensor, local: bool = False) -> Tensor:
+        """hidden [R, hidden] -> logits [R, vocab_size], in the model's dtype; with `local` this rank's, [R, room]."""
+        return gather_logits(self.head(hidden), self.vocab_shard, None if local else self.exchange)
 
-    def names(self) -> dict[str, Stored]:
+    def weight_sources(self) -> dict[str, WeightSource]:
         """Our parameters -> the checkpoint's tensors, without their prefix. Ask before `prepare`."""
         s, attention = self.settings, "attention.qkv.weight"
-        names = expand(self, {**NAMES, **OTHERS.get(s.stored, {})})
-        if s.stored == "internlm2":
+        names = expand_weight_names(self, {**WEIGHT_NAMES, **WEIGHT_NAMES_BY_FORMAT.get(s.weight_format, {})})
+        if s.weight_format == "internlm2":
             grouped = s.heads // s.kv_heads * s.head_dim, s.head_dim, s.head_dim
-            names |= {k: stored._replace(grouped=grouped) for k, stored in names.items() if k.endswith(attention)}
-        if s.rope.share < 1:
-            names |= {k: stored._replace(order=self._order(k)) for k, stored in names.items() if k.endswith(attention)}
+            names |= {k: stored._replace(group_rows=grouped) for k, stored in names.items() if k.endswith(attention)}
+        if s.rope.partial_rotary_factor < 1:
+            names |= {
+                k: stored._replace(row_order=self._qkv_row_order(k))
+                for k, stored in names.items()
+                if k.endswith(attention)
+            }
         return names
 
-    def _order(self, name: str) -> tuple[int, ...]:
+    def _qkv_row_order(self, name: str) -> tuple[int, ...]:
         """Rows of queries, keys and values, the former two as rotation has them."""
-        *turned, values = self.get_submodule(name.rpartition(".")[0]).parts
+        *turned, values = self.get_submodule(name.rpartition(".")[0]).output_sizes
         dim, end = self.settings.head_dim, sum(turned)
-        heads = [head + row for head in range(0, end, dim) for row in self.settings.rope.order(dim)]
+        heads = [head + row for head in range(0, end, dim) for row in self.settings.rope.rotary_order(dim)]
         return (*heads, *range(end, end + values))
 
     @property
-    def ignored(self) -> tuple[str, ...]:
+    def ignored_weights(self) -> tuple[str, ...]:
         """Regular expressions of tensors that a checkpoint may hold and that are not needed."""
-        unread = tuple(rf"layers\.{layer}\.self_attn\.[kv]_proj\..*" for layer in self.sharers)
+        unread = tuple(rf"layers\.{layer}\.self_attn\.[kv]_proj\..*" for layer in self.kv_sharing_layers)
         return (r"(.*\.)?rotary_emb\.inv_freq", *unread, *((r"lm_head\.weight",) if self.tied else ()))
 
     def prepare(self, max_len: int | None = None, deterministic: bool = False) -> None:

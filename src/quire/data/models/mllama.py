@@ -11,26 +11,26 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from quire.data.layers.cut import columns, heads, vocabulary
+from quire.data.layers.cut import shard_columns, shard_heads, shard_vocab
 from quire.data.layers.embedding import Embedding
-from quire.data.layers.exchange import Exchange, gathered
+from quire.data.layers.exchange import Exchange, gather_logits
 from quire.data.layers.linear import Linear
 from quire.data.layers.mlp import GatedMLP
 from quire.data.layers.norm import RMSNorm
 from quire.data.layers.prepare import prepare_layers
-from quire.data.layers.rotary import Rotary
-from quire.data.layers.stages import stacked
+from quire.data.layers.rotary import RotaryEmbedding
+from quire.data.layers.stages import make_layers
 from quire.data.models import llama
-from quire.data.models.attending import Attending
-from quire.data.models.mllama_settings import MORE_TOKENS, MllamaSettings
-from quire.data.models.names import Stored, expand
+from quire.data.models.attending import ForwardContext
+from quire.data.models.mllama_settings import EXTRA_TOKENS, MllamaSettings
+from quire.data.models.names import WeightSource, expand_weight_names
 from quire.data.models.settings import LlamaSettings
 from quire.data.models.vision import build_encoder
-from quire.vocabulary.layout import WHOLE, Part
+from quire.vocabulary.layout import UNSHARDED, Shard
 from quire.vocabulary.specs import ModelSpec
 
-NAMES: dict[str, str | tuple[str, ...]] = {
-    **llama.NAMES,
+WEIGHT_NAMES: dict[str, str | tuple[str, ...]] = {
+    **llama.WEIGHT_NAMES,
     "layers.*.cross.q.weight": "layers.*.cross_attn.q_proj.weight",
     "layers.*.cross.kv.weight": tuple(f"layers.*.cross_attn.{x}_proj.weight" for x in "kv"),
     "layers.*.cross.out.weight": "layers.*.cross_attn.o_proj.weight",
@@ -45,11 +45,11 @@ class CrossAttention(nn.Module):
     neither is rotated."""
 
     def __init__(
-        self, settings: LlamaSettings, layer: int, dtype: torch.dtype, device: torch.device, part: Part = WHOLE
+        self, settings: LlamaSettings, layer: int, dtype: torch.dtype, device: torch.device, shard: Shard = UNSHARDED
     ) -> None:
         super().__init__()
         s = settings
-        queries, keys = heads(part, s.heads, s.kv_heads, s.head_dim)
+        queries, keys = shard_heads(shard, s.heads, s.kv_heads, s.head_dim)
         self.layer, self.head_dim = layer, s.head_dim
         self.q = Linear(s.hidden, queries, False, dtype, device)
         self.kv = Linear(s.hidden, (keys, keys), False, dtype, device)
@@ -57,38 +57,40 @@ class CrossAttention(nn.Module):
         self.q_norm = RMSNorm(s.head_dim, s.norm_eps, dtype, device)
         self.k_norm = RMSNorm(s.head_dim, s.norm_eps, dtype, device)
 
-    def forward(self, x: Tensor, ctx: Attending) -> Tensor:
+    def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         queries = self.q_norm(self.q(x).view(len(x), -1, self.head_dim))
-        return self.out(ctx.cross(self.layer, queries).flatten(1))
+        return self.out(ctx.cross_attend(self.layer, queries).flatten(1))
 
-    def project(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def project_kv(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """rows [R, hidden] -> their keys and values, [R, kv_heads, head_dim] each."""
         keys, values = self.kv(rows).view(len(rows), 2, -1, self.head_dim).unbind(1)
         return self.k_norm(keys), values
 
 
-class CrossBlock(nn.Module):
+class CrossAttentionLayer(nn.Module):
     """x += gate * cross(norm(x)), then x and what is to be added to it next, gate * mlp(norm(x)). Nothing is added for
     a token that sees no picture."""
 
     def __init__(
-        self, settings: LlamaSettings, layer: int, dtype: torch.dtype, device: torch.device, part: Part = WHOLE
+        self, settings: LlamaSettings, layer: int, dtype: torch.dtype, device: torch.device, shard: Shard = UNSHARDED
     ) -> None:
         super().__init__()
         s = settings
         self.attention_norm = RMSNorm(s.hidden, s.norm_eps, dtype, device)
-        self.cross = CrossAttention(s, layer, dtype, device, part)
+        self.cross = CrossAttention(s, layer, dtype, device, shard)
         self.mlp_norm = RMSNorm(s.hidden, s.norm_eps, dtype, device)
-        self.mlp = GatedMLP(s.hidden, columns(part, s.intermediate), s.activation, s.mlp_bias, dtype, device)
-        self.cross.out.changed = self.mlp.down.changed = True  # by gates, in place
+        self.mlp = GatedMLP(s.hidden, shard_columns(shard, s.intermediate), s.activation, s.mlp_bias, dtype, device)
+        self.cross.out.output_modified = self.mlp.down.output_modified = True  # by gates, in place
         self.attention_gate = nn.Parameter(torch.empty(1, dtype=dtype, device=device), requires_grad=False)
         self.mlp_gate = nn.Parameter(torch.empty(1, dtype=dtype, device=device), requires_grad=False)
 
-    def forward(self, x: Tensor, delta: Tensor | None, sees: Tensor, ctx: Attending) -> tuple[Tensor, Tensor]:
-        """`sees` [T, 1] is 1 for tokens that see a picture, and 0 for others."""
+    def forward(
+        self, x: Tensor, delta: Tensor | None, image_mask: Tensor, ctx: ForwardContext
+    ) -> tuple[Tensor, Tensor]:
+        """`image_mask` [T, 1] is 1 for tokens that see a picture, and 0 for others."""
         looked = self.cross(self.attention_norm(x, delta), ctx)
         inner = self.mlp(self.mlp_norm(x, looked.mul_(self.attention_gate)))
-        return x, inner.mul_(sees).mul_(self.mlp_gate)
+        return x, inner.mul_(image_mask).mul_(self.mlp_gate)
 
     def prepare(self) -> None:
         """Call once, after loading: gates are what their tanh lets through."""
@@ -97,11 +99,13 @@ class CrossBlock(nn.Module):
 
 
 class Mllama(nn.Module):
-    """The model, its weights uninitialised: fill them (quire.data.weights), then `prepare`, then `forward`. `eyes` is
-    an Encoder (quire.data.models.vision), which whoever runs the model asks; `project` makes of its rows what a layer
+    """The model, its weights uninitialised: fill them (quire.data.weights), then `prepare`, then `forward`.
+    `vision_encoder` is
+    an Encoder (quire.data.models.vision), which whoever runs the model asks; `project_kv` makes of its rows what a
+    layer
     attends to."""
 
-    prefixes: ClassVar[tuple[str, ...]] = (
+    weight_prefixes: ClassVar[tuple[str, ...]] = (
         "model.language_model.", "language_model.model.", "language_model.", "model.vision_model.", "vision_model.",
         "model.",
     )  # fmt: skip
@@ -109,85 +113,93 @@ class Mllama(nn.Module):
     @staticmethod
     def spec(config: dict[str, Any]) -> ModelSpec:
         """What a memory needs to know. StartupError for a config that isn't supported."""
-        return MllamaSettings.read(config).spec()
+        return MllamaSettings.from_config(config).spec()
 
-    def __init__(self, config: dict[str, Any], dtype: torch.dtype, device: torch.device, part: Part = WHOLE) -> None:
+    def __init__(
+        self, config: dict[str, Any], dtype: torch.dtype, device: torch.device, shard: Shard = UNSHARDED
+    ) -> None:
         super().__init__()
-        settings = MllamaSettings.read(config)
-        settings.of(part)  # refuses what can't be
-        s, cross = settings.text, settings.cross
+        settings = MllamaSettings.from_config(config)
+        settings.for_shard(shard)  # refuses what can't be
+        s, cross = settings.text, settings.cross_layers
         self.exchange: Exchange | None = None
-        self.vocabulary = vocabulary(part, s.vocab_size)
-        rows = vocabulary(part, s.vocab_size + MORE_TOKENS)
-        self.embed = Embedding(rows, s.hidden, dtype, device) if part.starts else None
+        self.vocab_shard = shard_vocab(shard, s.vocab_size)
+        rows = shard_vocab(shard, s.vocab_size + EXTRA_TOKENS)
+        self.embed_tokens = Embedding(rows, s.hidden, dtype, device) if shard.is_first_stage else None
 
         def make(layer: int) -> nn.Module:
-            return (CrossBlock if layer in cross else llama.Block)(s, layer, dtype, device, part)
+            return (CrossAttentionLayer if layer in cross else llama.LlamaDecoderLayer)(s, layer, dtype, device, shard)
 
-        self.layers = stacked(part, len(s.kinds), make)
+        self.layers = make_layers(shard, len(s.attention_kinds), make)
         self.norm = RMSNorm(s.hidden, s.norm_eps, dtype, device)
-        self.head = Linear(s.hidden, self.vocabulary, False, dtype, device) if part.ends else None
-        self.rotary = Rotary(s.rope, s.head_dim, s.max_len)
-        own = part.layers(len(s.kinds))  # a stage without layers for pictures needs no eyes
-        self.eyes = build_encoder(settings.vision, dtype, device) if any(i in own for i in cross) else None
+        self.head = Linear(s.hidden, self.vocab_shard, False, dtype, device) if shard.is_last_stage else None
+        self.rotary = RotaryEmbedding(s.rope, s.head_dim, s.max_len)
+        own = shard.layer_range(len(s.attention_kinds))  # a stage without layers for pictures needs no eyes
+        self.vision_encoder = build_encoder(settings.vision, dtype, device) if any(i in own for i in cross) else None
 
-    def forward(self, tokens: Tensor, ctx: Attending) -> Tensor:
+    def forward(self, tokens: Tensor, ctx: ForwardContext) -> Tensor:
         """tokens [T] int64 -> hidden [T, hidden] (of the context's wanted tokens), after the final norm."""
-        return self.behind(*self.begin(tokens, ctx), ctx)
+        return self.finish(*self.embed(tokens, ctx), ctx)
 
-    def begin(self, tokens: Tensor, ctx: Attending) -> tuple[Tensor, Tensor]:
+    def embed(self, tokens: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
         """Up to the last attention, itself included: x [T, hidden], and what it gives. Layers for pictures are left out
         where no token sees one."""
-        return self.through(self.embed(tokens), ctx)
+        return self.run_layers(self.embed_tokens(tokens), ctx)
 
-    def through(self, x: Tensor, ctx: Attending, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def run_layers(self, x: Tensor, ctx: ForwardContext, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The same from embeddings on, which are used up; or from what the stage before gives, of this one's layers."""
         *layers, last = self.layers
         for layer in layers:
-            if not isinstance(layer, CrossBlock):
+            if not isinstance(layer, CrossAttentionLayer):
                 x, delta = layer(x, delta, self.rotary, ctx)
-            elif ctx.sees is not None:
-                x, delta = layer(x, delta, ctx.sees, ctx)
+            elif ctx.image_mask is not None:
+                x, delta = layer(x, delta, ctx.image_mask, ctx)
         return x, last.attend(x, delta, self.rotary, ctx, last=True)
 
-    def behind(self, x: Tensor, attended: Tensor, ctx: Attending) -> Tensor:
-        """`end`, of the context's wanted tokens."""
-        return self.end(ctx.wanted(x), attended)
+    def finish(self, x: Tensor, attended: Tensor, ctx: ForwardContext) -> Tensor:
+        """`finish_selected`, of the context's wanted tokens."""
+        return self.finish_selected(ctx.select_logits_rows(x), attended)
 
-    def end(self, x: Tensor, attended: Tensor) -> Tensor:
+    def finish_selected(self, x: Tensor, attended: Tensor) -> Tensor:
         """Behind the last attention, of the tokens whose x and attention these are: hidden [T, hidden]."""
-        x, delta = self.layers[-1].rest(x, self.layers[-1].attention.out(attended))
+        x, delta = self.layers[-1].feed_forward(x, self.layers[-1].attention.out(attended))
         return self.norm(x, delta)
 
-    def logits(self, hidden: Tensor, own: bool = False) -> Tensor:
-        """hidden [R, hidden] -> logits [R, vocab_size], in the model's dtype; with `own` this rank's, [R, room]."""
-        return gathered(self.head(hidden), self.vocabulary, None if own else self.exchange)
+    def logits(self, hidden: Tensor, local: bool = False) -> Tensor:
+        """hidden [R, hidden] -> logits [R, vocab_size], in the model's dtype; with `local` this rank's, [R, room]."""
+        return gather_logits(self.head(hidden), self.vocab_shard, None if local else self.exchange)
 
-    def project(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def project_kv(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
         """What a layer for pictures attends to: keys and values [R, kv_heads, head_dim] of rows [R, hidden]."""
         block = self.layers[layer]
-        assert isinstance(block, CrossBlock), f"layer {layer} attends to no picture"
-        return block.cross.project(rows)
+        assert isinstance(block, CrossAttentionLayer), f"layer {layer} attends to no picture"
+        return block.cross.project_kv(rows)
 
-    def names(self) -> dict[str, Stored]:
+    def weight_sources(self) -> dict[str, WeightSource]:
         """Our parameters -> the checkpoint's tensors, without their prefix. Ask before `prepare`."""
-        text = nn.ModuleDict({name: part for name, part in self.named_children() if name != "eyes"})
-        eyes = {} if self.eyes is None else self.eyes.names()
-        return {**expand(text, NAMES), **{f"eyes.{name}": stored for name, stored in eyes.items()}}
+        text = nn.ModuleDict({name: part for name, part in self.named_children() if name != "vision_encoder"})
+        eyes = {} if self.vision_encoder is None else self.vision_encoder.weight_sources()
+        return {
+            **expand_weight_names(text, WEIGHT_NAMES),
+            **{f"vision_encoder.{name}": stored for name, stored in eyes.items()},
+        }
 
     @property
-    def ignored(self) -> tuple[str, ...]:
+    def ignored_weights(self) -> tuple[str, ...]:
         """Regular expressions of tensors that a checkpoint may hold and that are not needed."""
-        return (r"(.*\.)?rotary_emb\.inv_freq", *(() if self.eyes is None else self.eyes.ignored))
+        return (
+            r"(.*\.)?rotary_emb\.inv_freq",
+            *(() if self.vision_encoder is None else self.vision_encoder.ignored_weights),
+        )
 
     def prepare(self, max_len: int | None = None, deterministic: bool = False) -> None:
         """After loading, once: choose kernels, pack weights, build the rotary table for positions below `max_len`.
         `deterministic`: see quire.data.layers.prepare."""
         self.rotary.prepare(self.norm.weight.device, max_len)
         for layer in self.layers:
-            if isinstance(layer, CrossBlock):
+            if isinstance(layer, CrossAttentionLayer):
                 layer.prepare()
-        if self.eyes is not None:
-            self.eyes.prepare(deterministic)
+        if self.vision_encoder is not None:
+            self.vision_encoder.prepare(deterministic)
         ends = [self.norm] if self.head is None else [self.norm, self.head]
         prepare_layers(nn.ModuleList([*self.layers, *ends]), deterministic)

@@ -9,71 +9,88 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quire.data.models.attending import Attending
+from quire.data.models.attending import ForwardContext
 from quire.data.models.gemma import Gemma
 from quire.data.models.gemma_settings import GemmaSettings
 from quire.data.models.llama import Llama
-from quire.data.models.names import Stored
-from quire.data.models.seeing_settings import SeeingSettings
+from quire.data.models.names import WeightSource
+from quire.data.models.seeing_settings import VisionLanguageSettings
 from quire.data.models.vision import build_encoder
-from quire.vocabulary.layout import WHOLE, Part
+from quire.vocabulary.layout import UNSHARDED, Shard
 from quire.vocabulary.specs import ModelSpec
 
 TEXT_PREFIXES = ("model.language_model.", "language_model.model.", "language_model.")
 
 
-class Seeing(nn.Module):
-    """The model, its weights uninitialised: fill them (quire.data.weights), then `prepare`, then `forward`. `eyes` is
+class VisionLanguageModel(nn.Module):
+    """The model, its weights uninitialised: fill them (quire.data.weights), then `prepare`, then `forward`.
+    `vision_encoder` is
     an Encoder (quire.data.models.vision), which whoever runs the model asks before it."""
 
     @staticmethod
     def spec(config: dict[str, Any]) -> ModelSpec:
         """What a memory needs to know. StartupError for a config that isn't supported."""
-        return SeeingSettings.read(config).spec()
+        return VisionLanguageSettings.from_config(config).spec()
 
-    def __init__(self, config: dict[str, Any], dtype: torch.dtype, device: torch.device, part: Part = WHOLE) -> None:
+    def __init__(
+        self, config: dict[str, Any], dtype: torch.dtype, device: torch.device, shard: Shard = UNSHARDED
+    ) -> None:
         super().__init__()
-        s = SeeingSettings.read(config).of(part)
-        self.text = (Gemma if isinstance(s.text, GemmaSettings) else Llama)(s.config, dtype, device, part)
-        self.eyes = build_encoder(s.vision, dtype, device) if part.starts else None  # with the embedding
-        self.prefixes = (*TEXT_PREFIXES, *(self.eyes.prefixes if self.eyes is not None else ()), *self.text.prefixes)
+        s = VisionLanguageSettings.from_config(config).for_shard(shard)
+        self.text = (Gemma if isinstance(s.text, GemmaSettings) else Llama)(s.text_config, dtype, device, shard)
+        self.vision_encoder = (
+            build_encoder(s.vision, dtype, device) if shard.is_first_stage else None
+        )  # with the embedding
+        self.weight_prefixes = (
+            *TEXT_PREFIXES,
+            *(self.vision_encoder.weight_prefixes if self.vision_encoder is not None else ()),
+            *self.text.weight_prefixes,
+        )
 
-    def forward(self, tokens: Tensor, ctx: Attending) -> Tensor:
+    def forward(self, tokens: Tensor, ctx: ForwardContext) -> Tensor:
         """tokens [T] int64 -> hidden [T, hidden] (of the context's wanted tokens), after the final norm."""
-        return self.behind(*self.begin(tokens, ctx), ctx)
+        return self.finish(*self.embed(tokens, ctx), ctx)
 
-    def begin(self, tokens: Tensor, ctx: Attending) -> tuple[Tensor, Tensor]:
+    def embed(self, tokens: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
         """Up to the last attention, itself included: x [T, hidden], and what it gives."""
-        return self.text.through(ctx.pictures(self.text.embed(tokens)), ctx)
+        return self.text.run_layers(ctx.merge_image_embeddings(self.text.embed_tokens(tokens)), ctx)
 
-    def through(self, x: Tensor, ctx: Attending, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def run_layers(self, x: Tensor, ctx: ForwardContext, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The same from what the stage before gives, of this one's layers."""
-        return self.text.through(x, ctx, delta)
+        return self.text.run_layers(x, ctx, delta)
 
-    def behind(self, x: Tensor, attended: Tensor, ctx: Attending) -> Tensor:
-        """`end`, of the context's wanted tokens."""
-        return self.text.behind(x, attended, ctx)
+    def finish(self, x: Tensor, attended: Tensor, ctx: ForwardContext) -> Tensor:
+        """`finish_selected`, of the context's wanted tokens."""
+        return self.text.finish(x, attended, ctx)
 
-    def end(self, x: Tensor, attended: Tensor) -> Tensor:
+    def finish_selected(self, x: Tensor, attended: Tensor) -> Tensor:
         """Behind the last attention, of the tokens whose x and attention these are: hidden [T, hidden]."""
-        return self.text.end(x, attended)
+        return self.text.finish_selected(x, attended)
 
-    def logits(self, hidden: Tensor, own: bool = False) -> Tensor:
-        """hidden [R, hidden] -> logits [R, vocab_size], in the model's dtype; with `own` this rank's, [R, room]."""
-        return self.text.logits(hidden, own)
+    def logits(self, hidden: Tensor, local: bool = False) -> Tensor:
+        """hidden [R, hidden] -> logits [R, vocab_size], in the model's dtype; with `local` this rank's, [R, room]."""
+        return self.text.logits(hidden, local)
 
-    def names(self) -> dict[str, Stored]:
+    def weight_sources(self) -> dict[str, WeightSource]:
         """Our parameters -> the checkpoint's tensors, without their prefix. Ask before `prepare`."""
-        parts = {"text": self.text} if self.eyes is None else {"text": self.text, "eyes": self.eyes}
-        return {f"{part}.{name}": stored for part, of in parts.items() for name, stored in of.names().items()}
+        parts = (
+            {"text": self.text}
+            if self.vision_encoder is None
+            else {"text": self.text, "vision_encoder": self.vision_encoder}
+        )
+        return {f"{part}.{name}": stored for part, of in parts.items() for name, stored in of.weight_sources().items()}
 
     @property
-    def ignored(self) -> tuple[str, ...]:
+    def ignored_weights(self) -> tuple[str, ...]:
         """Regular expressions of tensors that a checkpoint may hold and that are not needed."""
-        return self.text.ignored if self.eyes is None else (*self.text.ignored, *self.eyes.ignored)
+        return (
+            self.text.ignored_weights
+            if self.vision_encoder is None
+            else (*self.text.ignored_weights, *self.vision_encoder.ignored_weights)
+        )
 
     def prepare(self, max_len: int | None = None, deterministic: bool = False) -> None:
         """After loading, once, as a text model."""
         self.text.prepare(max_len, deterministic)
-        if self.eyes is not None:
-            self.eyes.prepare(deterministic)
+        if self.vision_encoder is not None:
+            self.vision_encoder.prepare(deterministic)

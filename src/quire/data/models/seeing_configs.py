@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.data.models.seeing_settings import PREPARATION
-from quire.data.models.vision.shapes import PREPARED, VISION
+from quire.data.models.seeing_settings import PREPROCESSOR_KEY
+from quire.data.models.vision.shapes import PREPROCESSOR_CONFIGS, VISION_CONFIGS
 
 _LONG = [
     1.03, 1.05, 1.05, 1.08, 1.23, 1.23, 1.3, 1.45, 1.6, 1.65, 1.9, 2.86, 3.69, 5.42, 5.49, 5.49, 9.09, 11.58, 15.66,
@@ -101,15 +101,21 @@ def _llama_vision(hidden: int, layers: int, heads: int, intermediate: int) -> di
     }
 
 
-def _seeing(eyes: str, **text: Any) -> dict[str, Any]:
-    return {**VISION[eyes], **text, PREPARATION: PREPARED[eyes], "tie_word_embeddings": False, "dtype": "bfloat16"}
+def _vision_language(eyes: str, **text: Any) -> dict[str, Any]:
+    return {
+        **VISION_CONFIGS[eyes],
+        **text,
+        PREPROCESSOR_KEY: PREPROCESSOR_CONFIGS[eyes],
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+    }
 
 
-SEEING: dict[str, dict[str, Any]] = {
-    "llava-onevision-7b": _seeing("llava-onevision-7b", text_config=_QWEN2),
-    "internvl2-8b": _seeing("internvl2-8b", llm_config=_INTERNLM2),
-    "phi-3-vision-4b": _seeing("phi-3-vision", **_PHI3),
-    "llama3.2-vision-11b": _seeing("llama-3.2-11b-vision", text_config=_llama_vision(4096, 40, 32, 14336)),
-    "llama3.2-vision-90b": _seeing("llama-3.2-11b-vision", text_config=_llama_vision(8192, 100, 64, 28672)),
-    "paligemma2-10b": _seeing("paligemma2-10b", text_config=_GEMMA2),
+VISION_LANGUAGE_CONFIGS: dict[str, dict[str, Any]] = {
+    "llava-onevision-7b": _vision_language("llava-onevision-7b", text_config=_QWEN2),
+    "internvl2-8b": _vision_language("internvl2-8b", llm_config=_INTERNLM2),
+    "phi-3-vision-4b": _vision_language("phi-3-vision", **_PHI3),
+    "llama3.2-vision-11b": _vision_language("llama-3.2-11b-vision", text_config=_llama_vision(4096, 40, 32, 14336)),
+    "llama3.2-vision-90b": _vision_language("llama-3.2-11b-vision", text_config=_llama_vision(8192, 100, 64, 28672)),
+    "paligemma2-10b": _vision_language("paligemma2-10b", text_config=_GEMMA2),
 }

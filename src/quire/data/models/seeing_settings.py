@@ -7,17 +7,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from quire.data.models.fields import Fields
+from quire.data.models.fields import ConfigReader
 from quire.data.models.gemma_settings import GemmaSettings
 from quire.data.models.settings import LlamaSettings
 from quire.data.models.vision.settings import VisionSettings
-from quire.errors import StartupError, shown
-from quire.vocabulary.layout import Part
+from quire.errors import StartupError, short_repr
+from quire.vocabulary.layout import Shard
 from quire.vocabulary.specs import ModelSpec
 
-PREPARATION = "preprocessor_config"
+PREPROCESSOR_KEY = "preprocessor_config"
 """Where a config.json that was read has what preprocessor_config.json says, see quire.data.weights.checkpoint."""
-TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
+TEXT_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {"vocab_size": 32_000, "max_position_embeddings": 2048}),
     "mistral": ("MistralForCausalLM", {"vocab_size": 32_000, "max_position_embeddings": 131_072}),
     "qwen2": ("Qwen2ForCausalLM", {"vocab_size": 151_936, "max_position_embeddings": 32_768}),
@@ -30,26 +30,26 @@ TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class SeeingSettings:
-    """`config` is the text's own."""
+class VisionLanguageSettings:
+    """`text_config` is the text's own."""
 
-    config: dict[str, Any]
+    text_config: dict[str, Any]
     text: LlamaSettings | GemmaSettings
     vision: VisionSettings
 
     @classmethod
-    def read(cls, config: dict[str, Any]) -> Self:
+    def from_config(cls, config: dict[str, Any]) -> Self:
         """StartupError for a value that is missing, wrong or not supported, and for eyes and a text that don't fit."""
-        text = text_config(config)
-        vision = VisionSettings.read(config, Fields(config).section(PREPARATION))
+        text = extract_text_config(config)
+        vision = VisionSettings.from_config(config, ConfigReader(config).get_object(PREPROCESSOR_KEY))
         kind = GemmaSettings if text["architectures"] == ["Gemma2ForCausalLM"] else LlamaSettings
-        settings = cls(text, kind.read(text), vision)
-        if vision.both_ways != isinstance(settings.text, GemmaSettings):
+        settings = cls(text, kind.from_config(text), vision)
+        if vision.bidirectional != isinstance(settings.text, GemmaSettings):
             raise StartupError(
-                f"the text of a {shown(config['architectures'][0])} is a {text['architectures'][0]}",
+                f"the text of a {short_repr(config['architectures'][0])} is a {text['architectures'][0]}",
                 "PaliGemma on Gemma-2 is supported, and of the others those on Llama's relatives",
             )
-        token, vocab = vision.token, settings.text.vocab_size
+        token, vocab = vision.image_token_id, settings.text.vocab_size
         if token is not None and token >= vocab:
             raise StartupError(
                 f"config.json's token for pictures is {token}, and the text knows {vocab} tokens",
@@ -57,9 +57,9 @@ class SeeingSettings:
             )
         return settings
 
-    def of(self, part: Part) -> Self:
+    def for_shard(self, shard: Shard) -> Self:
         """One rank's shard: all of the eyes, a part of the text. StartupError if there can't be so many ranks."""
-        return replace(self, text=self.text.of(part))
+        return replace(self, text=self.text.for_shard(shard))
 
     def spec(self) -> ModelSpec:
         """`parameters` are the text's: those of the eyes are in `vision`."""
@@ -67,21 +67,21 @@ class SeeingSettings:
         return replace(text, vision=self.vision.spec(text.parameters))
 
 
-def text_config(config: dict[str, Any]) -> dict[str, Any]:
+def extract_text_config(config: dict[str, Any]) -> dict[str, Any]:
     """The text's part of a config.json, as a text model's own. Of Phi-3-Vision that is all of it."""
     name = config["architectures"][0]
     if name == "Phi3VForCausalLM":
-        return {**TEXTS["phi3"][1], **config, "architectures": ["Phi3ForCausalLM"]}
+        return {**TEXT_MODELS["phi3"][1], **config, "architectures": ["Phi3ForCausalLM"]}
     where = "llm_config" if name == "InternVLChatModel" and config.get("llm_config") else "text_config"
     section = config.get(where)
     if not isinstance(section, dict):
         raise StartupError(f"config.json has no {where}", "It must describe the text's model")
     kind = section.get("model_type")
-    if not isinstance(kind, str) or kind not in TEXTS:
+    if not isinstance(kind, str) or kind not in TEXT_MODELS:
         raise StartupError(
-            f"the model_type in {where} of config.json is {shown(kind)}", f"Supported: {', '.join(TEXTS)}"
+            f"the model_type in {where} of config.json is {short_repr(kind)}", f"Supported: {', '.join(TEXT_MODELS)}"
         )
-    architecture, usual = TEXTS[kind]
+    architecture, usual = TEXT_MODELS[kind]
     more = {"architectures": [architecture]}
     if config.get("tie_word_embeddings"):  # transformers reads either
         more["tie_word_embeddings"] = True

@@ -8,23 +8,24 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
-from quire.data.layers.rope import Rope
-from quire.data.models.fields import Fields
-from quire.data.models.layer_kinds import Kind, read_kinds, read_layer_types
+from quire.data.layers.rope import RopeConfig
+from quire.data.models.fields import ConfigReader
+from quire.data.models.layer_kinds import AttentionKind, read_attention_kinds, read_layer_types
 from quire.data.models.pyramid import read_budgets
-from quire.data.models.quantization import REMEDY, read_stored
+from quire.data.models.quantization import REMEDY, read_checkpoint_scheme
 from quire.data.models.rope_settings import read_rope
 from quire.errors import StartupError
-from quire.vocabulary.layout import WHOLE, Part, check_division
-from quire.vocabulary.specs import LayerSpec, ModelSpec, Selection
+from quire.vocabulary.layout import UNSHARDED, Shard, check_tp_division
+from quire.vocabulary.specs import LayerSpec, ModelSpec, SnapKVSelection
 
 MAX_LAYERS = 4096
-STORED = {"InternLM2ForCausalLM": "internlm2", "Phi3ForCausalLM": "phi3"}
+WEIGHT_FORMATS = {"InternLM2ForCausalLM": "internlm2", "Phi3ForCausalLM": "phi3"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaSettings:
-    """LLaMA and its relatives. `kinds` has one entry a layer; `max_len` counts what a rope scaling adds. `stored` names
+    """LLaMA and its relatives. `attention_kinds` has one entry a layer; `max_len` counts what a rope scaling adds.
+    `weight_format` names
     how checkpoints call and stack the weights, where that isn't as LLaMA's do. Of a shard, here and below, heads and
     `intermediate` are its own, and so are `parameters`."""
 
@@ -41,82 +42,83 @@ class LlamaSettings:
     mlp_bias: bool
     qk_norm: bool
     tied: bool
-    rope: Rope
-    kinds: tuple[Kind, ...]
+    rope: RopeConfig
+    attention_kinds: tuple[AttentionKind, ...]
     budgets: tuple[int | None, ...]
-    selection: Selection
+    selection: SnapKVSelection
     max_len: int
     eos_ids: tuple[int, ...]
-    stored: str = ""
-    part: Part = WHOLE
+    weight_format: str = ""
+    shard: Shard = UNSHARDED
     norm_offset: ClassVar[bool] = False
 
     @classmethod
-    def read(cls, config: dict[str, Any]) -> Self:
+    def from_config(cls, config: dict[str, Any]) -> Self:
         """Raises StartupError for a value that is missing, wrong or not supported."""
-        fields = Fields(config)
-        refuse_quantised(fields)
+        fields = ConfigReader(config)
+        check_quantization(fields)
         architecture = (config.get("architectures") or ["LlamaForCausalLM"])[0]
         qwen2, qwen3 = architecture == "Qwen2ForCausalLM", architecture == "Qwen3ForCausalLM"
-        stored = STORED.get(architecture, "")
+        stored = WEIGHT_FORMATS.get(architecture, "")
         if stored == "internlm2":
-            fields.refuse("bias", False)
-        hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
+            fields.require_value("bias", False)
+        hidden, heads = fields.get_int("hidden_size"), fields.get_int("num_attention_heads")
         kv_heads, head_dim = read_heads(fields, heads, heads, 128 if qwen3 else hidden // heads)
-        rope, max_len = read_rope(fields, fields.size("max_position_embeddings"), architecture == "Phi3ForCausalLM")
-        turned = rope.turned(head_dim)
+        rope, max_len = read_rope(fields, fields.get_int("max_position_embeddings"), architecture == "Phi3ForCausalLM")
+        turned = rope.rotary_dim(head_dim)
         if turned % 2 or not turned:
             raise StartupError(
-                f"partial_rotary_factor {rope.share} rotates {turned} of {head_dim} dimensions",
+                f"partial_rotary_factor {rope.partial_rotary_factor} rotates {turned} of {head_dim} dimensions",
                 "The number must be even and above 0",
             )
-        if rope.kind == "longrope" and len(rope.short) != turned // 2:
+        if rope.kind == "longrope" and len(rope.short_factors) != turned // 2:
             raise StartupError(
-                f"short_factor and long_factor have {len(rope.short)} numbers", f"They must have {turned // 2}"
+                f"short_factor and long_factor have {len(rope.short_factors)} numbers", f"They must have {turned // 2}"
             )
-        layers = fields.size("num_hidden_layers", most=MAX_LAYERS)
-        kinds = _kinds(fields, architecture, layers, max_len)
+        layers = fields.get_int("num_hidden_layers", maximum=MAX_LAYERS)
+        kinds = _read_attention_kinds(fields, architecture, layers, max_len)
         budgets, selection = read_budgets(fields, layers, max_len)
-        if any(budgets) and any(kind != Kind() for kind in kinds):
+        if any(budgets) and any(kind != AttentionKind() for kind in kinds):
             raise StartupError("config.json has pyramid_kv, and layers that share or don't see all", "Give one of them")
-        bias = fields.flag("attention_bias", False) and architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM")
+        bias = fields.get_bool("attention_bias", False) and architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM")
         return cls(
-            vocab_size=fields.size("vocab_size"),
+            vocab_size=fields.get_int("vocab_size"),
             hidden=hidden,
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
-            intermediate=fields.size("intermediate_size"),
-            activation=fields.text("hidden_act", "silu"),
-            norm_eps=fields.number("rms_norm_eps", 1e-6),
+            intermediate=fields.get_int("intermediate_size"),
+            activation=fields.get_str("hidden_act", "silu"),
+            norm_eps=fields.get_float("rms_norm_eps", 1e-6),
             qkv_bias=bias or qwen2,
             out_bias=bias,
-            mlp_bias=fields.flag("mlp_bias", False) and architecture == "LlamaForCausalLM",
+            mlp_bias=fields.get_bool("mlp_bias", False) and architecture == "LlamaForCausalLM",
             qk_norm=qwen3,
-            tied=fields.flag("tie_word_embeddings", False),
+            tied=fields.get_bool("tie_word_embeddings", False),
             rope=rope,
-            kinds=kinds,
+            attention_kinds=kinds,
             budgets=budgets,
             selection=selection,
             max_len=max_len,
-            eos_ids=fields.ids("eos_token_id"),
-            stored=stored,
+            eos_ids=fields.get_token_ids("eos_token_id"),
+            weight_format=stored,
         )
 
-    def of(self, part: Part) -> Self:
+    def for_shard(self, shard: Shard) -> Self:
         """One rank's shard. StartupError if there can't be so many ranks."""
-        check_division(part.ranks, self.heads, self.kv_heads, intermediate_size=self.intermediate)
-        if any(self.budgets) and part.ranks > self.kv_heads:  # each key head chooses what its query heads look at
+        check_tp_division(shard.tp_size, self.heads, self.kv_heads, intermediate_size=self.intermediate)
+        if any(self.budgets) and shard.tp_size > self.kv_heads:  # each key head chooses what its query heads look at
             raise StartupError(
-                f"--tp is {part.ranks}, and pyramid_kv of config.json needs whole key heads: there are {self.kv_heads}",
+                f"--tp is {shard.tp_size}, and pyramid_kv of config.json needs whole key heads: there are "
+                f"{self.kv_heads}",
                 f"Use a --tp of at most {self.kv_heads}",
             )
         return replace(
             self,
-            heads=self.heads // part.ranks,
-            kv_heads=max(self.kv_heads // part.ranks, 1),
-            intermediate=self.intermediate // part.ranks,
-            part=part,
+            heads=self.heads // shard.tp_size,
+            kv_heads=max(self.kv_heads // shard.tp_size, 1),
+            intermediate=self.intermediate // shard.tp_size,
+            shard=shard,
         )
 
     @property
@@ -125,18 +127,23 @@ class LlamaSettings:
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         attention = 2 * self.hidden * queries + self.qkv_bias * queries + self.out_bias * self.hidden
         attention += self.qk_norm * 2 * self.head_dim
-        owned = sum(kind.shares is None for kind in self.kinds) * 2 * keys * (self.hidden + self.qkv_bias)
+        owned = (
+            sum(kind.kv_sharing_layer is None for kind in self.attention_kinds)
+            * 2
+            * keys
+            * (self.hidden + self.qkv_bias)
+        )
         mlp = 3 * self.hidden * self.intermediate + self.mlp_bias * (2 * self.intermediate + self.hidden)
         layer = attention + mlp + 2 * self.hidden
-        embeddings = (1 if self.tied else 2) * self.part.padded(self.vocab_size) * self.hidden
-        return len(self.kinds) * layer + owned + self.hidden + embeddings
+        embeddings = (1 if self.tied else 2) * self.shard.padded_vocab_rows(self.vocab_size) * self.hidden
+        return len(self.attention_kinds) * layer + owned + self.hidden + embeddings
 
     def spec(self) -> ModelSpec:
         return ModelSpec(
             family="llama",
             layers=tuple(
-                LayerSpec(self.kv_heads, self.head_dim, window, chunk=chunk, shares=shares, budget=budget)
-                for (window, chunk, shares), budget in zip(self.kinds, self.budgets)
+                LayerSpec(self.kv_heads, self.head_dim, window, chunk=chunk, kv_source_layer=shares, budget=budget)
+                for (window, chunk, shares), budget in zip(self.attention_kinds, self.budgets)
             ),
             vocab_size=self.vocab_size,
             max_len=self.max_len,
@@ -166,47 +173,47 @@ class OPTSettings:
     tied: bool
     max_len: int
     eos_ids: tuple[int, ...]
-    part: Part = WHOLE
+    shard: Shard = UNSHARDED
 
     @classmethod
-    def read(cls, config: dict[str, Any]) -> Self:
+    def from_config(cls, config: dict[str, Any]) -> Self:
         """Raises StartupError for a value that is missing, wrong or not supported."""
-        fields = Fields(config)
-        refuse_quantised(fields)
-        fields.refuse("layer_norm_elementwise_affine", True)
-        hidden, norm_before = fields.size("hidden_size"), fields.flag("do_layer_norm_before", True)
+        fields = ConfigReader(config)
+        check_quantization(fields)
+        fields.require_value("layer_norm_elementwise_affine", True)
+        hidden, norm_before = fields.get_int("hidden_size"), fields.get_bool("do_layer_norm_before", True)
         return cls(
-            vocab_size=fields.size("vocab_size"),
-            embed_dim=fields.size("word_embed_proj_dim", hidden),
+            vocab_size=fields.get_int("vocab_size"),
+            embed_dim=fields.get_int("word_embed_proj_dim", hidden),
             hidden=hidden,
-            layers=fields.size("num_hidden_layers", most=MAX_LAYERS),
-            heads=_divisor(fields, "num_attention_heads", hidden),
-            intermediate=fields.size("ffn_dim"),
-            activation=fields.text("activation_function", "relu"),
-            bias=fields.flag("enable_bias", True),
+            layers=fields.get_int("num_hidden_layers", maximum=MAX_LAYERS),
+            heads=_read_head_count(fields, "num_attention_heads", hidden),
+            intermediate=fields.get_int("ffn_dim"),
+            activation=fields.get_str("activation_function", "relu"),
+            bias=fields.get_bool("enable_bias", True),
             norm_before=norm_before,
-            final_norm=norm_before and not fields.flag("_remove_final_layer_norm", False),
-            tied=fields.flag("tie_word_embeddings", True),
-            max_len=fields.size("max_position_embeddings"),
-            eos_ids=fields.ids("eos_token_id"),
+            final_norm=norm_before and not fields.get_bool("_remove_final_layer_norm", False),
+            tied=fields.get_bool("tie_word_embeddings", True),
+            max_len=fields.get_int("max_position_embeddings"),
+            eos_ids=fields.get_token_ids("eos_token_id"),
         )
 
-    def of(self, part: Part) -> Self:
+    def for_shard(self, shard: Shard) -> Self:
         """One rank's shard. StartupError if there can't be so many ranks."""
-        check_division(part.ranks, self.heads, self.heads, ffn_dim=self.intermediate)
-        heads, intermediate = self.heads // part.ranks, self.intermediate // part.ranks
-        return replace(self, heads=heads, intermediate=intermediate, part=part)
+        check_tp_division(shard.tp_size, self.heads, self.heads, ffn_dim=self.intermediate)
+        heads, intermediate = self.heads // shard.tp_size, self.intermediate // shard.tp_size
+        return replace(self, heads=heads, intermediate=intermediate, shard=shard)
 
     @property
     def head_dim(self) -> int:
-        return self.hidden // (self.heads * self.part.ranks)
+        return self.hidden // (self.heads * self.shard.tp_size)
 
     @property
     def parameters(self) -> int:
         """Weights of the model, tied ones once."""
         h, ffn, queries = self.hidden, self.intermediate, self.heads * self.head_dim
         layer = 4 * h * queries + 2 * h * ffn + self.bias * (3 * queries + 2 * h + ffn) + 4 * h
-        embeddings = (1 if self.tied else 2) * self.part.padded(self.vocab_size) * self.embed_dim
+        embeddings = (1 if self.tied else 2) * self.shard.padded_vocab_rows(self.vocab_size) * self.embed_dim
         embeddings += (self.max_len + 2) * h
         projections = 2 * h * self.embed_dim if self.embed_dim != h else 0
         return self.layers * layer + embeddings + projections + self.final_norm * 2 * h
@@ -239,47 +246,47 @@ class GPT2Settings:
     tied: bool
     max_len: int
     eos_ids: tuple[int, ...]
-    part: Part = WHOLE
+    shard: Shard = UNSHARDED
 
     @classmethod
-    def read(cls, config: dict[str, Any]) -> Self:
+    def from_config(cls, config: dict[str, Any]) -> Self:
         """Raises StartupError for a value that is missing, wrong or not supported."""
-        fields = Fields(config)
-        if read_stored(config):
+        fields = ConfigReader(config)
+        if read_checkpoint_scheme(config):
             raise StartupError("quantised checkpoints of GPT-2 are not supported: their weights are transposed", REMEDY)
-        fields.refuse("scale_attn_weights", True)
-        fields.refuse("scale_attn_by_inverse_layer_idx", False)
-        fields.refuse("add_cross_attention", False)
-        hidden = fields.size("n_embd")
+        fields.require_value("scale_attn_weights", True)
+        fields.require_value("scale_attn_by_inverse_layer_idx", False)
+        fields.require_value("add_cross_attention", False)
+        hidden = fields.get_int("n_embd")
         return cls(
-            vocab_size=fields.size("vocab_size"),
+            vocab_size=fields.get_int("vocab_size"),
             hidden=hidden,
-            layers=fields.size("n_layer", most=MAX_LAYERS),
-            heads=_divisor(fields, "n_head", hidden),
-            intermediate=fields.size("n_inner", 4 * hidden),
-            activation=fields.text("activation_function", "gelu_new"),
-            norm_eps=fields.number("layer_norm_epsilon", 1e-5),
-            tied=fields.flag("tie_word_embeddings", True),
-            max_len=fields.size("n_positions"),
-            eos_ids=fields.ids("eos_token_id"),
+            layers=fields.get_int("n_layer", maximum=MAX_LAYERS),
+            heads=_read_head_count(fields, "n_head", hidden),
+            intermediate=fields.get_int("n_inner", 4 * hidden),
+            activation=fields.get_str("activation_function", "gelu_new"),
+            norm_eps=fields.get_float("layer_norm_epsilon", 1e-5),
+            tied=fields.get_bool("tie_word_embeddings", True),
+            max_len=fields.get_int("n_positions"),
+            eos_ids=fields.get_token_ids("eos_token_id"),
         )
 
-    def of(self, part: Part) -> Self:
+    def for_shard(self, shard: Shard) -> Self:
         """One rank's shard. StartupError if there can't be so many ranks."""
-        check_division(part.ranks, self.heads, self.heads, n_inner=self.intermediate)
-        heads, intermediate = self.heads // part.ranks, self.intermediate // part.ranks
-        return replace(self, heads=heads, intermediate=intermediate, part=part)
+        check_tp_division(shard.tp_size, self.heads, self.heads, n_inner=self.intermediate)
+        heads, intermediate = self.heads // shard.tp_size, self.intermediate // shard.tp_size
+        return replace(self, heads=heads, intermediate=intermediate, shard=shard)
 
     @property
     def head_dim(self) -> int:
-        return self.hidden // (self.heads * self.part.ranks)
+        return self.hidden // (self.heads * self.shard.tp_size)
 
     @property
     def parameters(self) -> int:
         """Weights of the model, tied ones once."""
         h, ffn, queries = self.hidden, self.intermediate, self.heads * self.head_dim
         layer = 4 * h * queries + 3 * queries + h + 2 * h * ffn + ffn + h + 4 * h
-        embeddings = (1 if self.tied else 2) * self.part.padded(self.vocab_size) * h + self.max_len * h
+        embeddings = (1 if self.tied else 2) * self.shard.padded_vocab_rows(self.vocab_size) * h + self.max_len * h
         return self.layers * layer + embeddings + 2 * h
 
     def spec(self) -> ModelSpec:
@@ -296,9 +303,9 @@ class GPT2Settings:
         )
 
 
-def read_heads(fields: Fields, heads: int, kv_heads: int, head_dim: int) -> tuple[int, int]:
+def read_heads(fields: ConfigReader, heads: int, kv_heads: int, head_dim: int) -> tuple[int, int]:
     """Heads of keys, beside `heads` of queries, and their size, with what they are by default."""
-    kv_heads, head_dim = fields.size("num_key_value_heads", kv_heads), fields.size("head_dim", head_dim)
+    kv_heads, head_dim = fields.get_int("num_key_value_heads", kv_heads), fields.get_int("head_dim", head_dim)
     if heads % kv_heads:
         raise StartupError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
     if head_dim % 2 or not head_dim:
@@ -306,18 +313,20 @@ def read_heads(fields: Fields, heads: int, kv_heads: int, head_dim: int) -> tupl
     return kv_heads, head_dim
 
 
-def _kinds(fields: Fields, architecture: str, layers: int, max_len: int) -> tuple[Kind, ...]:
+def _read_attention_kinds(
+    fields: ConfigReader, architecture: str, layers: int, max_len: int
+) -> tuple[AttentionKind, ...]:
     """What each layer sees. Of Llama's relatives none has layers that share."""
     if architecture == "LlamaForCausalLM":
-        return read_kinds(fields, layers)
-    fields.refuse("kv_sharing", None)
+        return read_attention_kinds(fields, layers)
+    fields.require_value("kv_sharing", None)
     if architecture == "Phi3ForCausalLM":
-        window = fields.size("sliding_window", None)
-        return (Kind(None if window is None or window >= max_len else window),) * layers
-    return tuple(Kind(window) for window in read_windows(fields, architecture, layers))
+        window = fields.get_int("sliding_window", None)
+        return (AttentionKind(None if window is None or window >= max_len else window),) * layers
+    return tuple(AttentionKind(window) for window in read_windows(fields, architecture, layers))
 
 
-def read_windows(fields: Fields, architecture: str, layers: int) -> tuple[int | None, ...]:
+def read_windows(fields: ConfigReader, architecture: str, layers: int) -> tuple[int | None, ...]:
     """Each layer's sliding window: Mistral's is one for all, unless `layer_types` says which layers have one, as it may
     for Ministral and Qwen too; or Qwen's max_window_layers does."""
     types = read_layer_types(fields, layers)
@@ -326,33 +335,33 @@ def read_windows(fields: Fields, architecture: str, layers: int) -> tuple[int | 
         if types is None:
             return (window,) * layers
     else:
-        window = fields.size("sliding_window", 4096) if fields.flag("use_sliding_window", False) else None
+        window = fields.get_int("sliding_window", 4096) if fields.get_bool("use_sliding_window", False) else None
     if types is None:
         first = fields.config.get("max_window_layers", 28)
         return tuple(window if isinstance(first, int) and layer >= first else None for layer in range(layers))
-    return windows_of(types, window)
+    return windows_for_types(types, window)
 
 
-def read_window(fields: Fields) -> int | None:
+def read_window(fields: ConfigReader) -> int | None:
     """`sliding_window`: 4,096 where it is absent, none where it is null."""
-    window: int | None = fields.size("sliding_window", None if "sliding_window" in fields.config else 4096)
+    window: int | None = fields.get_int("sliding_window", None if "sliding_window" in fields.config else 4096)
     return window
 
 
-def windows_of(types: tuple[str, ...], window: int | None) -> tuple[int | None, ...]:
+def windows_for_types(types: tuple[str, ...], window: int | None) -> tuple[int | None, ...]:
     """The window of each layer of these types."""
     if "sliding_attention" in types and window is None:
         raise StartupError("layer_types has sliding_attention, but there is no sliding window")
     return tuple(window if name == "sliding_attention" else None for name in types)
 
 
-def _divisor(fields: Fields, name: str, hidden: int) -> int:
-    heads: int = fields.size(name)
+def _read_head_count(fields: ConfigReader, name: str, hidden: int) -> int:
+    heads: int = fields.get_int(name)
     if hidden % heads:
         raise StartupError(f"the hidden size {hidden} is not a multiple of {name} {heads}")
     return heads
 
 
-def refuse_quantised(fields: Fields) -> None:
+def check_quantization(fields: ConfigReader) -> None:
     """StartupError for a quantization_config that isn't supported."""
-    read_stored(fields.config)
+    read_checkpoint_scheme(fields.config)

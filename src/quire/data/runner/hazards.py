@@ -11,71 +11,72 @@ from collections.abc import Set as AbstractSet
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from quire.vocabulary.plan import Copy, Entry, In, Out, Poison
+from quire.vocabulary.plan import PageCopy, PageOp, Poison, SwapIn, SwapOut
 
-Moves = dict[int, int]
+PageMoves = dict[int, int]
 """Page written -> page read, in whichever memory; host pages count from 0 here. Poison: the page itself."""
 
 
-class Launch(NamedTuple):
+class PageOpBatch(NamedTuple):
     """Entries of one kind and one size of pages, in any order."""
 
-    kind: type[Entry]
+    kind: type[PageOp]
     size: int
-    moves: Moves
+    moves: PageMoves
 
 
-def launches(entries: Sequence[Entry], sizes: Sequence[int]) -> Iterator[Launch]:
+def batch_page_ops(page_ops: Sequence[PageOp], sizes: Sequence[int]) -> Iterator[PageOpBatch]:
     """What to launch, in this order, so that it has the effect of these entries (no tables) one after another. `sizes`
     are the groups' bytes of a page."""
-    return _alike(entries, sizes[0]) if len(set(sizes)) == 1 else _unlike(entries, sizes)
+    return _batch_one_size(page_ops, sizes[0]) if len(set(sizes)) == 1 else _batch_mixed_sizes(page_ops, sizes)
 
 
-def overlap(some: AbstractSet[int], size: int, others: AbstractSet[int], other: int) -> bool:
-    """Whether a page of `some`, of `size` bytes each, shares a byte with one of `others`, of `other` bytes each."""
-    if size == other:
-        return not some.isdisjoint(others)
-    if size < other:
-        some, size, others, other = others, other, some, size
-    return any(not others.isdisjoint(_touched(page, size, other)) for page in some)
+def pages_overlap(pages: AbstractSet[int], size: int, other_pages: AbstractSet[int], other_size: int) -> bool:
+    """Whether a page of `pages`, of `size` bytes each, shares a byte with one of `other_pages`, of `other_size` "
+    "bytes each."""
+    if size == other_size:
+        return not pages.isdisjoint(other_pages)
+    if size < other_size:
+        pages, size, other_pages, other_size = other_pages, other_size, pages, size
+    return any(not other_pages.isdisjoint(_overlapping_pages(page, size, other_size)) for page in pages)
 
 
-def _touched(page: int, size: int, other: int) -> range:
-    """Pages of `other` bytes that share a byte with this one of `size` bytes."""
-    return range(page * size // other, -(-(page + 1) * size // other))
+def _overlapping_pages(page: int, size: int, other_size: int) -> range:
+    """Pages of `other_size` bytes that share a byte with this one of `size` bytes."""
+    return range(page * size // other_size, -(-(page + 1) * size // other_size))
 
 
-def _alike(entries: Sequence[Entry], size: int) -> Iterator[Launch]:
+def _batch_one_size(page_ops: Sequence[PageOp], size: int) -> Iterator[PageOpBatch]:
     """Where all pages have one size. Of entries of one kind that write the same page the last one counts; only copies
     can read what another one of their kind wrote."""
     run: Any
-    for kind, run in groupby(entries, key=type):
-        if kind is Copy:
-            yield from _copies(run, size)
-        elif kind is Out:
-            yield Launch(kind, size, {host - 1: page for _, page, host in run})
-        elif kind is In:
-            yield Launch(kind, size, {page: host - 1 for _, host, page in run})
+    for kind, run in groupby(page_ops, key=type):
+        if kind is PageCopy:
+            yield from _batch_copies(run, size)
+        elif kind is SwapOut:
+            yield PageOpBatch(kind, size, {host - 1: page for _, page, host in run})
+        elif kind is SwapIn:
+            yield PageOpBatch(kind, size, {page: host - 1 for _, host, page in run})
         else:
-            yield Launch(kind, size, {page: page for _, page in run})
+            yield PageOpBatch(kind, size, {page: page for _, page in run})
 
 
-def _copies(entries: Iterable[Copy], size: int) -> Iterator[Launch]:
-    at_once: Moves = {}
+def _batch_copies(page_ops: Iterable[PageCopy], size: int) -> Iterator[PageOpBatch]:
+    at_once: PageMoves = {}
     sources: set[int] = set()
-    for _, src, dst in entries:
+    for _, src, dst in page_ops:
         if src == dst:
             continue
         if src in at_once or dst in sources:
-            yield Launch(Copy, size, at_once)
+            yield PageOpBatch(PageCopy, size, at_once)
             at_once, sources = {}, set()
         at_once[dst] = src
         sources.add(src)
     if at_once:
-        yield Launch(Copy, size, at_once)
+        yield PageOpBatch(PageCopy, size, at_once)
 
 
-class _Pages:
+class _PageSet:
     """Pages of several sizes in one memory."""
 
     def __init__(self) -> None:
@@ -84,41 +85,45 @@ class _Pages:
     def add(self, page: int, size: int) -> None:
         self.by_size.setdefault(size, set()).add(page)
 
-    def meet(self, page: int, size: int) -> bool:
+    def overlaps(self, page: int, size: int) -> bool:
         for other, pages in self.by_size.items():
-            if page in pages if size == other else not pages.isdisjoint(_touched(page, size, other)):
+            if page in pages if size == other else not pages.isdisjoint(_overlapping_pages(page, size, other)):
                 return True
         return False
 
 
-def _unlike(entries: Sequence[Entry], sizes: Sequence[int]) -> Iterator[Launch]:
+def _batch_mixed_sizes(page_ops: Sequence[PageOp], sizes: Sequence[int]) -> Iterator[PageOpBatch]:
     """Where sizes differ: entries of all kinds and sizes are put off, each to the launch of its like, until one comes
     that must be behind one of them."""
-    put_off: dict[tuple[type[Entry], int], Moves] = {}
-    written, read = (_Pages(), _Pages()), (_Pages(), _Pages())  # on the device, and in host memory
-    for entry in entries:
+    put_off: dict[tuple[type[PageOp], int], PageMoves] = {}
+    written, read = (_PageSet(), _PageSet()), (_PageSet(), _PageSet())  # on the device, and in host memory
+    for entry in page_ops:
         kind, size = type(entry), sizes[entry.group]
-        to, target, come, source = _move(entry)
-        if kind is Copy and to == come:
+        to, target, come, source = _accesses(entry)
+        if kind is PageCopy and to == come:
             continue
-        if written[target].meet(to, size) or read[target].meet(to, size) or written[source].meet(come, size):
-            yield from (Launch(*like, moves) for like, moves in put_off.items())
-            put_off, written, read = {}, (_Pages(), _Pages()), (_Pages(), _Pages())
+        if (
+            written[target].overlaps(to, size)
+            or read[target].overlaps(to, size)
+            or written[source].overlaps(come, size)
+        ):
+            yield from (PageOpBatch(*like, moves) for like, moves in put_off.items())
+            put_off, written, read = {}, (_PageSet(), _PageSet()), (_PageSet(), _PageSet())
         put_off.setdefault((kind, size), {})[to] = come
         written[target].add(to, size)
         read[source].add(come, size)
-    yield from (Launch(*like, moves) for like, moves in put_off.items())
+    yield from (PageOpBatch(*like, moves) for like, moves in put_off.items())
 
 
-def _move(entry: Entry) -> tuple[int, int, int, int]:
+def _accesses(page_op: PageOp) -> tuple[int, int, int, int]:
     """(page written, where, page read, where); 0 is the device, 1 host memory. Poison reads what it writes."""
-    match entry:
-        case Copy(_, src, dst):
+    match page_op:
+        case PageCopy(_, src, dst):
             return dst, 0, src, 0
-        case Out(_, page, host):
+        case SwapOut(_, page, host):
             return host - 1, 1, page, 0
-        case In(_, host, page):
+        case SwapIn(_, host, page):
             return page, 0, host - 1, 1
         case Poison(_, page):
             return page, 0, page, 0
-    raise AssertionError(f"{entry} moves nothing")
+    raise AssertionError(f"{page_op} moves nothing")

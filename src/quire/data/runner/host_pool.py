@@ -21,95 +21,101 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.data.runner.hazards import overlap
-from quire.data.runner.staging import Staging
+from quire.data.runner.hazards import pages_overlap
+from quire.data.runner.staging import StagingBuffer
 
-CPU_BYTES = 2**18  # gathered at once on a CPU, so that its caches hold it; larger pages than an eighth go one by one
-OUT_BYTES = 2**25  # of pages that leave under one event: 0.6 ms over PCIe
+CPU_GATHER_BYTES = (
+    2**18
+)  # gathered at once on a CPU, so that its caches hold it; larger pages than an eighth go one by one
+SWAP_OUT_EVENT_BYTES = 2**25  # of pages that leave under one event: 0.6 ms over PCIe
 # Pages from here on are moved by the copy engines, one by one (5 us each for the host, 50 GB/s from 1 MiB on); smaller
 # ones by one kernel that addresses host memory itself (alone 50 GB/s from 16 KiB on, 45 GB/s at 4 KiB, where single
 # copies move 0.6). So few programs are enough, and leave the device to the rows. An H200 behind PCIe 5 (55 GB/s).
-ENGINE_BYTES = 2**20
-OUT_PROGRAMS, IN_PROGRAMS = 8, 16
+MIN_COPY_ENGINE_BYTES = 2**20
+SWAP_OUT_PROGRAMS, SWAP_IN_PROGRAMS = 8, 16
 
 
 class HostPool:
-    """`host` beside `pages`: views [pages, numbers] of all host memory and of all device memory, for each size of
+    """`host_pages` beside `pages`: views [pages, numbers] of all host memory and of all device memory, for each size of
     pages, in bytes; pinned where a GPU moves them. With `debug` every move is waited for and compared."""
 
-    def __init__(self, pages: Mapping[int, Tensor], size: int, debug: bool = False) -> None:
-        """`size` bytes of host memory; a page at least of every size."""
+    def __init__(self, pages: Mapping[int, Tensor], host_bytes: int, debug: bool = False) -> None:
+        """`host_bytes` bytes of host memory; a page at least of every size."""
         self.pages, self.debug = pages, debug
         some = next(iter(pages.values()))
-        self.device, size = some.device, max(size, *pages, 0)
+        self.device, host_bytes = some.device, max(host_bytes, *pages, 0)
         if self.device.type == "cpu":  # NumPy's untouched zeros cost a CPU no memory, torch's do
-            raw = torch.from_numpy(np.zeros(size, dtype=np.uint8))
+            raw = torch.from_numpy(np.zeros(host_bytes, dtype=np.uint8))
         else:  # no byte more than is needed: pinned memory is given out in powers of two
-            raw = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        self.host = {own: raw[: size // own * own].view(some.dtype).view(size // own, -1) for own in pages}
+            raw = torch.empty(host_bytes, dtype=torch.uint8, pin_memory=True)
+        self.host_pages = {
+            own: raw[: host_bytes // own * own].view(some.dtype).view(host_bytes // own, -1) for own in pages
+        }
         if self.device.type == "cpu":
             return
-        self.side = torch.cuda.Stream(self.device)
-        self.staging = Staging(self.device, size=2**18)  # the side stream's own
-        self.settled = torch.cuda.Event()  # behind the last copy or poison on `main`
-        self.leaving: list[tuple[int, frozenset[int], torch.cuda.Event]] = []  # pages on their way out, oldest first
-        self.settle()
+        self.swap_stream = torch.cuda.Stream(self.device)
+        self.staging = StagingBuffer(self.device, segment_bytes=2**18)  # the side stream's own
+        self.writes_event = torch.cuda.Event()  # behind the last copy or poison on `main`
+        self.pending_swap_outs: list[
+            tuple[int, frozenset[int], torch.cuda.Event]
+        ] = []  # pages on their way out, oldest first
+        self.record_writes()
 
     @property
-    def busy(self) -> bool:
+    def has_pending_swap_outs(self) -> bool:
         """Whether a page may still be on its way out."""
-        return self.device.type != "cpu" and bool(self.leaving)
+        return self.device.type != "cpu" and bool(self.pending_swap_outs)
 
-    def out(self, moves: Mapping[int, int], size: int) -> None:
-        """Copy pages of this size to rows of `host`: {row: page}."""
+    def swap_out(self, moves: Mapping[int, int], size: int) -> None:
+        """Copy pages of this size to rows of `host_pages`: {row: page}."""
         if self.device.type == "cpu":
-            _gather(self.host[size], self.pages[size], moves)
+            _gather_on_cpu(self.host_pages[size], self.pages[size], moves)
         else:
-            with torch.cuda.stream(self.side):
-                self.side.wait_event(self.settled)
+            with torch.cuda.stream(self.swap_stream):
+                self.swap_stream.wait_event(self.writes_event)
                 left = iter(moves.items())
-                while part := dict(islice(left, max(OUT_BYTES // size, 1))):
-                    self._move(self.host[size], self.pages[size], part, OUT_PROGRAMS)
+                while part := dict(islice(left, max(SWAP_OUT_EVENT_BYTES // size, 1))):
+                    self._copy_pages(self.host_pages[size], self.pages[size], part, SWAP_OUT_PROGRAMS)
                     event = torch.cuda.Event()
-                    event.record(self.side)
-                    self.leaving.append((size, frozenset(part.values()), event))
+                    event.record(self.swap_stream)
+                    self.pending_swap_outs.append((size, frozenset(part.values()), event))
         if self.debug:
-            self._compare(((page, host) for host, page in moves.items()), size)
+            self._check_equal(((page, host) for host, page in moves.items()), size)
 
-    def back(self, moves: Mapping[int, int], size: int) -> None:
-        """Copy rows of `host` to pages of this size: {page: row}."""
+    def swap_in(self, moves: Mapping[int, int], size: int) -> None:
+        """Copy rows of `host_pages` to pages of this size: {page: row}."""
         if self.device.type == "cpu":
-            _gather(self.pages[size], self.host[size], moves)
+            _gather_on_cpu(self.pages[size], self.host_pages[size], moves)
         else:
-            with torch.cuda.stream(self.side):
-                self.side.wait_event(self.settled)
-                self._move(self.pages[size], self.host[size], moves, IN_PROGRAMS)
-            torch.cuda.current_stream(self.device).wait_stream(self.side)
+            with torch.cuda.stream(self.swap_stream):
+                self.swap_stream.wait_event(self.writes_event)
+                self._copy_pages(self.pages[size], self.host_pages[size], moves, SWAP_IN_PROGRAMS)
+            torch.cuda.current_stream(self.device).wait_stream(self.swap_stream)
         if self.debug:
-            self._compare(moves.items(), size)
+            self._check_equal(moves.items(), size)
 
-    def settle(self) -> None:
+    def record_writes(self) -> None:
         """To be called when pages were copied or poisoned: later swaps wait for it."""
         if self.device.type != "cpu":
-            self.settled.record(torch.cuda.current_stream(self.device))
+            self.writes_event.record(torch.cuda.current_stream(self.device))
 
-    def claim(self, pages: Iterable[int], size: int) -> None:
+    def wait_swapped_out(self, pages: Iterable[int], size: int) -> None:
         """To be called before anything else writes these pages: it will wait until their bytes have left."""
         if self.device.type == "cpu":
             return
-        while self.leaving and self.leaving[0][2].query():
-            del self.leaving[0]
-        wanted = frozenset(pages) if self.leaving else frozenset()
-        for i in reversed(range(len(self.leaving))):
-            other, some, event = self.leaving[i]
-            if overlap(wanted, size, some, other):
+        while self.pending_swap_outs and self.pending_swap_outs[0][2].query():
+            del self.pending_swap_outs[0]
+        wanted = frozenset(pages) if self.pending_swap_outs else frozenset()
+        for i in reversed(range(len(self.pending_swap_outs))):
+            other, some, event = self.pending_swap_outs[i]
+            if pages_overlap(wanted, size, some, other):
                 torch.cuda.current_stream(self.device).wait_event(event)
-                del self.leaving[: i + 1]  # the side stream is in order: those before have left too
+                del self.pending_swap_outs[: i + 1]  # the side stream is in order: those before have left too
                 return
 
-    def _move(self, target: Tensor, source: Tensor, moves: Mapping[int, int], programs: int) -> None:
+    def _copy_pages(self, target: Tensor, source: Tensor, moves: Mapping[int, int], programs: int) -> None:
         """target[to] = source[from] for {to: from}, on the current stream."""
-        if target.shape[1] * target.itemsize >= ENGINE_BYTES:
+        if target.shape[1] * target.itemsize >= MIN_COPY_ENGINE_BYTES:
             for to, come in moves.items():
                 target[to].copy_(source[come], non_blocking=True)
         else:
@@ -118,18 +124,20 @@ class HostPool:
             dst, src = self.staging.upload_all([np.array(list(moves)), np.array(list(moves.values()))])
             copy_rows(target, source, dst, src, programs)
 
-    def _compare(self, moved: Iterable[tuple[int, int]], size: int) -> None:
-        """Debug: these (page, row of `host`) hold the same bits."""
+    def _check_equal(self, pairs: Iterable[tuple[int, int]], size: int) -> None:
+        """Debug: these (page, row of `host_pages`) hold the same bits."""
         if self.device.type != "cpu":
             torch.cuda.synchronize(self.device)
-        for page, host in moved:
-            same = torch.equal(self.pages[size][page].view(torch.uint8).cpu(), self.host[size][host].view(torch.uint8))
+        for page, host in pairs:
+            same = torch.equal(
+                self.pages[size][page].view(torch.uint8).cpu(), self.host_pages[size][host].view(torch.uint8)
+            )
             assert same, f"page {page} and row {host} of the host pages differ after a swap"
 
 
-def _gather(target: Tensor, source: Tensor, moves: Mapping[int, int]) -> None:
+def _gather_on_cpu(target: Tensor, source: Tensor, moves: Mapping[int, int]) -> None:
     """target[to] = source[from] for {to: from} on a CPU: small pages many at a time, large ones one by one."""
-    most = CPU_BYTES // (target.shape[1] * target.itemsize)
+    most = CPU_GATHER_BYTES // (target.shape[1] * target.itemsize)
     if most < 8:
         for to, come in moves.items():
             target[to].copy_(source[come])

@@ -15,104 +15,106 @@ from typing import Any
 
 import torch
 
-from quire.data.kernels.cpu.memory import memory
-from quire.data.runner.parked import Parked
-from quire.data.runner.rehearsal import rehearse
-from quire.data.weights.mapped import trim
-from quire.vocabulary.specs import Geometry
+from quire.data.kernels.cpu.memory import weight_arena
+from quire.data.runner.parked import OffloadedWeights
+from quire.data.runner.rehearsal import warm_up
+from quire.data.weights.mapped import trim_memory
+from quire.vocabulary.specs import KVCacheConfig
 
 
-class Lifetime:
-    """The part of a ModelRunner that outlives its pages. `make` makes its model anew: None where nobody can."""
+class RunnerLifecycle:
+    """The part of a ModelRunner that outlives its pages. `make_model` makes its model anew: None where nobody can."""
 
     model: Any
     device: torch.device
-    pictures: Any
-    prompts: Any
-    seen: Any
-    graphs: Any
-    mixed: Any
-    make: Callable[[], Any] | None = None
-    parked: Parked | None = None  # weights that are in host memory
-    geometry: Geometry | None = None  # of the pages that it had when it fell asleep
-    warmed: tuple[int, int] | None = None  # what it was warmed up for
+    image_inputs: Any
+    prompt_lengths: Any
+    state_checker: Any
+    decode_graphs: Any
+    mixed_graphs: Any
+    make_model: Callable[[], Any] | None = None
+    offloaded_weights: OffloadedWeights | None = None  # weights that are in host memory
+    kv_config: KVCacheConfig | None = None  # of the pages that it had when it fell asleep
+    warmup_args: tuple[int, int] | None = None  # what it was warmed up for
 
     def warm_up(self, tokens: int, max_len: int) -> None:
         """On a GPU, run every kind of step once, the largest of `tokens` tokens in sequences of up to `max_len`: then
         no request waits for a kernel to be compiled or a graph to be captured. After `bind`, before the first step."""
-        self.warmed = tokens, max_len
+        self.warmup_args = tokens, max_len
         if self.device.type == "cuda":
-            rehearse(self, tokens, max_len)  # type: ignore[arg-type]
+            warm_up(self, tokens, max_len)  # type: ignore[arg-type]
 
     def sleep(self, level: int) -> None:
         """See control.runners.Sleeping. One that sleeps already sleeps deeper."""
         store = getattr(self, "store", None)
         if store is not None:
-            self.geometry = store.geometry
+            self.kv_config = store.kv_config
             del store
-        self._let_go()
+        self._release_pages()
         if level == 2:
-            assert self.make is not None, "a model that can be made again"
-            self.model, self.parked = None, None
-        elif self.device.type == "cuda" and self.parked is None and self.model is not None:
-            self.parked = Parked(self.model, self.device)
-        self._give_back()
+            assert self.make_model is not None, "a model that can be made again"
+            self.model, self.offloaded_weights = None, None
+        elif self.device.type == "cuda" and self.offloaded_weights is None and self.model is not None:
+            self.offloaded_weights = OffloadedWeights(self.model, self.device)
+        self._release_memory()
 
     def wake(self, tags: Sequence[str]) -> None:
         """See control.runners.Sleeping. If there is no room, it sleeps on as before."""
         if "weights" in tags:
-            if self.parked is not None:
-                self.parked.back()
-                self.parked = None
+            if self.offloaded_weights is not None:
+                self.offloaded_weights.restore()
+                self.offloaded_weights = None
             if self.model is None:
-                assert self.make is not None, "a model that can be made again"
-                self.model = self.make()
+                assert self.make_model is not None, "a model that can be made again"
+                self.model = self.make_model()
         if "kv_cache" in tags:
-            assert self.geometry is not None, "it fell asleep"
+            assert self.kv_config is not None, "it fell asleep"
             try:
-                self.bind(self.geometry)
-                if self.warmed is not None:
-                    self.warm_up(*self.warmed)
+                self.bind(self.kv_config)
+                if self.warmup_args is not None:
+                    self.warm_up(*self.warmup_args)
             except BaseException:
-                self._let_go()
-                self._give_back()
+                self._release_pages()
+                self._release_memory()
                 raise
         if self.device.type == "cpu":
-            trim()
+            trim_memory()
 
-    def bind(self, geometry: Geometry) -> None:
+    def bind(self, kv_config: KVCacheConfig) -> None:
         """See ModelRunner."""
         raise NotImplementedError
 
-    def _let_go(self) -> None:
+    def _release_pages(self) -> None:
         """Of the pages, once nothing moves them any more, and of all that was made over them."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         store = getattr(self, "store", None)
-        self.pictures = self.prompts = self.seen = self.graphs = self.mixed = None  # they hold the store too
-        for name in ("sampler", "last"):
+        self.image_inputs = self.prompt_lengths = self.state_checker = self.decode_graphs = self.mixed_graphs = (
+            None  # they hold the store too
+        )
+        for name in ("sampler", "last_sampled"):
             if hasattr(self, name):
                 delattr(self, name)
         if store is not None:
             store.close()
             del self.store, store
 
-    def _give_back(self) -> None:
+    def _release_memory(self) -> None:
         """What nobody holds any more goes back to the system."""
         frozen = gc.get_freeze_count() > 0  # what was loaded is spared by the collector, in programs of our own
         gc.unfreeze()
         gc.collect()
         if frozen:
             gc.freeze()
-        memory().leave()
+        weight_arena().drop_block()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         else:
-            trim()
+            trim_memory()
 
     def close(self) -> None:
         """Let go of the pages."""
-        self._let_go()
+        self._release_pages()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # another engine may follow
 

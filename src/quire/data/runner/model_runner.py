@@ -15,50 +15,50 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.data.kernels.batch import Batch, to_device
+from quire.data.kernels.batch import ForwardBatch, to_device
 from quire.data.kernels.contiguous import ContiguousBackend
 from quire.data.kernels.cpu.loading import library
-from quire.data.kernels.limits import MOST_GRAPH_ROWS
+from quire.data.kernels.limits import MAX_GRAPH_ROWS
 from quire.data.kernels.reference import ReferenceBackend
 from quire.data.kernels.sdpa import SdpaBackend
-from quire.data.layers.cut import vocabulary
-from quire.data.runner.crossing import CrossPictures
-from quire.data.runner.drawn import Drawn
-from quire.data.runner.idle import Idle, Span
-from quire.data.runner.inputs import Flat, batch_of
-from quire.data.runner.lifetime import Lifetime
-from quire.data.runner.logprobs import scores_of, top_of
-from quire.data.runner.pictures import Pictures
-from quire.data.runner.pooling import Pooling, sampled
-from quire.data.runner.prompts import Prompts
+from quire.data.layers.cut import shard_vocab
+from quire.data.runner.crossing import CrossAttentionImages
+from quire.data.runner.drawn import PendingSamples
+from quire.data.runner.idle import IdleTimer, StepEvents
+from quire.data.runner.inputs import FlatInputs, build_flat_batch
+from quire.data.runner.lifetime import RunnerLifecycle
+from quire.data.runner.logprobs import prompt_logprob_details, to_top_logprobs
+from quire.data.runner.pictures import ImageInputs
+from quire.data.runner.pooling import Pooler, pooled_result
+from quire.data.runner.prompts import PromptLengths
 from quire.data.runner.sampler import Sampler
-from quire.data.runner.seen import SeenTokens
-from quire.data.runner.split_sampler import FusedSplitSampler, SplitSampler
-from quire.data.runner.step import Step
+from quire.data.runner.seen import StateChecker
+from quire.data.runner.split_sampler import VocabParallelSampler, VocabParallelTritonSampler
+from quire.data.runner.step import StepContext
 from quire.data.runner.store import Store
 from quire.errors import StartupError
-from quire.vocabulary.media import Pixels
+from quire.vocabulary.media import ImagePixels
 from quire.vocabulary.params import MAX_LOGPROBS
-from quire.vocabulary.plan import Encode, Mapped, Mask, Row, StepPlan, StepResult
-from quire.vocabulary.rows import Rows
-from quire.vocabulary.specs import Geometry, Layout, ModelSpec
+from quire.vocabulary.plan import ImageEncoding, MappingStats, SeqSlice, StepPlan, StepResult, TokenBitmask
+from quire.vocabulary.rows import SeqSlices
+from quire.vocabulary.specs import KVCacheConfig, KVCacheLayout, ModelSpec
 
-BACKENDS = {"reference": ReferenceBackend, "sdpa": SdpaBackend, "contiguous": ContiguousBackend}
+TORCH_BACKENDS = {"reference": ReferenceBackend, "sdpa": SdpaBackend, "contiguous": ContiguousBackend}
 
 
-class Model(Protocol):
+class RunnableModel(Protocol):
     """What the runner needs of a model (see quire.data.models). One that sees has `eyes` too, an Encoder. A shard that
     was joined to others has their `exchange`, and its `logits` can be asked for its own alone."""
 
     def __call__(self, tokens: Tensor, ctx: Any) -> Tensor: ...
-    def begin(self, tokens: Tensor, ctx: Any) -> tuple[Tensor, Tensor]: ...
-    def end(self, x: Tensor, attended: Tensor) -> Tensor: ...
-    def logits(self, hidden: Tensor) -> Tensor: ...
+    def embed(self, tokens: Tensor, ctx: Any) -> tuple[Tensor, Tensor]: ...
+    def finish_selected(self, x: Tensor, attended: Tensor) -> Tensor: ...
+    def logits(self, hidden_states: Tensor) -> Tensor: ...
 
 
-def _backend(name: str, deterministic: bool) -> Any:
-    if name in BACKENDS:
-        return BACKENDS[name]()
+def _make_backend(name: str, deterministic: bool) -> Any:
+    if name in TORCH_BACKENDS:
+        return TORCH_BACKENDS[name]()
     if name == "native":
         from quire.data.kernels.cpu.backend import NativeBackend
 
@@ -75,330 +75,372 @@ def _backend(name: str, deterministic: bool) -> Any:
 class Ticket(NamedTuple):
     """A step in flight."""
 
-    drawn: Drawn | None
-    scores: list[Tensor]
+    pending_samples: PendingSamples | None
+    prompt_logprobs: list[Tensor]
     plan: StepPlan
-    began: float
-    span: Span | None  # on a GPU
+    submitted_at: float
+    step_events: StepEvents | None  # on a GPU
     pooled: dict[int, Tensor]  # by slot
-    held: Callable[[], Drawn] | None = None  # draws that wait for masks
+    sample_later: Callable[[], PendingSamples] | None = None  # draws that wait for masks
 
 
-class ModelRunner(Lifetime):
+class ModelRunner(RunnerLifecycle):
     """Runs `model` in `dtype` on `device` with the attention backend of that name."""
 
     def __init__(
         self,
-        model: Model,
+        model: RunnableModel,
         spec: ModelSpec,
         dtype: torch.dtype,
         device: torch.device,
         attention: str = "sdpa",
         eos_ids: tuple[int, ...] = (),
         *,
-        graphs: bool = False,
+        use_graphs: bool = False,
         deterministic: bool = False,
         debug: bool = False,
-        background: bool = False,
-        common: Tensor | None = None,
+        map_in_background: bool = False,
+        shared_buffer: Tensor | None = None,
         state_dtype: torch.dtype = torch.float32,
     ) -> None:
-        """`background`: a thread maps ahead of need, where memory is virtual. `common`, `state_dtype`: see Store."""
+        """`map_in_background`: a thread maps ahead of need, where memory is virtual. `shared_buffer`, "
+        "`state_dtype`: see Store."""
         self.model, self.spec, self.dtype, self.device, self.eos_ids = model, spec, dtype, device, eos_ids
-        self.attention, self.backend = attention, _backend(attention, deterministic)
-        self.replays, self.deterministic, self.debug, self.background = graphs, deterministic, debug, background
-        self.common, self.state_dtype = common, state_dtype
+        self.attention, self.backend = attention, _make_backend(attention, deterministic)
+        self.use_graphs, self.deterministic, self.debug, self.map_in_background = (
+            use_graphs,
+            deterministic,
+            debug,
+            map_in_background,
+        )
+        self.shared_buffer, self.state_dtype = shared_buffer, state_dtype
         self.exchange = getattr(model, "exchange", None)  # with other ranks
         self.depth = 1 if device.type == "cpu" else 2
-        self.holding = False  # rows that are enqueued draw later
-        self.collected = -math.inf  # when the last step was
-        self.idle = Idle(device)
+        self.defers_sampling = False  # rows that are enqueued draw later
+        self.last_collected_at = -math.inf  # when the last step was
+        self.idle_timer = IdleTimer(device)
         self.store: Store
         self.sampler: Sampler
-        self.prompts: Prompts | None = None  # where layers have budgets
-        self.seen: SeenTokens | None = None  # in debug mode, where layers have states
-        self.pictures: Pictures | None = None  # where the model sees
-        self.pooling = Pooling()
-        self.whole: np.ndarray | None = None  # by slot, the length of a prompt whose tokens attend both ways
-        self.last: Tensor
-        self.graphs: Any = None  # of decode steps
-        self.mixed: Any = None  # of steps with prompts
+        self.prompt_lengths: PromptLengths | None = None  # where layers have budgets
+        self.state_checker: StateChecker | None = None  # in debug mode, where layers have states
+        self.image_inputs: ImageInputs | None = None  # where the model sees
+        self.pooler = Pooler()
+        self.bidirectional_lens: np.ndarray | None = (
+            None  # by slot, the length of a prompt whose tokens attend both ways
+        )
+        self.last_sampled: Tensor
+        self.decode_graphs: Any = None  # of decode steps
+        self.mixed_graphs: Any = None  # of steps with prompts
 
-    def bind(self, geometry: Geometry) -> None:
+    def bind(self, kv_config: KVCacheConfig) -> None:
         """Allocate pages, tables and sampling state for a memory of this geometry. StartupError if the attention can't
         find its tokens."""
-        if self.backend.needs is Layout.CONTIGUOUS and geometry.layout is not Layout.CONTIGUOUS:
+        if self.backend.layout is KVCacheLayout.CONTIGUOUS and kv_config.layout is not KVCacheLayout.CONTIGUOUS:
             raise StartupError(
                 f"--attention is {self.attention}, whose kernels need a sequence's tokens one after another, and the "
-                f"memory is {geometry.layout.value}",
+                f"memory is {kv_config.layout.value}",
                 "Use --attention auto",
             )
-        self.store = self._store(geometry)
+        self.store = self._make_store(kv_config)
         if self.exchange is not None:
-            self.store.applied = 0
-        self.prompts = self.store.prompts
-        self.seen = SeenTokens(geometry) if self.debug and self.store.states else None
+            self.store.op_checksum = 0
+        self.prompt_lengths = self.store.prompt_lengths
+        self.state_checker = StateChecker(kv_config) if self.debug and self.store.state_caches else None
         for cache in self.store.caches.values():
-            self.backend.check(cache)
-        if geometry.sees:
+            self.backend.check_cache(cache)
+        if kv_config.has_images:
             assert self.spec.vision is not None, "a model without eyes has no pictures"
-            kind = partial(CrossPictures, self.model) if self.store.cross else partial(Pictures, self.model.eyes)
-            self.pictures = kind(self.store, self.spec.vision.width)
-            for cache in self.store.cross.values():
-                self.backend.check(cache)
-        if geometry.both_ways:
-            self.whole = np.zeros(geometry.slots, dtype=np.int64)
-        self.sampler = self._sampler(geometry.slots)
-        self.last = torch.zeros(geometry.slots, dtype=torch.int64, device=self.device)
-        if self.replays:
-            self._prepare_graphs(min(geometry.slots - 1, MOST_GRAPH_ROWS))
+            kind = (
+                partial(CrossAttentionImages, self.model)
+                if self.store.cross_caches
+                else partial(ImageInputs, self.model.vision_encoder)
+            )
+            self.image_inputs = kind(self.store, self.spec.vision.embed_dim)
+            for cache in self.store.cross_caches.values():
+                self.backend.check_cache(cache)
+        if kv_config.both_ways:
+            self.bidirectional_lens = np.zeros(kv_config.slots, dtype=np.int64)
+        self.sampler = self._make_sampler(kv_config.slots)
+        self.last_sampled = torch.zeros(kv_config.slots, dtype=torch.int64, device=self.device)
+        if self.use_graphs:
+            self._prepare_graphs(min(kv_config.slots - 1, MAX_GRAPH_ROWS))
 
-    def _sampler(self, slots: int) -> Sampler:
+    def _make_sampler(self, slots: int) -> Sampler:
         vocab = self.spec.vocab_size
-        if not self.divided:
+        if not self.is_vocab_parallel:
             return Sampler(slots, vocab, self.device, self.eos_ids)
         if self.device.type == "cpu":
-            return SplitSampler(slots, vocab, self.eos_ids, self.exchange)
-        return FusedSplitSampler(slots, vocab, self.device, self.eos_ids, self.exchange)
+            return VocabParallelSampler(slots, vocab, self.eos_ids, self.exchange)
+        return VocabParallelTritonSampler(slots, vocab, self.device, self.eos_ids, self.exchange)
 
     @property
-    def divided(self) -> bool:
+    def is_vocab_parallel(self) -> bool:
         """Ranks share out the vocabulary."""
-        return self.exchange is not None and self.exchange.part.ranks > 1
+        return self.exchange is not None and self.exchange.shard.tp_size > 1
 
-    def _store(self, geometry: Geometry) -> Store:
-        if geometry.layout is not Layout.CONTIGUOUS:
+    def _make_store(self, kv_config: KVCacheConfig) -> Store:
+        if kv_config.layout is not KVCacheLayout.CONTIGUOUS:
             return Store(
-                geometry, self.spec, self.dtype, self.device, self.debug, self.common, state_dtype=self.state_dtype
+                kv_config,
+                self.spec,
+                self.dtype,
+                self.device,
+                self.debug,
+                self.shared_buffer,
+                state_dtype=self.state_dtype,
             )
         from quire.data.runner.virtual.opening import open_store
 
         return open_store(
-            geometry,
+            kv_config,
             self.spec,
             self.dtype,
             self.device,
             self.debug,
-            views=self.backend.views,
-            background=self.background,
+            is_contiguous=self.backend.reads_contiguous,
+            map_in_background=self.map_in_background,
         )
 
-    def _prepare_graphs(self, largest: int) -> None:
-        """For up to `largest` rows that sample. Nothing is captured yet."""
+    def _prepare_graphs(self, max_rows: int) -> None:
+        """For up to `max_rows` rows that sample. Nothing is captured yet."""
         if self.device.type == "cpu":
-            from quire.data.runner.tapes import DecodeTapes
+            from quire.data.runner.tapes import RecordedDecodeSteps
 
             found = library()
-            if found is not None and not self.store.cross and self.exchange is None:  # a tape waits for nobody
-                tails = self.sampler.tails(self.last, largest)
-                self.graphs = DecodeTapes(self.model, self.store, self.backend, self.last, largest, tails, found)
+            if found is not None and not self.store.cross_caches and self.exchange is None:  # a tape waits for nobody
+                tails = self.sampler.epilogues(self.last_sampled, max_rows)
+                self.decode_graphs = RecordedDecodeSteps(
+                    self.model, self.store, self.backend, self.last_sampled, max_rows, tails, found
+                )
             return
         from quire.data.runner.graphs import DecodeGraphs
         from quire.data.runner.mixed import MixedGraphs
-        from quire.data.runner.recorder import Recorder
+        from quire.data.runner.recorder import GraphCapturer
 
-        tails, recorder, logits = self._tails(largest), Recorder(self.device), self._logits()
-        model, store, backend, last = self.model, self.store, self.backend, self.last
-        self.graphs = DecodeGraphs(
-            model, logits, store, backend, last, store.staging, largest, tails, recorder, self.pictures
+        tails, recorder, logits = self._graph_epilogues(max_rows), GraphCapturer(self.device), self._logits_fn()
+        model, store, backend, last = self.model, self.store, self.backend, self.last_sampled
+        self.decode_graphs = DecodeGraphs(
+            model, logits, store, backend, last, store.staging, max_rows, tails, recorder, self.image_inputs
         )
-        self.mixed = MixedGraphs(
-            model, logits, store, backend, last, self.spec.hidden, self.graphs.sizes, tails, recorder
+        self.mixed_graphs = MixedGraphs(
+            model, logits, store, backend, last, self.spec.hidden, self.decode_graphs.sizes, tails, recorder
         )
 
-    def _logits(self) -> Callable[[Tensor], Tensor]:
+    def _logits_fn(self) -> Callable[[Tensor], Tensor]:
         """What makes a graph's logits: this rank's, if a vocabulary is shared out."""
-        return partial(self.model.logits, own=True) if self.divided else self.model.logits  # type: ignore[no-any-return]
+        return partial(self.model.logits, local=True) if self.is_vocab_parallel else self.model.logits  # type: ignore[no-any-return]
 
-    def _tails(self, largest: int) -> dict[str, Callable[[Tensor, Tensor], Any]]:
-        """What may follow the logits of up to `largest` rows in a graph."""
-        return {**self.sampler.tails(self.last, largest), "": self._keep(largest)}
+    def _graph_epilogues(self, max_rows: int) -> dict[str, Callable[[Tensor, Tensor], Any]]:
+        """What may follow the logits of up to `max_rows` rows in a graph."""
+        return {**self.sampler.epilogues(self.last_sampled, max_rows), "": self._make_logits_epilogue(max_rows)}
 
-    def _keep(self, largest: int) -> Callable[[Tensor, Tensor], Tensor]:
+    def _make_logits_epilogue(self, max_rows: int) -> Callable[[Tensor, Tensor], Tensor]:
         """What follows the logits of a graph that doesn't sample: they are kept, in one place for all graphs. Where the
         vocabulary is shared out they are a rank's own."""
         vocab = self.spec.vocab_size
-        width = vocabulary(self.exchange.part, vocab).room if self.divided else vocab
-        kept = torch.empty((largest, width), dtype=self.dtype, device=self.device)
+        width = shard_vocab(self.exchange.shard, vocab).padded if self.is_vocab_parallel else vocab
+        kept = torch.empty((max_rows, width), dtype=self.dtype, device=self.device)
 
         def tail(logits: Tensor, slots: Tensor) -> Tensor:
             return kept[: len(logits)].copy_(logits)
 
         return tail
 
-    def see(self, pixels: Pixels) -> None:
+    def add_image(self, pixels: ImagePixels) -> None:
         """Keep a picture: plans that are submitted from now on may encode it."""
-        assert self.pictures is not None, "the model sees"
-        self.pictures.see(pixels)
+        assert self.image_inputs is not None, "the model sees"
+        self.image_inputs.add_image(pixels)
 
-    def forget(self, key: bytes) -> None:
+    def remove_image(self, key: bytes) -> None:
         """No plan that isn't submitted yet encodes this picture. Unknown ones pass."""
-        if self.pictures is not None:
-            self.pictures.forget(key)
+        if self.image_inputs is not None:
+            self.image_inputs.remove_image(key)
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> Ticket:
         """Enqueue a step: births and journal, in order, and what it says of pictures; then the rows as one batch; then
         what is to be done ahead."""
         began, mark = time.perf_counter(), None
-        for birth in plan.births:
-            self.sampler.birth(birth)
-        self.pooling.born(plan.births)
-        if self.prompts is not None:
-            self.prompts.born(plan.births)
-        if self.whole is not None:
-            for birth in plan.births:
-                self.whole[birth.slot] = birth.prompt_len
-        if self.pictures is None:
-            self.store.replay(plan.journal)
+        for birth in plan.new_slots:
+            self.sampler.init_slot(birth)
+        self.pooler.init_slots(plan.new_slots)
+        if self.prompt_lengths is not None:
+            self.prompt_lengths.init_slots(plan.new_slots)
+        if self.bidirectional_lens is not None:
+            for birth in plan.new_slots:
+                self.bidirectional_lens[birth.slot] = birth.prompt_len
+        if self.image_inputs is None:
+            self.store.apply_page_ops(plan.page_ops)
         else:
-            self.pictures.born(plan.births)
-            self.store.replay(tuple(entry for entry in plan.journal if type(entry) is not Encode))
-            if encodes := [entry for entry in plan.journal if type(entry) is Encode]:
-                mark = self.idle.begin() if plan.rows else None  # the device isn't idle while it encodes
-                self.pictures.encode(encodes)
-        if self.seen is not None:
-            self.seen.replay(plan.journal)
-            self.seen.advance(plan.rows, self.store.host_tables)
-            self.seen.replay(plan.ahead)
-        ticket = self._rows(plan, began, mark)
-        if self.pictures is not None:
-            self.pictures.passed()
-        if plan.ahead:
-            self.store.pool.settle()  # swaps wait for these rows, as copies do
-            self.store.replay_ahead(plan.ahead)
+            self.image_inputs.init_slots(plan.new_slots)
+            self.store.apply_page_ops(tuple(entry for entry in plan.page_ops if type(entry) is not ImageEncoding))
+            if encodes := [entry for entry in plan.page_ops if type(entry) is ImageEncoding]:
+                mark = self.idle_timer.start_step() if plan.slices else None  # the device isn't idle while it encodes
+                self.image_inputs.encode(encodes)
+        if self.state_checker is not None:
+            self.state_checker.apply_page_ops(plan.page_ops)
+            self.state_checker.check_and_advance(plan.slices, self.store.host_tables)
+            self.state_checker.apply_page_ops(plan.overlapped_page_ops)
+        ticket = self._run_slices(plan, began, mark)
+        if self.image_inputs is not None:
+            self.image_inputs.end_step()
+        if plan.overlapped_page_ops:
+            self.store.host_pool.record_writes()  # swaps wait for these rows, as copies do
+            self.store.apply_overlapped_page_ops(plan.overlapped_page_ops)
         return ticket
 
-    def hold(self, plan: StepPlan) -> Ticket:
-        """As `submit`, up to the logits: its rows draw at `release`."""
-        self.holding = True
+    def submit_without_masks(self, plan: StepPlan) -> Ticket:
+        """As `submit`, up to the logits: its rows draw at `submit_masks`."""
+        self.defers_sampling = True
         try:
             return self.submit(plan)
         finally:
-            self.holding = False
+            self.defers_sampling = False
 
     @torch.inference_mode()
-    def release(self, ticket: Ticket, masks: tuple[Mask, ...]) -> Ticket:
+    def submit_masks(self, ticket: Ticket, masks: tuple[TokenBitmask, ...]) -> Ticket:
         """Draw, under these masks."""
-        self.sampler.masks.take(masks)
-        return ticket._replace(drawn=ticket.held(), held=None) if ticket.held is not None else ticket
+        self.sampler.bitmasks.set_bitmasks(masks)
+        return (
+            ticket._replace(pending_samples=ticket.sample_later(), sample_later=None)
+            if ticket.sample_later is not None
+            else ticket
+        )
 
-    def _rows(self, plan: StepPlan, began: float, mark: Any) -> Ticket:
-        """Enqueue a plan's rows: as graphs where there are any for them. `mark`: the step has begun already."""
-        if not plan.rows:
-            return Ticket(None, [], plan, began, None, {})
-        rows, scores, pooled = Rows.of(plan.rows), [], {}
-        self.sampler.masks.take(plan.masks)
-        mark, replayed = mark or self.idle.begin(), mark is None
-        drawn: Drawn | None
-        sees = self.pictures is not None and self.pictures.sees(rows)
-        if self._for_no_graph(rows):
+    def _run_slices(self, plan: StepPlan, submitted_at: float, start: Any) -> Ticket:
+        """Enqueue a plan's rows: as graphs where there are any for them. `start`: the step has begun already."""
+        if not plan.slices:
+            return Ticket(None, [], plan, submitted_at, None, {})
+        rows, scores, pooled = SeqSlices.from_slices(plan.slices), [], {}
+        self.sampler.bitmasks.set_bitmasks(plan.masks)
+        start, replayed = start or self.idle_timer.start_step(), start is None
+        drawn: PendingSamples | None
+        sees = self.image_inputs is not None and self.image_inputs.attends_to_images(rows)
+        if self._needs_eager(rows):
             replayed = False
-            drawn, scores, pooled = self._eager(rows, Flat.of(rows))
-        elif self.graphs is not None and self.graphs.fits(rows):
-            drawn = self._sampled(rows, partial(self.graphs.run, rows, sees=sees))
+            drawn, scores, pooled = self._run_eager(rows, FlatInputs.from_slices(rows))
+        elif self.decode_graphs is not None and self.decode_graphs.can_run(rows):
+            drawn = self._replay_and_sample(rows, partial(self.decode_graphs.run, rows, has_images=sees))
         else:
-            flat = Flat.of(rows)
-            sizes = self.mixed.fit(rows, flat) if self.mixed is not None and not sees else None
+            flat = FlatInputs.from_slices(rows)
+            sizes = self.mixed_graphs.choose_sizes(rows, flat) if self.mixed_graphs is not None and not sees else None
             if sizes is not None:
-                drawn = self._sampled(rows.sampling, partial(self.mixed.run, flat, sizes))
+                drawn = self._replay_and_sample(rows.sampling_slices, partial(self.mixed_graphs.run, flat, sizes))
             else:
                 replayed = False
-                drawn, scores, pooled = self._eager(rows, flat)
+                drawn, scores, pooled = self._run_eager(rows, flat)
         held, drawn = (drawn, None) if callable(drawn) else (None, drawn)
-        return Ticket(drawn, scores, plan, began, self.idle.end(mark, replayed), pooled, held)
+        return Ticket(drawn, scores, plan, submitted_at, self.idle_timer.end_step(start, replayed), pooled, held)
 
-    def _for_no_graph(self, rows: Rows) -> bool:
+    def _needs_eager(self, slices: SeqSlices) -> bool:
         """Whether some rows need what graphs don't do: choose what is kept of a prompt, have a picture's rows among
         their embeddings, attend both ways, or give hidden states away."""
-        if self.prompts is not None and self.prompts.end(rows):
+        if self.prompt_lengths is not None and self.prompt_lengths.ends_long_prompt(slices):
             return True
-        if self.pictures is not None and self.pictures.touch(rows):
+        if self.image_inputs is not None and self.image_inputs.overlaps_images(slices):
             return True
-        if self.pooling.asked(rows):
+        if self.pooler.needs_hidden(slices):
             return True
-        return self.whole is not None and any(start < self.whole[slot] for slot, start in zip(rows.slots, rows.starts))
+        return self.bidirectional_lens is not None and any(
+            start < self.bidirectional_lens[slot] for slot, start in zip(slices.slots, slices.starts)
+        )
 
-    def _eager(self, rows: Rows, flat: Flat) -> tuple[Drawn | None, list[Tensor], dict[int, Tensor]]:
+    def _run_eager(
+        self, slices: SeqSlices, flat_inputs: FlatInputs
+    ) -> tuple[PendingSamples | None, list[Tensor], dict[int, Tensor]]:
         """Enqueue rows launch by launch: what they draw, the log-probabilities of prompts, and what is pooled."""
-        asked = self.pooling.asked(rows)
-        batch, step = self._planned(flat, narrow=not asked and not rows.scored)
-        hidden = self._hidden(batch.tokens, step)
-        scored = zip(rows, batch.offsets) if rows.scored else ()
-        scores = [self._score(row, int(offset), hidden) for row, offset in scored if row.score]
-        pooled = self.pooling.of(rows, batch.offsets, hidden) if asked else {}
-        if not len(batch.asked):
+        asked = self.pooler.needs_hidden(slices)
+        batch, step = self._build_context(flat_inputs, sampled_only=not asked and not slices.has_score_tokens)
+        hidden = self._forward(batch.tokens, step)
+        scored = zip(slices, batch.offsets) if slices.has_score_tokens else ()
+        scores = [self._score_prompt(row, int(offset), hidden) for row, offset in scored if row.score_tokens]
+        pooled = self.pooler.pool(slices, batch.offsets, hidden) if asked else {}
+        if not len(batch.sampled_rows):
             return None, scores, pooled
-        ends = hidden if step.asked is not None else hidden.index_select(0, batch.ends)
-        logits = self.model.logits(ends, own=True) if self.divided else self.model.logits(ends)
-        return self._draw(rows.sampling, logits), scores, pooled
+        ends = hidden if step.query_batch is not None else hidden.index_select(0, batch.logits_indices)
+        logits = self.model.logits(ends, local=True) if self.is_vocab_parallel else self.model.logits(ends)
+        return self._sample(slices.sampling_slices, logits), scores, pooled
 
-    def _planned(self, flat: Flat, narrow: bool) -> tuple[Batch, Step]:
-        """The batch of some rows and its step; with `narrow` of no more tokens than are asked for in the end."""
-        whole = None if self.whole is None else flat.starts < self.whole[flat.slots]
-        batch = batch_of(flat, self.store, self.last, whole)
-        shown = None if self.pictures is None else self.pictures.of(flat)
-        narrow = narrow and len(batch.asked) < len(batch.tokens)
-        step = Step.of(batch, self.store.caches, self.backend, narrow, self.store.states, shown)
-        step.crossing = None if self.pictures is None else self.pictures.crossing(flat, self.backend)
+    def _build_context(self, flat_inputs: FlatInputs, sampled_only: bool) -> tuple[ForwardBatch, StepContext]:
+        """The batch of some rows and its step; with `sampled_only` of no more tokens than are asked for in the end."""
+        whole = (
+            None if self.bidirectional_lens is None else flat_inputs.starts < self.bidirectional_lens[flat_inputs.slots]
+        )
+        batch = build_flat_batch(flat_inputs, self.store, self.last_sampled, whole)
+        shown = None if self.image_inputs is None else self.image_inputs.embedding_merger(flat_inputs)
+        sampled_only = sampled_only and len(batch.sampled_rows) < len(batch.tokens)
+        step = StepContext.from_batch(
+            batch, self.store.caches, self.backend, sampled_only, self.store.state_caches, shown
+        )
+        step.cross_attention = (
+            None if self.image_inputs is None else self.image_inputs.cross_attention_context(flat_inputs, self.backend)
+        )
         return batch, step
 
-    def _hidden(self, tokens: Tensor, step: Step) -> Tensor:
+    def _forward(self, tokens: Tensor, step: StepContext) -> Tensor:
         """[T, hidden], or of the tokens that the step wants."""
         return self.model(tokens, step)
 
-    def _sampled(self, rows: Rows, replay: Callable[[str], Any]) -> Drawn:
-        """The next tokens of `rows`, whose logits are those of graphs: `replay` launches these, with a tail."""
-        tail = "" if self.holding else self.sampler.tail_of(rows)
+    def _replay_and_sample(self, slices: SeqSlices, replay: Callable[[str], Any]) -> PendingSamples:
+        """The next tokens of `slices`, whose logits are those of graphs: `replay` launches these, with a tail."""
+        tail = "" if self.defers_sampling else self.sampler.epilogue_for(slices)
         if tail not in ("", "greedy"):
-            self.sampler.fill(rows)
+            self.sampler.fill_epilogue(slices)
         result = replay(tail)
         if tail:
-            return self.sampler.from_graph(*result, rows)
-        return self._draw(rows, result[: len(rows)])
+            return self.sampler.from_graph(*result, slices)
+        return self._sample(slices, result[: len(slices)])
 
-    def _draw(self, sampling: Rows, logits: Tensor) -> Drawn:
-        """The next tokens of `sampling` rows; each slot's first becomes its LAST."""
-        rows = list(zip(sampling.slots, sampling.ends, sampling.samples))
-        draw = partial(self.sampler.sample, logits, rows, self.last)
-        return draw if self.holding else draw()
+    def _sample(self, sampling_slices: SeqSlices, logits: Tensor) -> PendingSamples:
+        """The next tokens of `sampling_slices` rows; each slot's first becomes its LAST."""
+        rows = list(zip(sampling_slices.slots, sampling_slices.ends, sampling_slices.num_samples))
+        draw = partial(self.sampler.sample, logits, rows, self.last_sampled)
+        return draw if self.defers_sampling else draw()
 
-    def _score(self, row: Row, offset: int, hidden: Tensor) -> Tensor:
+    def _score_prompt(self, seq_slice: SeqSlice, offset: int, hidden: Tensor) -> Tensor:
         """Log-probabilities of the prompt's tokens, as numbers that `collect` reads."""
-        targets = to_device(np.array(row.score, dtype=np.int64), self.device)
-        width = min(MAX_LOGPROBS, self.spec.vocab_size) if self.sampler.sampling(row.slot).prompt_logprobs > 0 else 0
-        return scores_of(self.model.logits, hidden[offset : offset + len(row.score)], targets, width)
+        targets = to_device(np.array(seq_slice.score_tokens, dtype=np.int64), self.device)
+        width = (
+            min(MAX_LOGPROBS, self.spec.vocab_size)
+            if self.sampler.sampling_of(seq_slice.slot).prompt_logprobs > 0
+            else 0
+        )
+        return prompt_logprob_details(
+            self.model.logits, hidden[offset : offset + len(seq_slice.score_tokens)], targets, width
+        )
 
     def collect(self, ticket: Ticket) -> StepResult:
         """Wait for a step: its rows have run when this returns, so their pages may be moved by others. Its seconds run
         from its submission, or from the end of the step before if that was later: no second counts twice."""
-        if ticket.drawn is None and ticket.span is not None:
-            ticket.span.end.synchronize()
-        finished = self.sampler.finish(ticket.drawn) if ticket.drawn is not None else []
+        if ticket.pending_samples is None and ticket.step_events is not None:
+            ticket.step_events.end.synchronize()
+        finished = self.sampler.collect(ticket.pending_samples) if ticket.pending_samples is not None else []
         if self.exchange is not None:
-            self.exchange.check()
-        if len(finished) == len(ticket.plan.rows) and not ticket.scores:
-            return StepResult(tuple(finished), self._seconds(ticket), self.idle.collected(ticket.span))
-        drawn, scores, samples = iter(finished), iter(ticket.scores), []
-        for row in ticket.plan.rows:
-            sample = next(drawn) if row.sample else sampled(ticket.pooled.get(row.slot))
-            if row.score:
-                most = max(self.sampler.sampling(row.slot).prompt_logprobs, 0)
-                scored = zip(row.score, next(scores).tolist())
-                sample = sample._replace(scores=tuple(top_of(token, numbers, most) for token, numbers in scored))
+            self.exchange.check_peers()
+        if len(finished) == len(ticket.plan.slices) and not ticket.prompt_logprobs:
+            return StepResult(tuple(finished), self._step_seconds(ticket), self.idle_timer.collect(ticket.step_events))
+        drawn, scores, samples = iter(finished), iter(ticket.prompt_logprobs), []
+        for row in ticket.plan.slices:
+            sample = next(drawn) if row.num_samples else pooled_result(ticket.pooled.get(row.slot))
+            if row.score_tokens:
+                most = max(self.sampler.sampling_of(row.slot).prompt_logprobs, 0)
+                scored = zip(row.score_tokens, next(scores).tolist())
+                sample = sample._replace(
+                    prompt_logprobs=tuple(to_top_logprobs(token, numbers, most) for token, numbers in scored)
+                )
             samples.append(sample)
-        return StepResult(tuple(samples), self._seconds(ticket), self.idle.collected(ticket.span))
+        return StepResult(tuple(samples), self._step_seconds(ticket), self.idle_timer.collect(ticket.step_events))
 
     @property
-    def applied(self) -> int:
+    def op_checksum(self) -> int:
         """Of a rank: a number that others have too if they applied the same journals."""
-        return self.store.applied or 0
+        return self.store.op_checksum or 0
 
     @property
-    def mapped(self) -> Mapped | None:
+    def mapping_stats(self) -> MappingStats | None:
         """What was mapped, where memory is virtual."""
-        return getattr(getattr(self, "store", None), "mapped", None)
+        return getattr(getattr(self, "store", None), "mapping_stats", None)
 
-    def _seconds(self, ticket: Ticket) -> float:
-        began, self.collected = max(ticket.began, self.collected), time.perf_counter()
-        return self.collected - began
+    def _step_seconds(self, ticket: Ticket) -> float:
+        began, self.last_collected_at = max(ticket.submitted_at, self.last_collected_at), time.perf_counter()
+        return self.last_collected_at - began

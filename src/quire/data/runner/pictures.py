@@ -14,180 +14,198 @@ import torch
 from torch import Tensor
 
 from quire.data.kernels.batch import to_device
-from quire.data.kernels.limits import PARTS_AT_ONCE
+from quire.data.kernels.limits import MAX_IMAGE_PARTS
 from quire.data.models.vision import Encoder
-from quire.data.runner.inputs import Flat
+from quire.data.runner.inputs import FlatInputs
 from quire.data.runner.store import Store
-from quire.data.runner.views import picture_rows
-from quire.vocabulary.media import Medium, Pixels
-from quire.vocabulary.pictures import Grid
-from quire.vocabulary.plan import Birth, Encode, Row
+from quire.data.runner.views import image_embed_pages
+from quire.vocabulary.media import ImageItem, ImagePixels
+from quire.vocabulary.pictures import TileGrid
+from quire.vocabulary.plan import ImageEncoding, SeqSlice, SlotInit
 
-Place = tuple[int, int]
+ImageRef = tuple[int, int]
 """A slot, and which of its sequence's pictures."""
 
 
-class Coming(NamedTuple):
-    """A picture of which parts are encoded: all of it `opened`, and the `features` of the first parts."""
+class PartialImage(NamedTuple):
+    """A picture of which parts are encoded: all of it `preprocessed`, and the `features` of the first parts."""
 
-    grid: Grid
-    opened: Tensor
+    grid: TileGrid
+    preprocessed: Tensor
     features: list[Tensor]
 
 
-class Span(NamedTuple):
-    """Tokens of a step, from its `at`-th one on, that rows first .. stop - 1 of a picture stand for."""
+class EmbedSpan(NamedTuple):
+    """Tokens of a step, from its `first_token`-th one on, that rows first .. stop - 1 of a picture stand for."""
 
-    place: Place
-    first: int
-    stop: int
-    at: int
+    image: ImageRef
+    first_embed: int
+    stop_embed: int
+    first_token: int
 
 
-class Pictures:
-    """Encoded by `eyes`, kept in the pages of `store`. Pixels stay where whoever brought them has them; they are sent
+class ImageInputs:
+    """Encoded by `vision_encoder`, kept in the pages of `store`. Pixels stay where whoever brought them has them; they
+    are sent
     to the device when the first of their parts is encoded."""
 
-    def __init__(self, eyes: Encoder, store: Store, width: int) -> None:
-        self.eyes, self.store = eyes, store
-        geometry = store.geometry
-        self.sight, self.group = geometry.sight, -1
-        if self.sight == "inside":
-            self.group = geometry.host
-        elif self.sight == "pages":
-            self.group = [group.kind for group in geometry.groups].index("vision")
-        if self.group >= 0:
-            self.rows = picture_rows(store.buffer, geometry.groups[self.group], width)
-        self.held: dict[bytes, Pixels] = {}
-        self.media: dict[int, tuple[Medium, ...]] = {}  # by slot
-        self.coming: dict[Place, Coming] = {}
-        self.passing: dict[Place, Tensor] = {}  # rows of this step alone
+    def __init__(self, vision_encoder: Encoder, store: Store, embed_dim: int) -> None:
+        self.vision_encoder, self.store = vision_encoder, store
+        geometry = store.kv_config
+        self.embed_location, self.embed_group = geometry.sight, -1
+        if self.embed_location == "inside":
+            self.embed_group = geometry.image_embed_group
+        elif self.embed_location == "pages":
+            self.embed_group = [group.kind for group in geometry.groups].index("vision")
+        if self.embed_group >= 0:
+            self.embed_pages = image_embed_pages(store.buffer, geometry.groups[self.embed_group], embed_dim)
+        self.pixels_by_key: dict[bytes, ImagePixels] = {}
+        self.images: dict[int, tuple[ImageItem, ...]] = {}  # by slot
+        self.partial_images: dict[ImageRef, PartialImage] = {}
+        self.step_embeds: dict[ImageRef, Tensor] = {}  # rows of this step alone
 
-    def see(self, pixels: Pixels) -> None:
+    def add_image(self, pixels: ImagePixels) -> None:
         """Plans that are submitted from now on may encode it."""
-        self.held[pixels.key] = pixels
+        self.pixels_by_key[pixels.key] = pixels
 
-    def forget(self, key: bytes) -> None:
+    def remove_image(self, key: bytes) -> None:
         """No plan that isn't submitted yet encodes it. If some of its parts are, they are of no use to anybody."""
-        self.held.pop(key, None)
-        for slot, i in [place for place in self.coming if self.media[place[0]][place[1]].key == key]:
-            del self.coming[slot, i]
+        self.pixels_by_key.pop(key, None)
+        for slot, i in [place for place in self.partial_images if self.images[place[0]][place[1]].key == key]:
+            del self.partial_images[slot, i]
 
-    def born(self, births: Sequence[Birth]) -> None:
+    def init_slots(self, new_slots: Sequence[SlotInit]) -> None:
         """These sequences get their slots, and who had one before is gone."""
-        for birth in births:
-            if self.media.pop(birth.slot, None) is not None:
-                self.coming = {place: one for place, one in self.coming.items() if place[0] != birth.slot}
-            if birth.media:
-                self.media[birth.slot] = birth.media
+        for birth in new_slots:
+            if self.images.pop(birth.slot, None) is not None:
+                self.partial_images = {
+                    place: one for place, one in self.partial_images.items() if place[0] != birth.slot
+                }
+            if birth.images:
+                self.images[birth.slot] = birth.images
 
     # Encoding
 
-    def encode(self, entries: Sequence[Encode]) -> None:
+    def encode(self, encodings: Sequence[ImageEncoding]) -> None:
         """Enqueue what a journal says, in order: the parts of all entries together, as far as the encoder takes
         them."""
-        if not entries:
+        if not encodings:
             return
-        if any(entry.first == 0 and entry.parts < self._medium(entry).parts for entry in entries):
+        if any(entry.first_part == 0 and entry.num_parts < self._image_of(entry).num_parts for entry in encodings):
             # One picture is in parts between steps: what nobody goes on with was given up, by a preemption, say.
-            going_on = {(entry.slot, entry.medium) for entry in entries}
-            self.coming = {place: one for place, one in self.coming.items() if place in going_on}
-        jobs = [(entry, self._begun(entry)) for entry in entries]
-        shares = [coming.opened[entry.first : entry.first + entry.parts] for entry, coming in jobs]
-        if self.eyes.whole:
-            found = [self.eyes.encode(share, coming.grid) for share, (_, coming) in zip(shares, jobs)]
+            going_on = {(entry.slot, entry.image_index) for entry in encodings}
+            self.partial_images = {place: one for place, one in self.partial_images.items() if place in going_on}
+        jobs = [(entry, self._start_image(entry)) for entry in encodings]
+        shares = [coming.preprocessed[entry.first_part : entry.first_part + entry.num_parts] for entry, coming in jobs]
+        if self.vision_encoder.encodes_whole_image:
+            found = [self.vision_encoder.encode(share, coming.grid) for share, (_, coming) in zip(shares, jobs)]
         else:
             parts = torch.cat(shares) if len(shares) > 1 else shares[0]
-            encoded = torch.cat([self.eyes.encode(some) for some in parts.split(PARTS_AT_ONCE)])
+            encoded = torch.cat([self.vision_encoder.encode(some) for some in parts.split(MAX_IMAGE_PARTS)])
             found = list(encoded.split([len(share) for share in shares]))
         for (entry, coming), features in zip(jobs, found):
-            assert sum(map(len, coming.features)) == entry.first, f"part {entry.first} of a picture isn't its next one"
+            assert sum(map(len, coming.features)) == entry.first_part, (
+                f"part {entry.first_part} of a picture isn't its next one"
+            )
             coming.features.append(features)
-            if entry.first + entry.parts == self._medium(entry).parts:
-                self.coming.pop((entry.slot, entry.medium), None)
-                self._keep(entry, self.eyes.join(torch.cat(coming.features), coming.grid))
+            if entry.first_part + entry.num_parts == self._image_of(entry).num_parts:
+                self.partial_images.pop((entry.slot, entry.image_index), None)
+                self._write_embeds(entry, self.vision_encoder.assemble(torch.cat(coming.features), coming.grid))
 
-    def _medium(self, entry: Encode) -> Medium:
-        return self.media[entry.slot][entry.medium]
+    def _image_of(self, encoding: ImageEncoding) -> ImageItem:
+        return self.images[encoding.slot][encoding.image_index]
 
-    def _begun(self, entry: Encode) -> Coming:
+    def _start_image(self, encoding: ImageEncoding) -> PartialImage:
         """The picture of an entry, opened at its first part."""
-        place = entry.slot, entry.medium
-        if entry.first == 0:
-            pixels = self.held[self._medium(entry).key]
-            grid = Grid(*pixels.grid)
+        place = encoding.slot, encoding.image_index
+        if encoding.first_part == 0:
+            pixels = self.pixels_by_key[self._image_of(encoding).key]
+            grid = TileGrid(*pixels.grid)
             array = np.frombuffer(pixels.data, dtype=np.uint8).reshape(pixels.shape)
-            self.coming[place] = Coming(grid, self.eyes.open(to_device(array.copy(), self.store.device), grid), [])
-        return self.coming[place]
+            self.partial_images[place] = PartialImage(
+                grid, self.vision_encoder.preprocess(to_device(array.copy(), self.store.device), grid), []
+            )
+        return self.partial_images[place]
 
-    def _keep(self, entry: Encode, rows: Tensor) -> None:
+    def _write_embeds(self, encoding: ImageEncoding, embeds: Tensor) -> None:
         """Write the rows of a picture to their pages."""
-        medium = self._medium(entry)
-        assert len(rows) == medium.rows, f"an encoder makes {len(rows)} rows of a picture that has {medium.rows}"
-        if entry.group < 0:
-            self.passing[entry.slot, entry.medium] = rows
+        medium = self._image_of(encoding)
+        assert len(embeds) == medium.num_embeds, (
+            f"an encoder makes {len(embeds)} rows of a picture that has {medium.num_embeds}"
+        )
+        if encoding.group < 0:
+            self.step_embeds[encoding.slot, encoding.image_index] = embeds
             return
-        assert self.store.geometry.groups[entry.group].kind != "cross", "no model's layers attend to pictures yet"
-        pages, offsets = self._cells((entry.slot, entry.medium), entry.skip, medium.rows)
-        self.rows[*self.store.staging.upload_all([pages, offsets])] = rows[entry.skip :]
+        assert self.store.kv_config.groups[encoding.group].kind != "cross", "no model's layers attend to pictures yet"
+        pages, offsets = self._embed_positions(
+            (encoding.slot, encoding.image_index), encoding.skip_embeds, medium.num_embeds
+        )
+        self.embed_pages[*self.store.staging.upload_all([pages, offsets])] = embeds[encoding.skip_embeds :]
 
-    def _cells(self, place: Place, first: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+    def _embed_positions(self, image: ImageRef, first_embed: int, stop_embed: int) -> tuple[np.ndarray, np.ndarray]:
         """Where rows first .. stop - 1 of a picture are: pages, and which of a page's rows."""
-        (slot, i), group = place, self.store.geometry.groups[self.group]
-        media, size, behind = self.media[slot], group.run_tokens, self.sight == "inside"
-        before = media[i].start if behind else sum(group.pages(medium.rows) for medium in media[:i]) * size
-        at = np.arange(before + first, before + stop)
-        return self.store.host_tables[self.group][slot, at // size + behind], at % size
+        (slot, i), group = image, self.store.kv_config.groups[self.embed_group]
+        media, size, behind = self.images[slot], group.run_tokens, self.embed_location == "inside"
+        before = media[i].start if behind else sum(group.num_pages(medium.num_embeds) for medium in media[:i]) * size
+        at = np.arange(before + first_embed, before + stop_embed)
+        return self.store.host_tables[self.embed_group][slot, at // size + behind], at % size
 
     # Reading
 
-    def touch(self, rows: Sequence[Row]) -> bool:
+    def overlaps_images(self, slices: Sequence[SeqSlice]) -> bool:
         """Whether some of these rows may have tokens that a picture's rows stand for."""
-        media = self.media
-        return bool(media) and any(row.slot in media and row.start < media[row.slot][-1].end for row in rows)
+        media = self.images
+        return bool(media) and any(row.slot in media and row.start < media[row.slot][-1].end for row in slices)
 
-    def sees(self, rows: Sequence[Row]) -> bool:
+    def attends_to_images(self, slices: Sequence[SeqSlice]) -> bool:
         """Whether a token of these rows sees a picture by layers of their own."""
         return False
 
-    def crossing(self, flat: Flat, backend: Any) -> Any:
+    def cross_attention_context(self, flat_inputs: FlatInputs, backend: Any) -> Any:
         """What the tokens of a step see by such layers; None if they see nothing. See quire.data.runner.crossing."""
         return None
 
-    def of(self, flat: Flat) -> Callable[[Tensor], Tensor] | None:
+    def embedding_merger(self, flat_inputs: FlatInputs) -> Callable[[Tensor], Tensor] | None:
         """What puts rows in the places of embeddings of a step's tokens; None if there are none to put."""
-        spans = list(self._spans(flat)) if self.sight else []
+        spans = list(self._spans(flat_inputs)) if self.embed_location else []
         if not spans:
             return None
-        at = np.concatenate([np.arange(span.at, span.at + span.stop - span.first) for span in spans])
-        if self.sight == "off":
+        at = np.concatenate(
+            [np.arange(span.first_token, span.first_token + span.stop_embed - span.first_embed) for span in spans]
+        )
+        if self.embed_location == "off":
             (to,) = self.store.staging.upload_all([at])
-            rows = torch.cat([self.passing[span.place][span.first : span.stop] for span in spans])
+            rows = torch.cat([self.step_embeds[span.image][span.first_embed : span.stop_embed] for span in spans])
             return lambda x: x.index_copy_(0, to, rows)
-        cells = [self._cells(span.place, span.first, span.stop) for span in spans]
+        cells = [self._embed_positions(span.image, span.first_embed, span.stop_embed) for span in spans]
         to, pages, offsets = self.store.staging.upload_all([at, *map(np.concatenate, zip(*cells))])
-        return lambda x: x.index_copy_(0, to, self.rows[pages, offsets])
+        return lambda x: x.index_copy_(0, to, self.embed_pages[pages, offsets])
 
-    def _spans(self, flat: Flat) -> Iterator[Span]:
-        rows = zip(flat.slots.tolist(), flat.starts.tolist(), flat.lengths.tolist(), flat.offsets.tolist())
+    def _spans(self, flat_inputs: FlatInputs) -> Iterator[EmbedSpan]:
+        rows = zip(
+            flat_inputs.slots.tolist(),
+            flat_inputs.starts.tolist(),
+            flat_inputs.lengths.tolist(),
+            flat_inputs.offsets.tolist(),
+        )
         for slot, start, length, offset in rows:
-            for i, medium in enumerate(self.media.get(slot, ())):
+            for i, medium in enumerate(self.images.get(slot, ())):
                 first, stop = max(start, medium.start), min(start + length, medium.end)
                 if first < stop:
-                    yield Span((slot, i), first - medium.start, stop - medium.start, offset + first - start)
+                    yield EmbedSpan((slot, i), first - medium.start, stop - medium.start, offset + first - start)
 
-    def passed(self) -> None:
+    def end_step(self) -> None:
         """The step's rows are enqueued."""
-        self.passing.clear()
+        self.step_embeds.clear()
 
-    def rehearse(self) -> None:
+    def warmup(self) -> None:
         """Encode a few parts of nothing, so that kernels are compiled and loaded, and the memory is claimed."""
-        tiling = self.eyes.tiling
-        side = tiling.tile * PARTS_AT_ONCE
-        for height, width in ((tiling.tile, tiling.tile), (side, side)):
-            grid = tiling.grid(height, width)
-            shape = tiling.tiles(grid), tiling.tile, tiling.tile, 3
+        tiling = self.vision_encoder.tiling
+        side = tiling.tile_size * MAX_IMAGE_PARTS
+        for height, width in ((tiling.tile_size, tiling.tile_size), (side, side)):
+            grid = tiling.choose_grid(height, width)
+            shape = tiling.num_tiles(grid), tiling.tile_size, tiling.tile_size, 3
             pixels = torch.zeros(shape, dtype=torch.uint8, device=self.store.device)
-            opened = self.eyes.open(pixels, grid)[: tiling.parts(grid)]
-            found = [self.eyes.encode(some, grid) for some in opened.split(PARTS_AT_ONCE)]
-            self.eyes.join(torch.cat(found), grid)
+            opened = self.vision_encoder.preprocess(pixels, grid)[: tiling.num_parts(grid)]
+            found = [self.vision_encoder.encode(some, grid) for some in opened.split(MAX_IMAGE_PARTS)]
+            self.vision_encoder.assemble(torch.cat(found), grid)

@@ -10,23 +10,23 @@ from typing import Any, NamedTuple
 import torch
 
 
-class Graph(NamedTuple):
+class CapturedGraph(NamedTuple):
     """What was captured, and what it leaves on the device."""
 
     graph: torch.cuda.CUDAGraph
     result: Any
 
 
-class Recorder:
+class GraphCapturer:
     """Captures graphs on a stream of its own. They share one pool of memory, so no two may be under way at once, and
     what one leaves is valid until the next is replayed."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.pool = torch.cuda.graph_pool_handle()
+        self.memory_pool = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream(device)
 
-    def record(self, step: Callable[[], Any]) -> Graph:
+    def capture(self, step: Callable[[], Any]) -> CapturedGraph:
         """What `step` enqueues."""
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)
@@ -34,7 +34,7 @@ class Recorder:
         gc.disable()  # a tensor that is freed while a stream is captured would spoil the capture
         try:
             with torch.cuda.stream(self.stream):
-                graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+                graph.capture_begin(pool=self.memory_pool, capture_error_mode="thread_local")
                 try:
                     result = step()
                 except BaseException:
@@ -46,4 +46,4 @@ class Recorder:
             if collecting:
                 gc.enable()
         current.wait_stream(self.stream)
-        return Graph(graph, result)
+        return CapturedGraph(graph, result)

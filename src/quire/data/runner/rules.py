@@ -9,29 +9,31 @@ import torch
 from torch import Tensor
 
 from quire.data.kernels.batch import to_device
-from quire.data.runner.penalties import Phrases
-from quire.vocabulary.plan import Sampling
+from quire.data.runner.penalties import PhraseTable
+from quire.vocabulary.plan import DeviceSamplingParams
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class LogitRules:
     """What a slot's parameters do to logits, token by token. Derived from `sampling` alone, so forks share it."""
 
-    sampling: Sampling
-    biased: np.ndarray  # token ids, and what is added to their logits: logit_bias, and -inf for one-token bad words
+    sampling: DeviceSamplingParams
+    biased_ids: np.ndarray  # token ids, and what is added to their logits: logit_bias, and -inf for one-token bad words
     biases: np.ndarray
-    ends: np.ndarray  # token ids masked below min_tokens
-    allowed: Tensor | None  # [vocab] bool, on the device
-    openings: Phrases  # of bad words of several tokens, and the token that would complete each
-    lasts: np.ndarray
+    min_tokens_ids: np.ndarray  # token ids masked below min_tokens
+    allowed_mask: Tensor | None  # [vocab] bool, on the device
+    bad_word_prefixes: PhraseTable  # of bad words of several tokens, and the token that would complete each
+    bad_word_last_ids: np.ndarray
 
     @property
-    def changes(self) -> bool:
+    def changes_logits(self) -> bool:
         """Logits change, whatever the position; or the slot's tokens must be recorded."""
-        return self.allowed is not None or len(self.biased) > 0 or self.sampling.needs_history
+        return self.allowed_mask is not None or len(self.biased_ids) > 0 or self.sampling.needs_history
 
     @classmethod
-    def of(cls, sampling: Sampling, vocab_size: int, eos_ids: tuple[int, ...], device: torch.device) -> Rules:
+    def from_sampling(
+        cls, sampling: DeviceSamplingParams, vocab_size: int, eos_ids: tuple[int, ...], device: torch.device
+    ) -> LogitRules:
         bias = dict(sampling.logit_bias)
         words = [word for word in sampling.bad_word_ids if word and max(word) < vocab_size]
         bias.update((word[0], -np.inf) for word in words if len(word) == 1)
@@ -48,6 +50,6 @@ class Rules:
             np.array(list(bias.values()), dtype=np.float32),
             np.array(sorted(ends), dtype=np.int64),
             allowed,
-            Phrases.of([word[:-1] for word in longer]),
+            PhraseTable.from_phrases([word[:-1] for word in longer]),
             np.array([word[-1] for word in longer], dtype=np.int64),
         )

@@ -15,141 +15,157 @@ import torch
 from torch import Tensor
 
 from quire.data.kernels.batch import to_device
-from quire.data.kernels.cpu.rows import take
-from quire.data.runner.drawn import Asked, Drawn
-from quire.data.runner.draws import MAX_VOCAB, draw, noise, token_weights
-from quire.data.runner.fused import FusedSampling, Tail
-from quire.data.runner.logprobs import Width, details_of, top_of, total_of
-from quire.data.runner.masks import Masks
+from quire.data.kernels.cpu.rows import has_kernels
+from quire.data.runner.drawn import PendingSamples, SamplingBatch
+from quire.data.runner.draws import MAX_VOCAB, draw, token_weights, uniform_noise
+from quire.data.runner.fused import Epilogue, TritonSampling
+from quire.data.runner.logprobs import LogprobLayout, log_normalizer, logprob_details, to_top_logprobs
+from quire.data.runner.masks import TokenBitmasks
 from quire.data.runner.native import NativeSampling
-from quire.data.runner.penalties import TokenStatistics
-from quire.data.runner.rules import Rules
+from quire.data.runner.penalties import TokenHistory
+from quire.data.runner.rules import LogitRules
 from quire.vocabulary.params import MAX_LOGPROBS
-from quire.vocabulary.plan import Birth, Row, Sampled, Sampling, Top
-from quire.vocabulary.rows import Rows
+from quire.vocabulary.plan import DeviceSamplingParams, SeqSlice, SliceResult, SlotInit, TopLogprobs
+from quire.vocabulary.rows import SeqSlices
 from quire.vocabulary.seeds import branch_seed
 
-TAILS = ("greedy", "random", "cut")
-FAULTS = ("", "the model's logits are not finite (NaN or infinite)", "the request's masks leave no token to sample")
+EPILOGUES = ("greedy", "random", "cut")
+FAULT_MESSAGES = (
+    "",
+    "the model's logits are not finite (NaN or infinite)",
+    "the request's masks leave no token to sample",
+)
 
 
 class Sampler:
     """Samples for `slots` slots over a vocabulary of `vocab_size`; `eos_ids` are masked while min_tokens isn't reached.
 
     What a row draws is a function of its own logits, parameters, tokens, seed and position: of nothing else in the
-    batch, nor of the slot. The caller gives `birth` before the first row of a slot, in the order of the plan.
+    batch, nor of the slot. The caller gives `init_slot` before the first row of a slot, in the order of the plan.
     """
 
     def __init__(self, slots: int, vocab_size: int, device: torch.device, eos_ids: tuple[int, ...]) -> None:
         assert vocab_size <= MAX_VOCAB, f"a vocabulary of {vocab_size} tokens, at most {MAX_VOCAB} can be sampled"
         self.vocab_size, self.device, self.eos_ids = vocab_size, device, eos_ids
-        self._fused: FusedSampling | NativeSampling | None = None
+        self._kernels: TritonSampling | NativeSampling | None = None
         if device.type == "cuda":
-            self._fused = FusedSampling(vocab_size, device)
-        elif take(device, torch.float32):
-            self._fused = NativeSampling()
-        self._pinned: list[Tensor] = []  # host memory for results, when none are on their way there
-        self._rules: dict[int, Rules] = {}
-        self._statistics = TokenStatistics(vocab_size, device)
+            self._kernels = TritonSampling(vocab_size, device)
+        elif has_kernels(device, torch.float32):
+            self._kernels = NativeSampling()
+        self._pinned_buffers: list[Tensor] = []  # host memory for results, when none are on their way there
+        self._rules: dict[int, LogitRules] = {}
+        self._history = TokenHistory(vocab_size, device)
         # Parameters and seeds live on the host: a step gathers its rows' and sends them in one small copy.
         self._prompt_len = np.zeros(slots, dtype=np.int64)
         self._seeds = np.zeros(slots, dtype=np.uint64)
-        self._tops = np.full(slots, -1, dtype=np.int64)  # alternatives of each sample; -1: no log-probabilities at all
-        self._shape = np.zeros((slots, 4))  # temperature (0: greedy), min_p, top_k, top_p
+        self._num_logprobs = np.full(
+            slots, -1, dtype=np.int64
+        )  # alternatives of each sample; -1: no log-probabilities at all
+        self._params = np.zeros((slots, 4))  # temperature (0: greedy), min_p, top_k, top_p
         self._penalties = np.zeros((slots, 3))  # repetition, frequency, presence
-        self._ruled = np.zeros(slots, dtype=np.bool_)  # logits change before they are drawn from, or a method chooses
-        self._until = np.zeros(slots, dtype=np.int64)  # the position before which end tokens are masked
-        self._tails = [-1] * slots  # of TAILS; -1: a draw from the logits isn't all there is
-        self._waiting: set[int] = set()  # slots that have an `_until`
-        self.masks = Masks(slots, vocab_size, device)
-        self._one, self._none = np.ones(slots, dtype=np.int64), np.full(slots, -1, dtype=np.int64)  # of a graph's rows
+        self._needs_processing = np.zeros(
+            slots, dtype=np.bool_
+        )  # logits change before they are drawn from, or a method chooses
+        self._min_tokens_until = np.zeros(slots, dtype=np.int64)  # the position before which end tokens are masked
+        self._slot_epilogue = [-1] * slots  # of TAILS; -1: a draw from the logits isn't all there is
+        self._min_tokens_slots: set[int] = set()  # slots that have an `_until`
+        self.bitmasks = TokenBitmasks(slots, vocab_size, device)
+        self._ones, self._no_logprobs = (
+            np.ones(slots, dtype=np.int64),
+            np.full(slots, -1, dtype=np.int64),
+        )  # of a graph's rows
 
-    def rehearsals(self, dtypes: Iterable[torch.dtype], most: int) -> Iterator[Callable[[], None]]:
-        """On a GPU: what to call, from any threads, so that kernels for up to `most` rows of logits of `dtypes` are
+    def warmup_tasks(self, dtypes: Iterable[torch.dtype], max_rows: int) -> Iterator[Callable[[], None]]:
+        """On a GPU: what to call, from any threads, so that kernels for up to `max_rows` rows of logits of `dtypes` are
         compiled and loaded."""
-        if isinstance(self._fused, FusedSampling):
+        if isinstance(self._kernels, TritonSampling):
             for dtype in dtypes:
-                for rows in dict.fromkeys(min(rows, most) for rows in self._fused.kernels.REPRESENTATIVES):
-                    yield partial(self._fused.rehearse, rows, dtype)
+                for rows in dict.fromkeys(min(rows, max_rows) for rows in self._kernels.kernels.REPRESENTATIVE_ROWS):
+                    yield partial(self._kernels.warmup, rows, dtype)
 
-    def birth(self, birth: Birth) -> None:
-        """A sequence takes a slot. Its tokens are `birth.history` or, if that is empty, those of the parent's slot.
+    def init_slot(self, init: SlotInit) -> None:
+        """A sequence takes a slot. Its tokens are `init.history` or, if that is empty, those of the parent's slot.
 
         A parent that drew several branches at once has recorded the first one: the others need their history. What a
         child inherits is shared with the parent: nothing is sent to the device anew.
         """
-        slot, parent = birth.slot, self._rules.get(birth.parent) if birth.parent >= 0 else None
+        slot, parent = init.slot, self._rules.get(init.parent_slot) if init.parent_slot >= 0 else None
         rules = parent
-        if birth.sampling is not None:
-            rules = Rules.of(birth.sampling, self.vocab_size, self.eos_ids, self.device)
+        if init.sampling is not None:
+            rules = LogitRules.from_sampling(init.sampling, self.vocab_size, self.eos_ids, self.device)
         assert rules is not None, f"slot {slot} is born without sampling parameters"
         sampling = rules.sampling
         if not sampling.needs_history:
-            self._statistics.drop(slot)
-        elif birth.history or parent is None:
-            assert birth.history, f"slot {slot} has penalties and is born without its history"
-            self._statistics.birth(slot, birth.history, birth.prompt_len)
+            self._history.drop(slot)
+        elif init.history or parent is None:
+            assert init.history, f"slot {slot} has penalties and is born without its history"
+            self._history.init_slot(slot, init.history, init.prompt_len)
         else:
-            self._statistics.fork(birth.parent, slot)
-        self._rules[slot], self._prompt_len[slot], self._seeds[slot] = rules, birth.prompt_len, birth.seed % 2**63
-        self._tops[slot] = len(sampling.logprob_token_ids) or birth.top if birth.top >= 0 else -1
+            self._history.fork(init.parent_slot, slot)
+        self._rules[slot], self._prompt_len[slot], self._seeds[slot] = rules, init.prompt_len, init.seed % 2**63
+        self._num_logprobs[slot] = (
+            len(sampling.logprob_token_ids) or init.num_logprobs if init.num_logprobs >= 0 else -1
+        )
         top_k = sampling.top_k if sampling.top_k < self.vocab_size else 0
         temperature = 0.0 if sampling.greedy else sampling.temperature
-        self._shape[slot] = (temperature, sampling.min_p, top_k, sampling.top_p)
+        self._params[slot] = (temperature, sampling.min_p, top_k, sampling.top_p)
         self._penalties[slot] = (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty)
-        self._ruled[slot] = rules.changes or sampling.chosen
-        self._until[slot] = birth.prompt_len + sampling.min_tokens if len(rules.ends) else 0
-        (self._waiting.add if self._until[slot] else self._waiting.discard)(slot)
-        self._tails[slot] = -1
-        if birth.top < 0 and not self._ruled[slot]:
-            self._tails[slot] = 0 if temperature == 0 else 2 if top_k > 0 or sampling.top_p < 1 else 1
+        self._needs_processing[slot] = rules.changes_logits or sampling.candidates_only
+        self._min_tokens_until[slot] = init.prompt_len + sampling.min_tokens if len(rules.min_tokens_ids) else 0
+        (self._min_tokens_slots.add if self._min_tokens_until[slot] else self._min_tokens_slots.discard)(slot)
+        self._slot_epilogue[slot] = -1
+        if init.num_logprobs < 0 and not self._needs_processing[slot]:
+            self._slot_epilogue[slot] = 0 if temperature == 0 else 2 if top_k > 0 or sampling.top_p < 1 else 1
 
-    def tails(self, last: Tensor, largest: int) -> dict[str, Tail]:
-        """By kernels: what may follow the logits in a graph or on a tape of up to `largest` rows, by the names of
-        `tail_of`. The result is for `from_graph`; tokens are written to `last` [slots] too."""
-        assert self._fused is not None, "graphs sample by kernels"
-        tails = self._fused.tails(last, largest)
-        if isinstance(self._fused, NativeSampling):
-            tails |= {f"masked {name}": self.masks.tail(tails[name], largest) for name in TAILS[1:]}
+    def epilogues(self, last_sampled: Tensor, max_rows: int) -> dict[str, Epilogue]:
+        """By kernels: what may follow the logits in a graph or on a tape of up to `max_rows` rows, by the names of
+        `epilogue_for`. The result is for `from_graph`; tokens are written to `last_sampled` [slots] too."""
+        assert self._kernels is not None, "graphs sample by kernels"
+        tails = self._kernels.epilogues(last_sampled, max_rows)
+        if isinstance(self._kernels, NativeSampling):
+            tails |= {f"masked {name}": self.bitmasks.wrap_epilogue(tails[name], max_rows) for name in EPILOGUES[1:]}
         return tails
 
-    def tail_of(self, rows: Sequence[Row]) -> str:
-        """The tail that samples `rows`: "greedy", "random", "cut", on a CPU the latter two "masked" too; or "" where
+    def epilogue_for(self, slices: Sequence[SeqSlice]) -> str:
+        """The tail that samples `slices`: "greedy", "random", "cut", on a CPU the latter two "masked" too; or "" where
         that takes `sample`: for rows with several draws, log-probabilities, masks, biases, penalties, a method."""
-        if self.masks.some and not isinstance(self._fused, NativeSampling):
+        if self.bitmasks.has_masks and not isinstance(self._kernels, NativeSampling):
             return ""
-        rows = Rows.of(rows)
-        all_of_them, slots, samples = self._tails, rows.slots, rows.samples
+        slices = SeqSlices.from_slices(slices)
+        all_of_them, slots, samples = self._slot_epilogue, slices.slots, slices.num_samples
         tails = [all_of_them[slot] for slot in slots]
         if min(tails, default=0) < 0 or samples.count(1) < len(samples):
             return ""
-        if self._waiting and any(end < self._until[slot] for slot, end in zip(slots, rows.ends)):
+        if self._min_tokens_slots and any(end < self._min_tokens_until[slot] for slot, end in zip(slots, slices.ends)):
             return ""
         kind = max(tails, default=0)
-        return f"masked {TAILS[max(kind, 1)]}" if self.masks.some else TAILS[kind]
+        return f"masked {EPILOGUES[max(kind, 1)]}" if self.bitmasks.has_masks else EPILOGUES[kind]
 
-    def fill(self, rows: Sequence[Row]) -> None:
-        """Before the replay of a graph or tape whose tail is neither "greedy" nor "": give it what `rows` ask for, and
+    def fill_epilogue(self, slices: Sequence[SeqSlice]) -> None:
+        """Before the replay of a graph or tape whose tail is neither "greedy" nor "": give it what `slices` ask for,
+        and
         their noise. A row's first draw has the seed of its own."""
-        assert self._fused is not None, "graphs sample by kernels"
-        rows = Rows.of(rows)
-        slots, ends = np.array((rows.slots, rows.ends), dtype=np.int64)
-        self._fused.fill(self._shape[slots], noise(self._seeds[slots], ends))
-        if self.masks.some:
-            self.masks.fill(slots)
+        assert self._kernels is not None, "graphs sample by kernels"
+        slices = SeqSlices.from_slices(slices)
+        slots, ends = np.array((slices.slots, slices.ends), dtype=np.int64)
+        self._kernels.fill_epilogue(self._params[slots], uniform_noise(self._seeds[slots], ends))
+        if self.bitmasks.has_masks:
+            self.bitmasks.fill_epilogue(slots)
 
-    def from_graph(self, tokens: Tensor | np.ndarray, faults: Any, rows: Sequence[Row]) -> Drawn:
-        """The samples of `rows` from what a tail left on the device, padding at the end. They are on their way to the
+    def from_graph(self, tokens: Tensor | np.ndarray, faults: Any, slices: Sequence[SeqSlice]) -> PendingSamples:
+        """The samples of `slices` from what a tail left on the device, padding at the end. They are on their way to the
         host when this returns, so the tensors may be written again by later work."""
-        count = len(rows)
-        one, none = self._one[:count], self._none[:count]
+        count = len(slices)
+        one, none = self._ones[:count], self._no_logprobs[:count]
         if isinstance(tokens, np.ndarray):  # of a CPU: NumPy's views and copies cost a tenth of torch's
             copied = np.concatenate((tokens[:count], faults[:count]))
-            return Drawn(copied[:count], copied, None, None, one, none, None)
+            return PendingSamples(copied[:count], copied, None, None, one, none, None)
         host, ready = self._to_host(tokens[:count], faults[:count])
-        return Drawn(tokens[:count], host, None, ready, one, none, None)
+        return PendingSamples(tokens[:count], host, None, ready, one, none, None)
 
-    def sample(self, logits: Tensor, rows: Sequence[tuple[int, int, int]], last: Tensor | None = None) -> Drawn:
+    def sample(
+        self, logits: Tensor, rows: Sequence[tuple[int, int, int]], last_sampled: Tensor | None = None
+    ) -> PendingSamples:
         """Draw from logits [R, V]. A row is (slot, position, draws): `draws` >= 1 tokens for the index `position`.
 
         In this order: log-probabilities are taken from the unchanged logits; then the step's masks, allowed_token_ids,
@@ -161,158 +177,175 @@ class Sampler:
         whose request has a method are what the method chooses from, so they are of the masked, biased and penalised
         logits, normalised as the unchanged ones are (transformers' order); its token is the most likely one, whatever
         its temperature.
-        With `last` [slots], the first draw of each row is written there too.
+        With `last_sampled` [slots], the first draw of each row is written there too.
         """
         assert logits.shape == (len(rows), self.vocab_size), f"{tuple(logits.shape)} logits for {len(rows)} rows"
-        asked = Asked.of(rows)
-        if self.masks.some:  # at once, unless the unchanged logits are still wanted
-            self.masks.apply(logits, np.where(self._tops[asked.slots] < 0, asked.slots, -1))
-        if self._fused is not None:
-            tokens, faults, changed = self._by_kernels(self._fused, logits, asked, rows, last)
+        asked = SamplingBatch.from_rows(rows)
+        if self.bitmasks.has_masks:  # at once, unless the unchanged logits are still wanted
+            self.bitmasks.apply(logits, np.where(self._num_logprobs[asked.slots] < 0, asked.slots, -1))
+        if self._kernels is not None:
+            tokens, faults, changed = self._sample_by_kernels(self._kernels, logits, asked, rows, last_sampled)
         else:
-            tokens, faults, changed = self._by_torch(logits.float(), asked, rows)
-            if last is not None:
-                last.index_copy_(0, to_device(asked.slots, self.device), self._take(tokens, asked.first))
-        counted = [i for i, slot in enumerate(asked.slots.tolist()) if slot in self._statistics]
+            tokens, faults, changed = self._sample_by_torch(logits.float(), asked, rows)
+            if last_sampled is not None:
+                last_sampled.index_copy_(
+                    0, to_device(asked.slots, self.device), self._select(tokens, asked.first_sample)
+                )
+        counted = [i for i, slot in enumerate(asked.slots.tolist()) if slot in self._history]
         if counted:
             slots = asked.slots[counted].tolist()
-            self._statistics.record(slots, self._take(tokens, asked.first[counted]))
-        return self._packed(logits, changed, tokens, faults, asked)
+            self._history.record(slots, self._select(tokens, asked.first_sample[counted]))
+        return self._pack(logits, changed, tokens, faults, asked)
 
-    def sampling(self, slot: int) -> Sampling:
+    def sampling_of(self, slot: int) -> DeviceSamplingParams:
         """What the slot was born with."""
         return self._rules[slot].sampling
 
-    def process(self, logits: Tensor, rows: Sequence[tuple[int, int, int]]) -> Tensor:
+    def process_logits(self, logits: Tensor, rows: Sequence[tuple[int, int, int]]) -> Tensor:
         """Logits [R, V] after masks, biases and penalties: new ones, or `logits` itself if no row has any of these."""
         slots = [slot for slot, _, _ in rows]
-        if not (self._ruled[slots] | (self._until[slots] > 0) | self.masks.of(slots)).any():
+        if not (
+            self._needs_processing[slots] | (self._min_tokens_until[slots] > 0) | self.bitmasks.is_masked(slots)
+        ).any():
             return logits
         changed = logits
-        if self.masks.of(slots).any():
+        if self.bitmasks.is_masked(slots).any():
             changed = changed.clone()
-            self.masks.apply(changed, np.array(slots))
-        allowed = [i for i, slot in enumerate(slots) if self._rules[slot].allowed is not None]
+            self.bitmasks.apply(changed, np.array(slots))
+        allowed = [i for i, slot in enumerate(slots) if self._rules[slot].allowed_mask is not None]
         if allowed:
-            masks = torch.stack([mask for i in allowed if (mask := self._rules[slots[i]].allowed) is not None])
+            masks = torch.stack([mask for i in allowed if (mask := self._rules[slots[i]].allowed_mask) is not None])
             index = to_device(np.array(allowed), self.device)
             kept = torch.where(masks, changed.index_select(0, index), -torch.inf)
             changed = changed.index_copy(0, index, kept)
-        cells, shifts = self._shifts(rows)
+        cells, shifts = self._logit_offsets(rows)
         if cells is not None:
             changed = changed.clone() if changed is logits else changed
             changed.view(-1).scatter_add_(0, cells, shifts)
         punished = np.flatnonzero((self._penalties[slots] != (1, 0, 0)).any(1))
         if len(punished) == len(rows) and rows:
-            return self._statistics.penalise(changed, slots, self._penalties[slots])
+            return self._history.apply_penalties(changed, slots, self._penalties[slots])
         if len(punished):
             index, some = to_device(punished, self.device), [slots[i] for i in punished]
-            part = self._statistics.penalise(changed.index_select(0, index), some, self._penalties[some])
+            part = self._history.apply_penalties(changed.index_select(0, index), some, self._penalties[some])
             changed = changed.index_copy(0, index, part)
         return changed
 
-    def finish(self, drawn: Drawn) -> list[Sampled]:
+    def collect(self, pending: PendingSamples) -> list[SliceResult]:
         """The samples on the host, a row each and in order, once the device has drawn them: the step's one wait.
 
         Once for each step: what carried the results is used again.
         """
-        if drawn.ready is not None:
-            drawn.ready.synchronize()
-        count, rows = len(drawn.tokens), len(drawn.draws)
-        numbers = drawn.host[: count + rows].tolist()
-        if drawn.ready is not None:
-            self._pinned.append(drawn.host)
+        if pending.ready_event is not None:
+            pending.ready_event.synchronize()
+        count, rows = len(pending.tokens), len(pending.num_samples)
+        numbers = pending.host_results[: count + rows].tolist()
+        if pending.ready_event is not None:
+            self._pinned_buffers.append(pending.host_results)
         tokens, faults = numbers[:count], numbers[count:]
-        if count == rows and drawn.widths is None and not any(faults):
-            return [Sampled(own) for own in zip(tokens)]
-        widths = drawn.widths or (None,) * rows
-        details = drawn.details_by_width()
+        if count == rows and pending.logprob_layouts is None and not any(faults):
+            return [SliceResult(own) for own in zip(tokens)]
+        widths = pending.logprob_layouts or (None,) * rows
+        details = pending.details_by_layout()
         samples, start = [], 0
-        for draws, top, width, fault in zip(drawn.draws.tolist(), drawn.tops.tolist(), widths, faults):
+        for draws, top, width, fault in zip(
+            pending.num_samples.tolist(), pending.num_logprobs.tolist(), widths, faults
+        ):
             own = tuple(tokens[start : start + draws])
             start += draws
-            tops: tuple[Top, ...] = ()
+            tops: tuple[TopLogprobs, ...] = ()
             if width is not None:
-                tops = tuple(top_of(token, next(details[width]), top, width.named) for token in own)
-            samples.append(Sampled(own, () if fault else tops, error=FAULTS[fault]))
+                tops = tuple(
+                    to_top_logprobs(token, next(details[width]), top, width.uses_requested_ids) for token in own
+                )
+            samples.append(SliceResult(own, () if fault else tops, error=FAULT_MESSAGES[fault]))
         return samples
 
-    def _more(self, asked: Asked) -> np.ndarray:
+    def _needs_processing_rows(self, batch: SamplingBatch) -> np.ndarray:
         """Which rows [R] ask for more than draws: for log-probabilities, masks, biases, penalties or a method."""
-        tails = np.array([self._tails[slot] for slot in asked.slots.tolist()])
-        return self.masks.of(asked.slots) | (tails < 0) | (asked.positions < self._until[asked.slots])
+        tails = np.array([self._slot_epilogue[slot] for slot in batch.slots.tolist()])
+        return (
+            self.bitmasks.is_masked(batch.slots) | (tails < 0) | (batch.positions < self._min_tokens_until[batch.slots])
+        )
 
-    def _take(self, tensor: Tensor, index: np.ndarray) -> Tensor:
+    def _select(self, tensor: Tensor, index: np.ndarray) -> Tensor:
         return tensor.index_select(0, to_device(index, self.device))
 
-    def _chance(self, asked: Asked) -> np.ndarray:
+    def _uniforms(self, batch: SamplingBatch) -> np.ndarray:
         """The noise of each draw."""
-        branch = (np.arange(len(asked.owner)) - asked.first[asked.owner]).astype(np.uint64)
-        seeds = branch_seed(self._seeds[asked.slots][asked.owner], branch)
-        return noise(seeds, asked.positions[asked.owner])
+        branch = (np.arange(len(batch.sample_to_row)) - batch.first_sample[batch.sample_to_row]).astype(np.uint64)
+        seeds = branch_seed(self._seeds[batch.slots][batch.sample_to_row], branch)
+        return uniform_noise(seeds, batch.positions[batch.sample_to_row])
 
-    def _by_torch(
-        self, raw: Tensor, asked: Asked, rows: Sequence[tuple[int, int, int]]
+    def _sample_by_torch(
+        self, raw_logits: Tensor, batch: SamplingBatch, rows: Sequence[tuple[int, int, int]]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens [D], faults [R], and logits [R, V] after masks, biases and penalties."""
-        processed = self.process(raw, rows)
+        processed = self.process_logits(raw_logits, rows)
         best, tokens = processed.max(-1)
-        peak = best if processed is raw else raw.amax(-1)
+        peak = best if processed is raw_logits else raw_logits.amax(-1)
         fault = torch.where(peak.isfinite(), 2 * (best == -torch.inf).long(), 1)
-        tokens, failed = self._take(tokens, asked.owner), self._take(fault, asked.owner)
-        shape = self._shape[asked.slots]
+        tokens, failed = self._select(tokens, batch.sample_to_row), self._select(fault, batch.sample_to_row)
+        shape = self._params[batch.slots]
         random = shape[:, 0] > 0
         if random.any():
-            drawn = self._draw(processed, best, shape, asked.owner, random, self._chance(asked))
-            places = np.flatnonzero(random[asked.owner])
+            drawn = self._draw_random_rows(processed, best, shape, batch.sample_to_row, random, self._uniforms(batch))
+            places = np.flatnonzero(random[batch.sample_to_row])
             tokens = tokens.index_copy(0, to_device(places, self.device), drawn)
         return torch.where(failed == 0, tokens, 0), fault, processed
 
-    def _by_kernels(
+    def _sample_by_kernels(
         self,
-        fused: FusedSampling | NativeSampling,
+        kernels: TritonSampling | NativeSampling,
         logits: Tensor,
-        asked: Asked,
+        batch: SamplingBatch,
         rows: Sequence[tuple[int, int, int]],
-        last: Tensor | None,
+        last_sampled: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """As `_by_torch`, but only the logits that are `_ruled`, row after row, or None. Those rows are drawn again."""
-        ruled, owner = self._ruled_rows(asked), asked.owner
-        shape = self._shape[asked.slots]
-        chance = self._chance(asked) if (shape[:, 0] > 0).any() else np.zeros(len(owner))
+        """As `_sample_by_torch`, but only the logits that are `_needs_processing`, row after row, or None. Those "
+        "rows are drawn again."""
+        ruled, owner = self._processed_rows(batch), batch.sample_to_row
+        shape = self._params[batch.slots]
+        chance = self._uniforms(batch) if (shape[:, 0] > 0).any() else np.zeros(len(owner))
         first = np.where(ruled[:, None], (0, 0, 0, 1), shape)  # tells the faults of those that are ruled
-        tokens, faults = fused.draw(logits, first, owner, chance, asked.slots, last)
+        tokens, faults = kernels.draw(logits, first, owner, chance, batch.slots, last_sampled)
         some = np.flatnonzero(ruled)
         if not len(some):
             return tokens, faults, None
         places, index = np.flatnonzero(ruled[owner]), to_device(some, self.device)
-        changed = self.process(logits.index_select(0, index).float(), [rows[i] for i in some])
+        changed = self.process_logits(logits.index_select(0, index).float(), [rows[i] for i in some])
         renumbered = (np.cumsum(ruled) - 1)[owner[places]]
-        drawn, empty = fused.draw(changed, shape[some], renumbered, chance[places])
+        drawn, empty = kernels.draw(changed, shape[some], renumbered, chance[places])
         fault = torch.where(faults.index_select(0, index) != 0, 1, 2 * empty)
-        drawn = torch.where(self._take(fault, renumbered) == 0, drawn, 0)
+        drawn = torch.where(self._select(fault, renumbered) == 0, drawn, 0)
         faults.index_copy_(0, index, fault)
         tokens.index_copy_(0, to_device(places, self.device), drawn)
-        if last is not None:
-            slots = to_device(asked.slots[some], self.device)
-            last.index_copy_(0, slots, self._take(tokens, asked.first[some]))
+        if last_sampled is not None:
+            slots = to_device(batch.slots[some], self.device)
+            last_sampled.index_copy_(0, slots, self._select(tokens, batch.first_sample[some]))
         return tokens, faults, changed
 
-    def _ruled_rows(self, asked: Asked) -> np.ndarray:
-        kept = self.masks.of(asked.slots) & (self._tops[asked.slots] >= 0)
-        return self._ruled[asked.slots] | (asked.positions < self._until[asked.slots]) | kept
+    def _processed_rows(self, batch: SamplingBatch) -> np.ndarray:
+        kept = self.bitmasks.is_masked(batch.slots) & (self._num_logprobs[batch.slots] >= 0)
+        return self._needs_processing[batch.slots] | (batch.positions < self._min_tokens_until[batch.slots]) | kept
 
-    def _draw(
-        self, logits: Tensor, best: Tensor, shape: np.ndarray, owner: np.ndarray, random: np.ndarray, chance: np.ndarray
+    def _draw_random_rows(
+        self,
+        logits: Tensor,
+        row_max: Tensor,
+        params: np.ndarray,
+        sample_to_row: np.ndarray,
+        random: np.ndarray,
+        uniforms: np.ndarray,
     ) -> Tensor:
         """The tokens of those draws whose row is `random` [R]; owner and chance [D] are given for all draws."""
         if random.all():
-            return draw(token_weights(logits, best, shape), owner, chance)
-        rows, places = np.flatnonzero(random), np.flatnonzero(random[owner])
-        weights = token_weights(self._take(logits, rows), self._take(best, rows), shape[rows])
-        return draw(weights, (np.cumsum(random) - 1)[owner[places]], chance[places])
+            return draw(token_weights(logits, row_max, params), sample_to_row, uniforms)
+        rows, places = np.flatnonzero(random), np.flatnonzero(random[sample_to_row])
+        weights = token_weights(self._select(logits, rows), self._select(row_max, rows), params[rows])
+        return draw(weights, (np.cumsum(random) - 1)[sample_to_row[places]], uniforms[places])
 
-    def _shifts(self, rows: Sequence[tuple[int, int, int]]) -> tuple[Tensor | None, Tensor | None]:
+    def _logit_offsets(self, rows: Sequence[tuple[int, int, int]]) -> tuple[Tensor | None, Tensor | None]:
         """What is added to single logits, as flat indices into [R, V] and numbers; -inf bans. None if nothing is."""
         ids: list[np.ndarray] = []
         numbers: list[np.ndarray] = []
@@ -320,35 +353,35 @@ class Sampler:
         completing: list[np.ndarray] = []
         for i, (slot, position, _) in enumerate(rows):
             rules, offset = self._rules[slot], i * self.vocab_size
-            if len(rules.biased):
-                ids.append(rules.biased + offset)
+            if len(rules.biased_ids):
+                ids.append(rules.biased_ids + offset)
                 numbers.append(rules.biases)
-            if len(rules.ends) and position - self._prompt_len[slot] < rules.sampling.min_tokens:
-                ids.append(rules.ends + offset)
-                numbers.append(np.full(len(rules.ends), -np.inf, dtype=np.float32))
-            if len(rules.lasts):
+            if len(rules.min_tokens_ids) and position - self._prompt_len[slot] < rules.sampling.min_tokens:
+                ids.append(rules.min_tokens_ids + offset)
+                numbers.append(np.full(len(rules.min_tokens_ids), -np.inf, dtype=np.float32))
+            if len(rules.bad_word_last_ids):
                 barred.append(slot)
-                completing.append(rules.lasts + offset)
+                completing.append(rules.bad_word_last_ids + offset)
         if not ids and not barred:
             return None, None
         cells = to_device(np.concatenate(ids + completing), self.device)
         shifts = to_device(np.concatenate([*numbers, np.zeros(0, dtype=np.float32)]), self.device)
         if barred:
-            said = self._statistics.ends_with(barred, [self._rules[slot].openings for slot in barred])
+            said = self._history.ends_with(barred, [self._rules[slot].bad_word_prefixes for slot in barred])
             shifts = torch.cat((shifts, torch.where(said, -torch.inf, 0.0)))
         return cells, shifts
 
-    def _width(self, slot: int) -> Width | None:
+    def _logprob_layout(self, slot: int) -> LogprobLayout | None:
         """How wide the details of a slot's row are; up to MAX_LOGPROBS all are alike, and come at once."""
-        top = int(self._tops[slot])
+        top = int(self._num_logprobs[slot])
         if top < 0:
             return None
         sampling = self._rules[slot].sampling
         if sampling.logprob_token_ids:
-            return Width.of_named(sampling.logprob_token_ids)
-        return Width(sampling.chosen, min(max(top, MAX_LOGPROBS), self.vocab_size) if top else 0)
+            return LogprobLayout.for_token_ids(sampling.logprob_token_ids)
+        return LogprobLayout(sampling.candidates_only, min(max(top, MAX_LOGPROBS), self.vocab_size) if top else 0)
 
-    def _named(self, slots: np.ndarray, width: int) -> Tensor:
+    def _requested_ids(self, slots: np.ndarray, width: int) -> Tensor:
         """The tokens that the requests of `slots` name, [N, width]; what is left of a row is padding."""
         ids = np.zeros((len(slots), width), dtype=np.int64)
         for row, slot in zip(ids, slots.tolist()):
@@ -356,38 +389,43 @@ class Sampler:
             row[: len(wanted)] = wanted
         return to_device(ids, self.device)
 
-    def _packed(self, logits: Tensor, changed: Tensor | None, tokens: Tensor, faults: Tensor, asked: Asked) -> Drawn:
-        """Everything that the host will want, on its way there. `changed` are the logits of all rows or, by kernels,
+    def _pack(
+        self, logits: Tensor, processed_logits: Tensor | None, tokens: Tensor, faults: Tensor, batch: SamplingBatch
+    ) -> PendingSamples:
+        """Everything that the host will want, on its way there. `processed_logits` are the logits of all rows or, by
+        kernels,
         of those that are ruled."""
-        tops, widths, details = self._tops[asked.slots], None, None
+        tops, widths, details = self._num_logprobs[batch.slots], None, None
         if (tops >= 0).any():
-            widths = tuple(self._width(slot) for slot in asked.slots.tolist())
-            place = np.cumsum(self._ruled_rows(asked)) - 1 if self._fused else np.arange(len(tops))
+            widths = tuple(self._logprob_layout(slot) for slot in batch.slots.tolist())
+            place = np.cumsum(self._processed_rows(batch)) - 1 if self._kernels else np.arange(len(tops))
             parts = []
             for width in sorted({width for width in widths if width is not None}):
-                places = np.array([i for i, row in enumerate(asked.owner) if widths[row] == width], dtype=np.int64)
-                rows, total, named = asked.owner[places], None, None
-                own, some = self._take(tokens, places), self._take(logits, rows).float()
-                if width.candidates:
-                    assert changed is not None, "what a method chooses from is processed"
-                    total, some = total_of(some), self._take(changed, place[rows])
-                if width.named:
-                    named = self._named(asked.slots[rows], width.alternatives)
-                parts.append(details_of(some, own, width.alternatives, total, named).flatten())
+                places = np.array(
+                    [i for i, row in enumerate(batch.sample_to_row) if widths[row] == width], dtype=np.int64
+                )
+                rows, total, named = batch.sample_to_row[places], None, None
+                own, some = self._select(tokens, places), self._select(logits, rows).float()
+                if width.processed:
+                    assert processed_logits is not None, "what a method chooses from is processed"
+                    total, some = log_normalizer(some), self._select(processed_logits, place[rows])
+                if width.uses_requested_ids:
+                    named = self._requested_ids(batch.slots[rows], width.num_alternatives)
+                parts.append(logprob_details(some, own, width.num_alternatives, total, named).flatten())
             details = torch.cat(parts)
             if self.device.type == "cuda":
                 details = torch.empty(details.shape, dtype=details.dtype, pin_memory=True).copy_(
                     details, non_blocking=True
                 )
         host, ready = self._to_host(tokens, faults)
-        return Drawn(tokens, host, details, ready, asked.draws, tops, widths)
+        return PendingSamples(tokens, host, details, ready, batch.num_samples, tops, widths)
 
     def _to_host(self, tokens: Tensor, faults: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-        """Both, one after the other, in host memory that `finish` takes back; and when they will be there."""
+        """Both, one after the other, in host memory that `collect` takes back; and when they will be there."""
         count, rows = len(tokens), len(faults)
         if self.device.type == "cpu":
             return torch.cat((tokens, faults)), None
-        host = self._pinned.pop() if self._pinned else None
+        host = self._pinned_buffers.pop() if self._pinned_buffers else None
         if host is None or len(host) < count + rows:
             host = torch.empty(max(2048, 2 * (count + rows)), dtype=torch.int64, pin_memory=True)
         together = tokens.untyped_storage().data_ptr() == faults.untyped_storage().data_ptr()

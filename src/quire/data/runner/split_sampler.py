@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from quire.data.layers.exchange import Exchange
-from quire.data.runner.drawn import Asked, Drawn
+from quire.data.runner.drawn import PendingSamples, SamplingBatch
 from quire.data.runner.sampler import Sampler
-from quire.data.runner.split_draws import SplitDraws
-from quire.data.runner.split_fused import SplitFused
+from quire.data.runner.split_draws import VocabParallelSampling
+from quire.data.runner.split_fused import VocabParallelTritonSampling
 
 
-class SplitSampler(Sampler):
+class VocabParallelSampler(Sampler):
     """A Sampler whose `sample` is given this rank's part [R, room] of the logits, the last ranks' padded. All ranks
     are given the same births and rows, in the same order, and draw the same tokens.
 
@@ -25,32 +25,38 @@ class SplitSampler(Sampler):
 
     def __init__(self, slots: int, vocab_size: int, eos_ids: tuple[int, ...], exchange: Exchange) -> None:
         super().__init__(slots, vocab_size, torch.device("cpu"), eos_ids)
-        self.split = SplitDraws(exchange, vocab_size)
+        self.vocab_parallel = VocabParallelSampling(exchange, vocab_size)
 
-    def sample(self, logits: Tensor, rows: Sequence[tuple[int, int, int]], last: Tensor | None = None) -> Drawn:
+    def sample(
+        self, logits: Tensor, rows: Sequence[tuple[int, int, int]], last_sampled: Tensor | None = None
+    ) -> PendingSamples:
         """See Sampler.sample."""
-        asked = Asked.of(rows)
-        more = self._more(asked)
+        asked = SamplingBatch.from_rows(rows)
+        more = self._needs_processing_rows(asked)
         if not more.any():
-            return self._drawn(logits, asked, last)
+            return self._sample_plain(logits, asked, last_sampled)
         some, others = np.flatnonzero(more), np.flatnonzero(~more)
-        whole = self.split.whole(self._take(logits, some))
-        apart = super().sample(whole, [rows[i] for i in some.tolist()], last)
+        whole = self.vocab_parallel.gather_logits(self._select(logits, some))
+        apart = super().sample(whole, [rows[i] for i in some.tolist()], last_sampled)
         if not len(others):
             return apart
-        rest = self._drawn(self._take(logits, others), Asked.of([rows[i] for i in others.tolist()]), last)
-        return Drawn.of_parts(((some, apart), (others, rest)))
+        rest = self._sample_plain(
+            self._select(logits, others), SamplingBatch.from_rows([rows[i] for i in others.tolist()]), last_sampled
+        )
+        return PendingSamples.merge(((some, apart), (others, rest)))
 
-    def _drawn(self, logits: Tensor, asked: Asked, last: Tensor | None) -> Drawn:
+    def _sample_plain(self, logits: Tensor, batch: SamplingBatch, last_sampled: Tensor | None) -> PendingSamples:
         """The samples of rows that ask for no more than draws."""
-        tokens, faults = self.split.draw(logits, self._shape[asked.slots], asked.owner, self._chance(asked))
-        if last is not None:
-            last.index_copy_(0, torch.from_numpy(asked.slots), self._take(tokens, asked.first))
+        tokens, faults = self.vocab_parallel.draw(
+            logits, self._params[batch.slots], batch.sample_to_row, self._uniforms(batch)
+        )
+        if last_sampled is not None:
+            last_sampled.index_copy_(0, torch.from_numpy(batch.slots), self._select(tokens, batch.first_sample))
         host = torch.cat((tokens, faults))
-        return Drawn(tokens, host, None, None, asked.draws, self._tops[asked.slots], None)
+        return PendingSamples(tokens, host, None, None, batch.num_samples, self._num_logprobs[batch.slots], None)
 
 
-class FusedSplitSampler(Sampler):
+class VocabParallelTritonSampler(Sampler):
     """The same on a GPU, by kernels; tails are given a rank's own logits too. Where some row of a step asks for more
     than draws the logits of all rows are gathered."""
 
@@ -58,14 +64,18 @@ class FusedSplitSampler(Sampler):
         self, slots: int, vocab_size: int, device: torch.device, eos_ids: tuple[int, ...], exchange: Exchange
     ) -> None:
         super().__init__(slots, vocab_size, device, eos_ids)
-        self._fused = self.split = SplitFused(vocab_size, device, exchange)
+        self._kernels = self.vocab_parallel = VocabParallelTritonSampling(vocab_size, device, exchange)
 
-    def sample(self, logits: Tensor, rows: Sequence[tuple[int, int, int]], last: Tensor | None = None) -> Drawn:
+    def sample(
+        self, logits: Tensor, rows: Sequence[tuple[int, int, int]], last_sampled: Tensor | None = None
+    ) -> PendingSamples:
         """See Sampler.sample."""
-        asked = Asked.of(rows)
-        if last is None or self._more(asked).any():
-            return super().sample(self.split.whole(logits), rows, last)
-        shape = self._shape[asked.slots]
-        chance = self._chance(asked) if (shape[:, 0] > 0).any() else np.zeros(len(asked.owner))
-        tokens, faults = self.split.draw_own(logits, shape, asked.owner, chance, asked.slots, last)
-        return self._packed(logits, None, tokens, faults, asked)
+        asked = SamplingBatch.from_rows(rows)
+        if last_sampled is None or self._needs_processing_rows(asked).any():
+            return super().sample(self.vocab_parallel.gather_logits(logits), rows, last_sampled)
+        shape = self._params[asked.slots]
+        chance = self._uniforms(asked) if (shape[:, 0] > 0).any() else np.zeros(len(asked.sample_to_row))
+        tokens, faults = self.vocab_parallel.draw_local(
+            logits, shape, asked.sample_to_row, chance, asked.slots, last_sampled
+        )
+        return self._pack(logits, None, tokens, faults, asked)

@@ -11,58 +11,64 @@ import torch
 from torch import Tensor
 
 from quire.data.runner.graphs import DecodeGraphs
-from quire.data.runner.step import Step
-from quire.vocabulary.layout import Part
-from quire.vocabulary.rows import Rows
+from quire.data.runner.step import StepContext
+from quire.vocabulary.layout import Shard
+from quire.vocabulary.rows import SeqSlices
 
 if TYPE_CHECKING:
-    from quire.data.runner.stages import Neighbours
+    from quire.data.runner.stages import StageNeighbours
 
 
 class StageGraphs(DecodeGraphs):
-    """Graphs of the stage of `part`, whose layers are the model's; `pipes` are its neighbours'. A stage that isn't the
+    """Graphs of the stage of `shard`, whose layers are the model's; `pipes` are its neighbours'. A stage that isn't the
     last has no logits and no tails."""
 
     def __init__(
-        self, part: Part, pipes: Neighbours, hidden: int, dtype: torch.dtype, model: Any,
+        self, shard: Shard, pipes: StageNeighbours, hidden_size: int, dtype: torch.dtype, model: Any,
         logits: Callable[[Any], Any] | None, *args: Any,
     ) -> None:  # fmt: skip
-        super().__init__(self._through, self._leave if logits is None else logits, *args)
-        self.part, self.pipes, self.stage, self.dtype = part, pipes, model, dtype
-        shape, device = (2, self.largest, hidden), self.inputs.device  # x, and what is to be added to it
-        self.given = None if part.starts else torch.zeros(shape, dtype=dtype, device=device)
-        self.left = None if part.ends else torch.zeros(shape, dtype=dtype, device=device)
-        self.pairs: dict[tuple[int, bool], bool] = {}  # whether there is anything to be added, by size and sight
+        super().__init__(self._run_layers, self._store_output if logits is None else logits, *args)
+        self.shard, self.pipes, self.stage_model, self.dtype = shard, pipes, model, dtype
+        shape, device = (2, self.max_rows, hidden_size), self.inputs.device  # x, and what is to be added to it
+        self.received = None if shard.is_first_stage else torch.zeros(shape, dtype=dtype, device=device)
+        self.output = None if shard.is_last_stage else torch.zeros(shape, dtype=dtype, device=device)
+        self.has_delta: dict[tuple[int, bool], bool] = {}  # whether there is anything to be added, by size and sight
 
-    def run(self, rows: Rows, tail: str, sees: bool = False) -> Any:
+    def run(self, slices: SeqSlices, epilogue: str, has_images: bool = False) -> Any:
         """See DecodeGraphs; nothing is left by a stage that isn't the last."""
         # What is captured first runs as it is, over what comes from the stage before.
-        size, count = self.captured(rows, sees), len(rows)
-        if self.given is not None:
-            x, delta = self.pipes.receive(count, self.given.shape[2], self.dtype)
-            self.given[0, :count].copy_(x)
-            self.given[1, :count].zero_() if delta is None else self.given[1, :count].copy_(delta)
-        self.replay(rows, size, sees)
-        if self.left is None:
-            end = self.ends[size, sees, tail]
+        size, count = self.ensure_captured(slices, has_images), len(slices)
+        if self.received is not None:
+            x, delta = self.pipes.receive(count, self.received.shape[2], self.dtype)
+            self.received[0, :count].copy_(x)
+            self.received[1, :count].zero_() if delta is None else self.received[1, :count].copy_(delta)
+        self.replay(slices, size, has_images)
+        if self.output is None:
+            end = self.epilogue_graphs[size, has_images, epilogue]
             end.graph.replay()
             return end.result
-        x, delta = self.left[:, :count].unbind()
-        self.pipes.send(x, delta if self.pairs[size, sees] else None)
+        x, delta = self.output[:, :count].unbind()
+        self.pipes.send(x, delta if self.has_delta[size, has_images] else None)
         return None
 
-    def _through(self, tokens: Tensor, step: Step) -> Any:
+    def _run_layers(self, tokens: Tensor, step: StepContext) -> Any:
         """The stage's layers; of the last one its hidden states."""
-        if self.given is None:
-            x, delta = self.stage.begin(tokens, step)
+        if self.received is None:
+            x, delta = self.stage_model.embed(tokens, step)
         else:
-            x, delta = self.stage.through(self.given[0, : len(tokens)], step, self.given[1, : len(tokens)])
-        return self.stage.behind(x, delta, step) if self.left is None else (x, delta, step.crossing is not None)
+            x, delta = self.stage_model.run_layers(
+                self.received[0, : len(tokens)], step, self.received[1, : len(tokens)]
+            )
+        return (
+            self.stage_model.finish(x, delta, step)
+            if self.output is None
+            else (x, delta, step.cross_attention is not None)
+        )
 
-    def _leave(self, found: tuple[Tensor, Tensor | None, bool]) -> None:
+    def _store_output(self, found: tuple[Tensor, Tensor | None, bool]) -> None:
         x, delta, sees = found
-        assert self.left is not None, "the last stage has logits"
-        self.left[0, : len(x)].copy_(x)
+        assert self.output is not None, "the last stage has logits"
+        self.output[0, : len(x)].copy_(x)
         if delta is not None:
-            self.left[1, : len(x)].copy_(delta)
-        self.pairs[len(x), sees] = delta is not None
+            self.output[1, : len(x)].copy_(delta)
+        self.has_delta[len(x), sees] = delta is not None

@@ -13,19 +13,19 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from quire.data.runner.drawn import Drawn
-from quire.data.runner.inputs import Flat
+from quire.data.runner.drawn import PendingSamples
+from quire.data.runner.inputs import FlatInputs
 from quire.data.runner.model_runner import ModelRunner, Ticket
-from quire.data.runner.step import Step
-from quire.vocabulary.layout import Part
-from quire.vocabulary.media import Pixels
-from quire.vocabulary.plan import Birth, Encode, Mask, Sampled, StepPlan, StepResult
-from quire.vocabulary.rows import Rows
-from quire.vocabulary.specs import Geometry
-from quire.vocabulary.stages import of_stage
+from quire.data.runner.step import StepContext
+from quire.vocabulary.layout import Shard
+from quire.vocabulary.media import ImagePixels
+from quire.vocabulary.plan import ImageEncoding, SliceResult, SlotInit, StepPlan, StepResult, TokenBitmask
+from quire.vocabulary.rows import SeqSlices
+from quire.vocabulary.specs import KVCacheConfig
+from quire.vocabulary.stages import kv_config_of_stage
 
 
-class Neighbours(Protocol):
+class StageNeighbours(Protocol):
     """A stage's way to those before and behind it."""
 
     def send(self, x: Tensor, delta: Tensor | None) -> None:
@@ -37,95 +37,98 @@ class Neighbours(Protocol):
         ...
 
 
-class Undrawn:
+class NullSampler:
     """In the place of a sampler where nothing is drawn."""
 
     def __init__(self) -> None:
-        self.masks = self
+        self.bitmasks = self
 
-    def birth(self, birth: Birth) -> None:
+    def init_slot(self, init: SlotInit) -> None:
         """Whoever draws knows how."""
 
-    def take(self, masks: Sequence[Mask]) -> None:
+    def set_bitmasks(self, masks: Sequence[TokenBitmask]) -> None:
         """And under which masks."""
 
-    def rehearsals(self, dtypes: Iterable[torch.dtype], most: int) -> Iterable[Callable[[], None]]:
+    def warmup_tasks(self, dtypes: Iterable[torch.dtype], max_rows: int) -> Iterable[Callable[[], None]]:
         """No kernels are needed for it."""
         return ()
 
 
 class StageRunner(ModelRunner):
-    """Runs the stage of `part`, whose spec is the whole model's; `pipes` are its neighbours'."""
+    """Runs the stage of `shard`, whose spec is the whole model's; `pipes` are its neighbours'."""
 
-    def __init__(self, *args: Any, part: Part, pipes: Neighbours, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, shard: Shard, pipes: StageNeighbours, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.part, self.pipes = part, pipes
-        self.bound: Geometry | None = None  # that of all stages
+        self.shard, self.pipes = shard, pipes
+        self.full_kv_cache_config: KVCacheConfig | None = None  # that of all stages
 
-    def bind(self, geometry: Geometry) -> None:
+    def bind(self, kv_config: KVCacheConfig) -> None:
         """See ModelRunner; the geometry is one for all stages."""
-        self.bound = geometry
-        super().bind(of_stage(geometry, self.spec, self.part))
-        self.store.applied = 0
+        self.full_kv_cache_config = kv_config
+        super().bind(kv_config_of_stage(kv_config, self.spec, self.shard))
+        self.store.op_checksum = 0
 
     def sleep(self, level: int) -> None:
         """See Lifetime."""
         super().sleep(level)
-        self.geometry = self.bound
+        self.kv_config = self.full_kv_cache_config
 
-    def see(self, pixels: Pixels) -> None:
+    def add_image(self, pixels: ImagePixels) -> None:
         """See ModelRunner. Whose layers need no picture keeps none."""
-        if self.pictures is not None:
-            super().see(pixels)
+        if self.image_inputs is not None:
+            super().add_image(pixels)
 
     def submit(self, plan: StepPlan) -> Ticket:
         """See ModelRunner."""
-        if self.pictures is None and self.spec.vision is not None:
-            plan = plan._replace(journal=tuple(entry for entry in plan.journal if type(entry) is not Encode))
+        if self.image_inputs is None and self.spec.vision is not None:
+            plan = plan._replace(page_ops=tuple(entry for entry in plan.page_ops if type(entry) is not ImageEncoding))
         return super().submit(plan)
 
-    def _sampler(self, slots: int) -> Any:
-        return super()._sampler(slots) if self.part.ends else Undrawn()
+    def _make_sampler(self, slots: int) -> Any:
+        return super()._make_sampler(slots) if self.shard.is_last_stage else NullSampler()
 
-    def _prepare_graphs(self, largest: int) -> None:
+    def _prepare_graphs(self, max_rows: int) -> None:
         """Of steps in which every sequence computes one token; others are launched one by one."""
-        from quire.data.runner.recorder import Recorder
+        from quire.data.runner.recorder import GraphCapturer
         from quire.data.runner.stage_graphs import StageGraphs
 
-        ends, store = self.part.ends, self.store
-        self.graphs = StageGraphs(
-            self.part, self.pipes, self.spec.hidden, self.dtype, self.model, self._logits() if ends else None, store,
-            self.backend, self.last, store.staging, largest, self._tails(largest) if ends else {},
-            Recorder(self.device), self.pictures,
+        ends, store = self.shard.is_last_stage, self.store
+        self.decode_graphs = StageGraphs(
+            self.shard, self.pipes, self.spec.hidden, self.dtype, self.model, self._logits_fn() if ends else None,
+            store,
+            self.backend, self.last_sampled, store.staging, max_rows, self._graph_epilogues(max_rows) if ends else {},
+            GraphCapturer(self.device), self.image_inputs,
         )  # fmt: skip
 
-    def _sampled(self, rows: Rows, replay: Callable[[str], Any]) -> Any:
-        return super()._sampled(rows, replay) if self.part.ends else replay("")
+    def _replay_and_sample(self, slices: SeqSlices, replay: Callable[[str], Any]) -> Any:
+        return super()._replay_and_sample(slices, replay) if self.shard.is_last_stage else replay("")
 
-    def _eager(self, rows: Rows, flat: Flat) -> tuple[Drawn | None, list[Tensor], dict[int, Tensor]]:
-        if self.part.ends:
-            return super()._eager(rows, flat)
-        batch, step = self._planned(flat, narrow=False)
-        self.pipes.send(*self._through(batch.tokens, step))
+    def _run_eager(
+        self, slices: SeqSlices, flat_inputs: FlatInputs
+    ) -> tuple[PendingSamples | None, list[Tensor], dict[int, Tensor]]:
+        if self.shard.is_last_stage:
+            return super()._run_eager(slices, flat_inputs)
+        batch, step = self._build_context(flat_inputs, sampled_only=False)
+        self.pipes.send(*self._run_layers(batch.tokens, step))
         return None, [], {}
 
-    def _hidden(self, tokens: Tensor, step: Step) -> Tensor:
-        return self.model.behind(*self._through(tokens, step), step)  # type: ignore[attr-defined]
+    def _forward(self, tokens: Tensor, step: StepContext) -> Tensor:
+        return self.model.finish(*self._run_layers(tokens, step), step)  # type: ignore[attr-defined]
 
-    def _through(self, tokens: Tensor, step: Step) -> tuple[Tensor, Tensor | None]:
+    def _run_layers(self, tokens: Tensor, step: StepContext) -> tuple[Tensor, Tensor | None]:
         """Up to the last of its layers; of the whole model's last layer, up to what it attends to."""
-        if self.part.starts:
-            return self.model.begin(tokens, step)
+        if self.shard.is_first_stage:
+            return self.model.embed(tokens, step)
         x, delta = self.pipes.receive(len(tokens), self.spec.hidden, self.dtype)
-        return self.model.through(x, step, delta)  # type: ignore[attr-defined]
+        return self.model.run_layers(x, step, delta)  # type: ignore[attr-defined]
 
     def collect(self, ticket: Ticket) -> StepResult:
         """See ModelRunner; but for the last stage nothing was drawn."""
-        if self.part.ends:
+        if self.shard.is_last_stage:
             return super().collect(ticket)
-        if ticket.span is not None:  # of a GPU: the stage before may write over what this step has read
-            ticket.span.end.synchronize()
+        if ticket.step_events is not None:  # of a GPU: the stage before may write over what this step has read
+            ticket.step_events.end.synchronize()
         if self.exchange is not None:
-            self.exchange.check()
-        nothing = (Sampled(()),) * len(ticket.plan.rows)
-        return StepResult(nothing, self._seconds(ticket), self.idle.collected(ticket.span))
+            self.exchange.check_peers()
+        nothing = (SliceResult(()),) * len(ticket.plan.slices)
+        return StepResult(nothing, self._step_seconds(ticket), self.idle_timer.collect(ticket.step_events))

@@ -18,17 +18,17 @@ SEGMENT_BYTES = 2**20
 ALIGNMENT = 64  # bytes: where an array begins
 
 
-class Staging:
+class StagingBuffer:
     """Uploads to `device`, from one thread and on one stream: always the same, and current when `upload` is called. Not
     while a CUDA graph is captured. On a CPU arrays are only wrapped."""
 
-    def __init__(self, device: torch.device, segments: int = SEGMENTS, size: int = SEGMENT_BYTES) -> None:
-        self.device, self.size = device, size
-        self.segment = self.used = 0  # the segment that is being filled, and how far it is
+    def __init__(self, device: torch.device, num_segments: int = SEGMENTS, segment_bytes: int = SEGMENT_BYTES) -> None:
+        self.device, self.segment_bytes = device, segment_bytes
+        self.segment = self.segment_used = 0  # the segment that is being filled, and how far it is
         if device.type != "cpu":
-            self.ring = torch.empty((segments, size), dtype=torch.uint8, pin_memory=True)
-            self.filled = self.ring.numpy()
-            self.events = [torch.cuda.Event() for _ in range(segments)]
+            self.ring = torch.empty((num_segments, segment_bytes), dtype=torch.uint8, pin_memory=True)
+            self.ring_array = self.ring.numpy()
+            self.events = [torch.cuda.Event() for _ in range(num_segments)]
 
     def upload(self, array: np.ndarray, out: Tensor | None = None) -> Tensor:
         """A host array as a tensor on the device: a new one, or `out` of the same shape and type (such as the fixed
@@ -61,17 +61,17 @@ class Staging:
     def _reserve(self, count: int) -> tuple[Tensor, np.ndarray]:
         """`count` bytes of pinned memory that no copy reads any more: to copy from, and to fill. What is larger than a
         segment gets memory of its own, which torch keeps until its copy is done."""
-        if count > self.size:
+        if count > self.segment_bytes:
             alone = torch.empty(count, dtype=torch.uint8, pin_memory=True)
             return alone, alone.numpy()
-        if self.used + count > self.size:
+        if self.segment_used + count > self.segment_bytes:
             # All copies out of this segment are enqueued before this event. The next segment's event is as old as the
             # ring is long: the host waits only if the device is that far behind.
             self.events[self.segment].record()
-            self.segment, self.used = (self.segment + 1) % len(self.events), 0
+            self.segment, self.segment_used = (self.segment + 1) % len(self.events), 0
             self.events[self.segment].synchronize()
-        start, self.used = self.used, self.used + _aligned(count)
-        return self.ring[self.segment, start : start + count], self.filled[self.segment, start : start + count]
+        start, self.segment_used = self.segment_used, self.segment_used + _aligned(count)
+        return self.ring[self.segment, start : start + count], self.ring_array[self.segment, start : start + count]
 
 
 def _aligned(count: int) -> int:

@@ -11,149 +11,150 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-Bytes = NDArray[np.uint8]
-Floats = NDArray[np.float32]
-PIECE = 1 << 17  # numbers that are made at once: they stay in a core's cache
+ByteArray = NDArray[np.uint8]
+FloatArray = NDArray[np.float32]
+PIECE_NUMBERS = 1 << 17  # numbers that are made at once: they stay in a core's cache
 
 
-class Kind(NamedTuple):
+class BlockFormat(NamedTuple):
     """A format: so many numbers lie in so many bytes, and scales in fp16 at some of these bytes."""
 
-    numbers: int
-    bytes: int
-    scales: tuple[int, ...] = ()
+    block_size: int
+    block_bytes: int
+    scale_offsets: tuple[int, ...] = ()
 
 
-KINDS = {
-    "f32": Kind(1, 4),
-    "f16": Kind(1, 2),
-    "bf16": Kind(1, 2),
-    "q4_0": Kind(32, 18, (0,)),
-    "q4_1": Kind(32, 20, (0, 2)),
-    "q5_0": Kind(32, 22, (0,)),
-    "q5_1": Kind(32, 24, (0, 2)),
-    "q8_0": Kind(32, 34, (0,)),
-    "q4_k": Kind(256, 144, (0, 2)),
-    "q5_k": Kind(256, 176, (0, 2)),
-    "q6_k": Kind(256, 210, (208,)),
+BLOCK_FORMATS = {
+    "f32": BlockFormat(1, 4),
+    "f16": BlockFormat(1, 2),
+    "bf16": BlockFormat(1, 2),
+    "q4_0": BlockFormat(32, 18, (0,)),
+    "q4_1": BlockFormat(32, 20, (0, 2)),
+    "q5_0": BlockFormat(32, 22, (0,)),
+    "q5_1": BlockFormat(32, 24, (0, 2)),
+    "q8_0": BlockFormat(32, 34, (0,)),
+    "q4_k": BlockFormat(256, 144, (0, 2)),
+    "q5_k": BlockFormat(256, 176, (0, 2)),
+    "q6_k": BlockFormat(256, 210, (208,)),
 }
 
 
-class Blocks(NamedTuple):
-    """A weight [rows, columns]: `data` [rows, bytes of a row] uint8 holds its rows, each of whole blocks of `kind`. It
+class GGUFTensor(NamedTuple):
+    """A weight [rows, columns]: `data` [rows, bytes of a row] uint8 holds its rows, each of whole blocks of `format`.
+    It
     is a view of a file that is mapped read-only, or an array of its own."""
 
-    kind: str
+    format: str
     rows: int
     columns: int
-    data: Bytes
+    data: ByteArray
 
     @property
-    def plain(self) -> bool:
+    def is_float(self) -> bool:
         """Its numbers are floats, in no blocks."""
-        return KINDS[self.kind].numbers == 1
+        return BLOCK_FORMATS[self.format].block_size == 1
 
-    def part(self, start: int, stop: int) -> Blocks:
+    def slice_rows(self, start: int, stop: int) -> GGUFTensor:
         """These rows."""
         data = self.data[start:stop]
-        return Blocks(self.kind, len(data), self.columns, data)
+        return GGUFTensor(self.format, len(data), self.columns, data)
 
-    def columns_of(self, columns: range) -> Blocks:
+    def slice_columns(self, columns: range) -> GGUFTensor:
         """These columns, which are whole blocks."""
-        kind = KINDS[self.kind]
-        assert columns.start % kind.numbers == columns.stop % kind.numbers == 0, (
-            f"{columns} are no blocks of {self.kind}"
+        kind = BLOCK_FORMATS[self.format]
+        assert columns.start % kind.block_size == columns.stop % kind.block_size == 0, (
+            f"{columns} are no blocks of {self.format}"
         )
-        blocks = self.data.reshape(self.rows, -1, kind.bytes)
-        data = blocks[:, columns.start // kind.numbers : columns.stop // kind.numbers].reshape(self.rows, -1)
-        return Blocks(self.kind, self.rows, len(columns), data)
+        blocks = self.data.reshape(self.rows, -1, kind.block_bytes)
+        data = blocks[:, columns.start // kind.block_size : columns.stop // kind.block_size].reshape(self.rows, -1)
+        return GGUFTensor(self.format, self.rows, len(columns), data)
 
-    def padded(self, rows: int) -> Blocks:
+    def pad_rows(self, rows: int) -> GGUFTensor:
         """So many rows: those behind its own stand for zeros."""
         data = np.concatenate([self.data, np.zeros((rows - self.rows, self.data.shape[1]), np.uint8)])
-        return Blocks(self.kind, rows, self.columns, data)
+        return GGUFTensor(self.format, rows, self.columns, data)
 
-    def picked(self, order: NDArray[np.intp]) -> Blocks:
+    def select_rows(self, order: NDArray[np.intp]) -> GGUFTensor:
         """The rows of these numbers, in this order, copied."""
-        return Blocks(self.kind, len(order), self.columns, self.data[order])
+        return GGUFTensor(self.format, len(order), self.columns, self.data[order])
 
-    def finite(self) -> bool:
+    def is_finite(self) -> bool:
         """Every scale is a finite number; of floats, every number."""
-        if self.plain:
-            return all(bool(np.isfinite(piece).all()) for _, piece in self.pieces())
-        kind = KINDS[self.kind]
-        blocks = self.data.reshape(self.rows, -1, kind.bytes)
+        if self.is_float:
+            return all(bool(np.isfinite(piece).all()) for _, piece in self.iter_dequantized())
+        kind = BLOCK_FORMATS[self.format]
+        blocks = self.data.reshape(self.rows, -1, kind.block_bytes)
         # An fp16 is infinite or no number where its 5 bits of exponent, in its upper byte, are all set.
-        return not any(bool(((blocks[:, :, at + 1] & 0x7C) == 0x7C).any()) for at in kind.scales)
+        return not any(bool(((blocks[:, :, at + 1] & 0x7C) == 0x7C).any()) for at in kind.scale_offsets)
 
-    def pieces(self) -> Iterator[tuple[int, Floats]]:
+    def iter_dequantized(self) -> Iterator[tuple[int, FloatArray]]:
         """Yields (first row, numbers [some rows, columns] in fp32), a run of rows at a time."""
-        step = max(1, PIECE // self.columns)
+        step = max(1, PIECE_NUMBERS // self.columns)
         for start in range(0, self.rows, step):
-            yield start, self.part(start, start + step).numbers()
+            yield start, self.slice_rows(start, start + step).dequantize()
 
-    def numbers(self) -> Floats:
+    def dequantize(self) -> FloatArray:
         """What all of it stands for, in fp32 [rows, columns]: to the last bit what ggml makes of it."""
-        blocks = np.ascontiguousarray(self.data).reshape(-1, KINDS[self.kind].bytes)
-        return NUMBERS[self.kind](blocks).reshape(self.rows, self.columns)
+        blocks = np.ascontiguousarray(self.data).reshape(-1, BLOCK_FORMATS[self.format].block_bytes)
+        return DEQUANTIZERS[self.format](blocks).reshape(self.rows, self.columns)
 
 
 def row_bytes(kind: str, columns: int) -> int:
     """Bytes of a row; `columns` is a multiple of the kind's numbers."""
-    assert columns % KINDS[kind].numbers == 0, f"{columns} columns aren't whole blocks of {kind}"
-    return columns // KINDS[kind].numbers * KINDS[kind].bytes
+    assert columns % BLOCK_FORMATS[kind].block_size == 0, f"{columns} columns aren't whole blocks of {kind}"
+    return columns // BLOCK_FORMATS[kind].block_size * BLOCK_FORMATS[kind].block_bytes
 
 
-def _half(blocks: Bytes, at: int) -> Floats:
+def _half(blocks: ByteArray, at: int) -> FloatArray:
     """The fp16 at this byte of each block, [B, 1]."""
     return np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16).astype(np.float32)
 
 
-def _nibbles(packed: Bytes) -> Bytes:
+def _nibbles(packed: ByteArray) -> ByteArray:
     """[B, n] -> [B, 2 n]: the lower four bits of all bytes, then the upper ones."""
     return np.concatenate([packed & 15, packed >> 4], axis=1)
 
 
-def _fifth(blocks: Bytes, at: int) -> Bytes:
+def _fifth_bits(blocks: ByteArray, at: int) -> ByteArray:
     """The fifth bits of 32 numbers, in place: [B, 32] of 0 or 16."""
     return np.unpackbits(blocks[:, at : at + 4], axis=1, bitorder="little") << 4
 
 
-def _f32(blocks: Bytes) -> Floats:
+def _f32(blocks: ByteArray) -> FloatArray:
     return blocks.view(np.float32)
 
 
-def _f16(blocks: Bytes) -> Floats:
+def _f16(blocks: ByteArray) -> FloatArray:
     return blocks.view(np.float16).astype(np.float32)
 
 
-def _bf16(blocks: Bytes) -> Floats:
+def _bf16(blocks: ByteArray) -> FloatArray:
     return (blocks.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
 
 
-def _q4_0(blocks: Bytes) -> Floats:
+def _q4_0(blocks: ByteArray) -> FloatArray:
     return (_nibbles(blocks[:, 2:]).astype(np.float32) - 8) * _half(blocks, 0)
 
 
-def _q4_1(blocks: Bytes) -> Floats:
+def _q4_1(blocks: ByteArray) -> FloatArray:
     return _nibbles(blocks[:, 4:]).astype(np.float32) * _half(blocks, 0) + _half(blocks, 2)
 
 
-def _q5_0(blocks: Bytes) -> Floats:
-    numbers = _nibbles(blocks[:, 6:]) | _fifth(blocks, 2)
+def _q5_0(blocks: ByteArray) -> FloatArray:
+    numbers = _nibbles(blocks[:, 6:]) | _fifth_bits(blocks, 2)
     return (numbers.astype(np.float32) - 16) * _half(blocks, 0)
 
 
-def _q5_1(blocks: Bytes) -> Floats:
-    numbers = _nibbles(blocks[:, 8:]) | _fifth(blocks, 4)
+def _q5_1(blocks: ByteArray) -> FloatArray:
+    numbers = _nibbles(blocks[:, 8:]) | _fifth_bits(blocks, 4)
     return numbers.astype(np.float32) * _half(blocks, 0) + _half(blocks, 2)
 
 
-def _q8_0(blocks: Bytes) -> Floats:
+def _q8_0(blocks: ByteArray) -> FloatArray:
     return blocks[:, 2:].view(np.int8).astype(np.float32) * _half(blocks, 0)
 
 
-def _grouped(blocks: Bytes) -> tuple[Floats, Floats]:
+def _k_scales(blocks: ByteArray) -> tuple[FloatArray, FloatArray]:
     """A K block's scales and minima, [B, 8, 1] each: of its 8 groups of 32 numbers. They lie, six bits each, in 12
     bytes: the lower four bits of the last four groups' in the last four bytes, the upper two above the first ones'."""
     packed = blocks[:, 4:16]
@@ -163,24 +164,24 @@ def _grouped(blocks: Bytes) -> tuple[Floats, Floats]:
     return (scales * _half(blocks, 0))[:, :, None], (minima * _half(blocks, 2))[:, :, None]
 
 
-def _runs(packed: Bytes) -> Bytes:
+def _k_nibbles(packed: ByteArray) -> ByteArray:
     """[B, 128] -> [B, 8, 32]: each run of 32 bytes holds a group in its lower four bits, and the next in the upper."""
     runs = packed.reshape(len(packed), 4, 1, 32)
     return np.concatenate([runs & 15, runs >> 4], axis=2).reshape(len(packed), 8, 32)
 
 
-def _q4_k(blocks: Bytes) -> Floats:
-    scales, minima = _grouped(blocks)
-    return _runs(blocks[:, 16:]) * scales - minima
+def _q4_k(blocks: ByteArray) -> FloatArray:
+    scales, minima = _k_scales(blocks)
+    return _k_nibbles(blocks[:, 16:]) * scales - minima
 
 
-def _q5_k(blocks: Bytes) -> Floats:
-    scales, minima = _grouped(blocks)
+def _q5_k(blocks: ByteArray) -> FloatArray:
+    scales, minima = _k_scales(blocks)
     fifth = (blocks[:, 16:48, None] >> np.arange(8, dtype=np.uint8) & 1).swapaxes(1, 2)
-    return (_runs(blocks[:, 48:]) | fifth << 4) * scales - minima
+    return (_k_nibbles(blocks[:, 48:]) | fifth << 4) * scales - minima
 
 
-def _q6_k(blocks: Bytes) -> Floats:
+def _q6_k(blocks: ByteArray) -> FloatArray:
     """Two halves of 128 numbers: of each, 64 bytes hold four lower bits a number and 32 bytes two upper ones."""
     low = blocks[:, :128].reshape(-1, 2, 1, 64)
     low = np.concatenate([low & 15, low >> 4], axis=2).reshape(-1, 2, 4, 32)
@@ -190,7 +191,7 @@ def _q6_k(blocks: Bytes) -> Floats:
     return numbers.reshape(-1, 16, 16) * scales[:, :, None]
 
 
-NUMBERS: dict[str, Callable[[Bytes], Floats]] = {
+DEQUANTIZERS: dict[str, Callable[[ByteArray], FloatArray]] = {
     "f32": _f32, "f16": _f16, "bf16": _bf16, "q4_0": _q4_0, "q4_1": _q4_1, "q5_0": _q5_0, "q5_1": _q5_1,
     "q8_0": _q8_0, "q4_k": _q4_k, "q5_k": _q5_k, "q6_k": _q6_k,
 }  # fmt: skip

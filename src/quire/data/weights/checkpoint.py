@@ -13,23 +13,23 @@ from typing import Any, NoReturn
 
 from safetensors import SafetensorError, safe_open
 
-from quire.errors import StartupError, shown
-from quire.files import AGAIN, LIMITS, find, read_object
-from quire.files import read_config as read_optional
+from quire.errors import StartupError, short_repr
+from quire.files import DOWNLOAD_AGAIN, MAX_BYTES_BY_FILE, find_checkpoint_file, read_json_object
+from quire.files import read_json_config as read_optional
 
-SMALL = ["*.json", "*.model", "*.jinja", "*.txt"]
-WANTED = ["*.safetensors", *SMALL]
-UNWANTED = ["*/*", "consolidated*"]  # the same weights once more: in subfolders, and in Mistral's own format
+CONFIG_PATTERNS = ["*.json", "*.model", "*.jinja", "*.txt"]
+DOWNLOAD_PATTERNS = ["*.safetensors", *CONFIG_PATTERNS]
+IGNORE_PATTERNS = ["*/*", "consolidated*"]  # the same weights once more: in subfolders, and in Mistral's own format
 HUB_TIMEOUT = 3.5  # seconds until the hub counts as unreachable
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-SMALLEST = 2  # bytes of a parameter, of those formats that are loaded
-REVISION = re.compile(r"(?!.*\.\.)\w[\w./-]{0,199}")
+HUB_ID_PATTERN = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
+MIN_PARAMETER_BYTES = 2  # bytes of a parameter, of those formats that are loaded
+REVISION_PATTERN = re.compile(r"(?!.*\.\.)\w[\w./-]{0,199}")
 HEAD_OR_EMBEDDING = re.compile(r"(.*\.)?(lm_head|embed_tokens|wte|embeddings)\.weight")
-PICKLED = (".bin", ".pt", ".pth", ".ckpt")
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 
 
-def locate(model: str, weights: bool = True, revision: str | None = None) -> Path:
+def locate_checkpoint(model: str, weights: bool = True, revision: str | None = None) -> Path:
     """The folder of `model`: a local folder, or a hub id, which is downloaded unless HF_HUB_OFFLINE says no.
 
     Without `weights` only the small files of a hub's model are. `revision` is a branch, tag or commit of the hub's.
@@ -39,18 +39,18 @@ def locate(model: str, weights: bool = True, revision: str | None = None) -> Pat
     path = Path(os.path.expanduser(model))
     if revision is not None and path.exists():
         raise StartupError(f"--revision is given, and {model!r} is a local folder", "Give a model of the hub with it")
-    if revision is not None and not REVISION.fullmatch(revision):
+    if revision is not None and not REVISION_PATTERN.fullmatch(revision):
         raise StartupError(f"--revision is {revision[:80]!r}", "Give a branch, a tag or a commit of the hub's model")
     if path.is_dir():
         return path
     if path.exists():
         raise StartupError(f"the model {model!r} is a file, and no GGUF file", "Give the folder that holds config.json")
-    if not HUB_ID.fullmatch(model):
+    if not HUB_ID_PATTERN.fullmatch(model):
         raise StartupError(f"there is no folder {model!r}", "Give a folder with a checkpoint, or a hub id (owner/name)")
-    return _snapshot(model, WANTED if weights else SMALL, revision)
+    return _download(model, DOWNLOAD_PATTERNS if weights else CONFIG_PATTERNS, revision)
 
 
-def _snapshot(model: str, patterns: list[str], revision: str | None = None) -> Path:
+def _download(model: str, patterns: list[str], revision: str | None = None) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -61,9 +61,9 @@ def _snapshot(model: str, patterns: list[str], revision: str | None = None) -> P
 
     offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
     try:
-        cached = offline or not _hub_answers()
+        cached = offline or not _is_hub_reachable()
         options = {"etag_timeout": HUB_TIMEOUT, "local_files_only": cached, "revision": revision}
-        return Path(snapshot_download(model, allow_patterns=patterns, ignore_patterns=UNWANTED, **options))
+        return Path(snapshot_download(model, allow_patterns=patterns, ignore_patterns=IGNORE_PATTERNS, **options))
     except GatedRepoError as error:
         raise StartupError(
             f"the hub refuses access to {model!r}", "Accept its licence there and set HF_TOKEN"
@@ -83,7 +83,7 @@ def _snapshot(model: str, patterns: list[str], revision: str | None = None) -> P
         raise StartupError(f"{model!r} could not be downloaded: {reason}", "Check the name and the network") from error
 
 
-def _hub_answers() -> bool:
+def _is_hub_reachable() -> bool:
     """Asked first, because snapshot_download waits for the hub's first answer without any limit."""
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session
@@ -97,8 +97,8 @@ def _hub_answers() -> bool:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """The object in config.json; StartupError if it's missing or broken."""
-    if find(folder, "config.json") is None:
-        if files := sorted(shown(path.name) for path in folder.glob("*.gguf")):
+    if find_checkpoint_file(folder, "config.json") is None:
+        if files := sorted(short_repr(path.name) for path in folder.glob("*.gguf")):
             raise StartupError(f"{folder} has no config.json, but {', '.join(files[:3])}", "Give the GGUF file itself")
         raise StartupError(f"{folder} has no config.json", "Give a folder with a checkpoint in the Hugging Face format")
     return read_optional(folder, "config.json")
@@ -119,20 +119,20 @@ def read_preprocessor_config(folder: Path) -> dict[str, Any]:
 
 def tensor_files(folder: Path) -> list[Path]:
     """The safetensors files that together hold the checkpoint; they exist within it. StartupError otherwise."""
-    index = find(folder, INDEX)
+    index = find_checkpoint_file(folder, INDEX_FILE)
     if index is None:
-        single = find(folder, SINGLE)
-        return [single] if single is not None else _no_tensors(folder)
+        single = find_checkpoint_file(folder, SINGLE_FILE)
+        return [single] if single is not None else _raise_no_tensors(folder)
     files = []
-    for name in _shards(folder / INDEX, index):
-        file = find(folder, name)
+    for name in _shard_files(folder / INDEX_FILE, index):
+        file = find_checkpoint_file(folder, name)
         if file is None:
-            raise StartupError(f"{INDEX} names {shown(name)}, which {folder} lacks", "Complete the download")
+            raise StartupError(f"{INDEX_FILE} names {short_repr(name)}, which {folder} lacks", "Complete the download")
         files.append(file)
     return files
 
 
-def has_own_head(folder: Path) -> bool:
+def has_untied_head(folder: Path) -> bool:
     """Whether the checkpoint holds a head, `lm_head.weight`, with other numbers than its embedding has. A damaged file
     is left to the loader to name."""
     places: dict[str, Path] = {}
@@ -156,30 +156,33 @@ def has_own_head(folder: Path) -> bool:
         return any(bool((first[rows].float() != second[rows].float()).any()) for rows in blocks)
 
 
-def check_size(folder: Path, parameters: int, smallest: float = SMALLEST) -> None:
-    """StartupError if the files are too small for so many parameters, `smallest` bytes each, before memory is asked for
+def check_weight_bytes(folder: Path, parameters: int, bytes_per_parameter: float = MIN_PARAMETER_BYTES) -> None:
+    """StartupError if the files are too small for so many parameters, `bytes_per_parameter` bytes each, before memory
+    is asked for
     to hold them."""
     size = sum(file.stat().st_size for file in tensor_files(folder))
-    if size < smallest * parameters:
+    if size < bytes_per_parameter * parameters:
         cause = f"config.json makes {parameters} parameters, and the files of {folder} have {size} bytes"
         raise StartupError(cause, "The checkpoint must fit its config.json")
 
 
-def _no_tensors(folder: Path) -> NoReturn:
-    pickled = sorted(shown(path.name) for path in folder.glob("*") if path.suffix in PICKLED)
+def _raise_no_tensors(folder: Path) -> NoReturn:
+    pickled = sorted(short_repr(path.name) for path in folder.glob("*") if path.suffix in PICKLE_SUFFIXES)
     if pickled:
         cause = f"{folder} holds pickled weights only ({', '.join(pickled[:3])}), which can run code when opened"
         raise StartupError(cause, "Convert it to safetensors: save_pretrained of transformers does")
-    raise StartupError(f"{folder} has no {SINGLE}", "Complete the checkpoint, or use dummy weights")
+    raise StartupError(f"{folder} has no {SINGLE_FILE}", "Complete the checkpoint, or use dummy weights")
 
 
-def _shards(index: Path, real: Path) -> list[str]:
-    weight_map = read_object(real, LIMITS[INDEX], str(index), follow=False).get("weight_map")
+def _shard_files(index: Path, real: Path) -> list[str]:
+    weight_map = read_json_object(real, MAX_BYTES_BY_FILE[INDEX_FILE], str(index), follow=False).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise StartupError(f"{index} has no weight_map", AGAIN)
+        raise StartupError(f"{index} has no weight_map", DOWNLOAD_AGAIN)
     names = set()
     for name in weight_map.values():
         if not isinstance(name, str) or not re.fullmatch(r"[\w.+=-]+\.safetensors", name):
-            raise StartupError(f"{index} names the file {shown(name)}", "Shards must be safetensors files beside it")
+            raise StartupError(
+                f"{index} names the file {short_repr(name)}", "Shards must be safetensors files beside it"
+            )
         names.add(name)
     return sorted(names)

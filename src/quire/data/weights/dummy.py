@@ -10,125 +10,133 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from quire.data.layers.cut import Cuts
-from quire.data.layers.mamba import Mamba
+from quire.data.layers.cut import ParameterShards
+from quire.data.layers.mamba import MambaMixer
 from quire.data.layers.norm import LayerNorm, RMSNorm
-from quire.data.models.quantization import FP8, Few
+from quire.data.models.quantization import FP8Scheme, LowBitScheme
 from quire.data.weights import few
-from quire.data.weights.few import forms_of
-from quire.data.weights.fp8 import E4M3, LARGEST, covered, scale_of
-from quire.data.weights.slices import blank, cuts_of
+from quire.data.weights.few import choose_formats
+from quire.data.weights.fp8 import E4M3, E4M3_MAX, find_fp8_tensors, get_scale
+from quire.data.weights.slices import parameter_shards, zero_padding
 
 if TYPE_CHECKING:
-    from quire.data.kernels.cpu.quantised import Form
+    from quire.data.kernels.cpu.quantised import LowBitFormat
     from quire.data.models import Model
 
 STD = 0.02
-LEAST_STEP, MOST_STEP = 1e-3, 0.1
+MIN_DT, MAX_DT = 1e-3, 0.1
 """Of an untrained Mamba's states, where the token says nothing (arXiv:2312.00752, §3.6)."""
-BLOCK = 1 << 24  # numbers that are laid at once where a shard has some of their columns
-NOISE = 4_194_301  # numbers drawn once and laid into every weight; a prime, so that no two rows line up
+PIECE_NUMBERS = 1 << 24  # numbers that are laid at once where a shard has some of their columns
+NOISE_LENGTH = 4_194_301  # numbers drawn once and laid into every weight; a prime, so that no two rows line up
 
 
 @torch.no_grad()
-def fill_dummy(model: Model, seed: int, scheme: FP8 | Few | None = None) -> None:
+def fill_dummy_weights(model: Model, seed: int, scheme: FP8Scheme | LowBitScheme | None = None) -> None:
     """Normal weights of standard deviation 0.02; norms are the identity, and states decay as an untrained Mamba's. A
     function of seed, dtype and device; a shard has what the undivided model has in its place. What `scheme` has in FP8
     is drawn in FP8, all with one scale, or holds the same values in the model's dtype."""
     first = next(parameter for parameter in model.parameters() if not parameter.is_meta)
     generator = torch.Generator(first.device).manual_seed(seed)
-    noise = torch.empty(NOISE, dtype=torch.float32, device=first.device).normal_(0, STD, generator=generator)
-    scale = noise.abs().max() / LARGEST
-    numbers = (noise / scale).clamp(-LARGEST, LARGEST).to(E4M3)
+    noise = torch.empty(NOISE_LENGTH, dtype=torch.float32, device=first.device).normal_(0, STD, generator=generator)
+    scale = noise.abs().max() / E4M3_MAX
+    numbers = (noise / scale).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
     products, noise = (numbers.float() * scale).to(first.dtype), noise.to(first.dtype)
-    fp8 = covered(model, scheme) if isinstance(scheme, FP8) else {}
-    forms = forms_of(model, scheme) if isinstance(scheme, Few) else {}
+    fp8 = find_fp8_tensors(model, scheme) if isinstance(scheme, FP8Scheme) else {}
+    forms = choose_formats(model, scheme) if isinstance(scheme, LowBitScheme) else {}
     at, here = 0, dict(model.named_modules())
-    blank(model)
-    for path, whole in getattr(model, "undivided", model).named_modules():
+    zero_padding(model)
+    for path, whole in getattr(model, "full_model", model).named_modules():
         for name, shape in whole.named_parameters(recurse=False):
             module = here.get(path)
             parameter = getattr(module, name, None)
             if parameter is None:  # another stage's
-                at = (at + _laid(whole, name, shape)) % len(noise)
+                at = (at + _num_noise_values(whole, name, shape)) % len(noise)
             elif isinstance(module, RMSNorm | LayerNorm):
                 offset = isinstance(module, RMSNorm) and module.offset
                 parameter.fill_(1.0 if name == "weight" and not offset else 0.0)
-            elif isinstance(module, Mamba) and name in STEADY:
-                [cut] = module.cuts[name].rows
-                steady = STEADY[name](parameter.new_empty(cut.whole, *parameter.shape[1:]))
-                parameter.copy_(steady[cut.own.start : cut.own.stop])
+            elif isinstance(module, MambaMixer) and name in MAMBA_INIT:
+                [cut] = module.param_shards[name].rows
+                steady = MAMBA_INIT[name](parameter.new_empty(cut.total, *parameter.shape[1:]))
+                parameter.copy_(steady[cut.local.start : cut.local.stop])
             elif f"{path}.{name}" in forms:
-                at = _round(model, f"{path}.{name}", forms[f"{path}.{name}"], noise, at)
+                at = _fill_low_bit(model, f"{path}.{name}", forms[f"{path}.{name}"], noise, at)
             else:
                 source = products if all(fp8.get(f"{path}.{name}", (False,))) else noise
-                if (scales := scale_of(model, f"{path}.{name}")) is not None:
+                if (scales := get_scale(model, f"{path}.{name}")) is not None:
                     scales.fill_(scale)
                     source = numbers
-                cuts = cuts_of(module, name)
-                at = _lay(parameter.view(-1), source, at) if cuts is None else _lay_some(parameter, cuts, source, at)
+                cuts = parameter_shards(module, name)
+                at = (
+                    _fill_from(parameter.view(-1), source, at)
+                    if cuts is None
+                    else _fill_shard(parameter, cuts, source, at)
+                )
 
 
-def _laid(module: torch.nn.Module, name: str, parameter: Tensor) -> int:
+def _num_noise_values(module: torch.nn.Module, name: str, parameter: Tensor) -> int:
     """Numbers that are laid for a parameter, of which a rank may have some."""
-    if isinstance(module, RMSNorm | LayerNorm) or (isinstance(module, Mamba) and name in STEADY):
+    if isinstance(module, RMSNorm | LayerNorm) or (isinstance(module, MambaMixer) and name in MAMBA_INIT):
         return 0
-    cuts = cuts_of(module, name)
+    cuts = parameter_shards(module, name)
     if cuts is None:
         return parameter.numel()
-    width = math.prod(parameter.shape[1:]) if cuts.columns is None else cuts.columns.whole
-    return sum(cut.whole for cut in cuts.rows) * width
+    width = math.prod(parameter.shape[1:]) if cuts.columns is None else cuts.columns.total
+    return sum(cut.total for cut in cuts.rows) * width
 
 
-def _round(model: Model, name: str, forms: tuple[Form, ...], noise: Tensor, at: int) -> int:
+def _fill_low_bit(model: Model, name: str, formats: tuple[LowBitFormat, ...], noise: Tensor, offset: int) -> int:
     """The same for a weight in few bits, or that holds the same values in the model's dtype."""
-    parameter, layer = model.get_parameter(name), few.layers_of(model)[name]
-    cuts = Cuts(layer.rows, layer.columns if layer.columns.divided else None)
+    parameter, layer = model.get_parameter(name), few.low_bit_layers(model)[name]
+    cuts = ParameterShards(layer.row_shards, layer.column_shard if layer.column_shard.is_sharded else None)
     numbers = torch.zeros(parameter.shape, dtype=noise.dtype, device=noise.device)
-    at = _lay_some(numbers, cuts, noise, at)
-    parts = layer.parts if len(forms) > 1 else (len(parameter),)
+    offset = _fill_shard(numbers, cuts, noise, offset)
+    parts = layer.output_sizes if len(formats) > 1 else (len(parameter),)
     for part, (rows, own) in enumerate(zip(parameter.data.split(parts), numbers.split(parts))):
-        few.put(rows, layer, part, partial(few.rounded, own, forms[part]))
-    return at
+        few.set_rows(rows, layer, part, partial(few.quantize, own, formats[part]))
+    return offset
 
 
-def _decays(like: Tensor) -> Tensor:
+def _initial_A_log(like: Tensor) -> Tensor:
     """Of d_state numbers the n-th decays n times as fast as the first."""
     return torch.arange(1, like.shape[1] + 1, device=like.device).log().expand(like.shape)
 
 
-def _steps(like: Tensor) -> Tensor:
+def _initial_dt_bias(like: Tensor) -> Tensor:
     """What softplus makes steps of that are equally far apart on a scale of logarithms."""
-    steps = torch.linspace(math.log(LEAST_STEP), math.log(MOST_STEP), len(like), device=like.device).exp()
+    steps = torch.linspace(math.log(MIN_DT), math.log(MAX_DT), len(like), device=like.device).exp()
     return steps.expm1().log()
 
 
-STEADY: dict[str, Callable[[Tensor], Tensor]] = {"decay_log": _decays, "skip": torch.ones_like, "dt_bias": _steps}
+MAMBA_INIT: dict[str, Callable[[Tensor], Tensor]] = {
+    "A_log": _initial_A_log,
+    "D": torch.ones_like,
+    "dt_bias": _initial_dt_bias,
+}
 """What isn't noise of a mixer's parameters."""
 
 
-def _lay(flat: Tensor, noise: Tensor, at: int) -> int:
-    """Fill `flat` with the endless repetition of `noise` from `at` on; where to go on."""
+def _fill_from(flat: Tensor, noise: Tensor, offset: int) -> int:
+    """Fill `flat` with the endless repetition of `noise` from `offset` on; where to go on."""
     filled = 0
     while filled < len(flat):
-        piece = noise[at : at + len(flat) - filled]
+        piece = noise[offset : offset + len(flat) - filled]
         flat[filled : filled + len(piece)] = piece
-        filled, at = filled + len(piece), (at + len(piece)) % len(noise)
-    return at
+        filled, offset = filled + len(piece), (offset + len(piece)) % len(noise)
+    return offset
 
 
-def _lay_some(parameter: Tensor, cuts: Cuts, noise: Tensor, at: int) -> int:
+def _fill_shard(parameter: Tensor, shards: ParameterShards, noise: Tensor, offset: int) -> int:
     """The same for what a rank has of a parameter: the numbers that are at these rows and columns of the whole one."""
-    columns, filled = cuts.columns, 0
-    width = math.prod(parameter.shape[1:]) if columns is None else columns.whole
-    for cut in cuts.rows:
-        rows, start = parameter[filled : filled + len(cut.own)], (at + cut.own.start * width) % len(noise)
+    columns, filled = shards.columns, 0
+    width = math.prod(parameter.shape[1:]) if columns is None else columns.total
+    for cut in shards.rows:
+        rows, start = parameter[filled : filled + len(cut.local)], (offset + cut.local.start * width) % len(noise)
         if columns is None:
-            _lay(rows.view(-1), noise, start)
+            _fill_from(rows.view(-1), noise, start)
         else:
-            for some in rows.split(max(BLOCK // width, 1)):
+            for some in rows.split(max(PIECE_NUMBERS // width, 1)):
                 numbers = torch.empty((len(some), width), dtype=noise.dtype, device=noise.device)
-                start = _lay(numbers.view(-1), noise, start)
-                some.copy_(numbers[:, columns.own.start : columns.own.stop])
-        filled, at = filled + cut.room, (at + cut.whole * width) % len(noise)
-    return at
+                start = _fill_from(numbers.view(-1), noise, start)
+                some.copy_(numbers[:, columns.local.start : columns.local.stop])
+        filled, offset = filled + cut.padded, (offset + cut.total * width) % len(noise)
+    return offset

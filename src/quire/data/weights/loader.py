@@ -17,225 +17,271 @@ from torch import Tensor
 from torch.nn import Parameter
 from tqdm import tqdm
 
-from quire.data.models.quantization import BLOCK, FP8, Few
+from quire.data.models.quantization import BLOCK, FP8Scheme, LowBitScheme
 from quire.data.weights import few
 from quire.data.weights.checkpoint import tensor_files
-from quire.data.weights.few import STAY as FEW_STAY
-from quire.data.weights.few import forms_of, layers_of, put
-from quire.data.weights.fp8 import E4M3, Most, by_rows, covered, places, rounded, scale_of, scaled
-from quire.data.weights.grouped import KINDS, Stored
-from quire.data.weights.mapped import WORTH, Mapped, copy
-from quire.data.weights.slices import Slice, blank, slices_of
-from quire.errors import StartupError, shown
-from quire.files import AGAIN
+from quire.data.weights.few import UNQUANTIZED_MODULES as FEW_STAY
+from quire.data.weights.few import choose_formats, low_bit_layers, set_rows
+from quire.data.weights.fp8 import (
+    E4M3,
+    MaxReduce,
+    dequantize,
+    expand_scales,
+    find_fp8_tensors,
+    get_scale,
+    quantize,
+    scale_attributes,
+)
+from quire.data.weights.grouped import TENSOR_KINDS, PackedWeight
+from quire.data.weights.mapped import MIN_MAPPED_BYTES, MappedFile, copy_tensor
+from quire.data.weights.slices import TensorSlice, tensor_slices, zero_padding
+from quire.errors import StartupError, short_repr
+from quire.files import DOWNLOAD_AGAIN
 
 if TYPE_CHECKING:
-    from quire.data.kernels.cpu.quantised import Form, Numbers
+    from quire.data.kernels.cpu.quantised import LowBitFormat, LowBitWeight
     from quire.data.layers.linear import Linear
     from quire.data.models import Model
-    from quire.data.weights.gguf import GGUF
+    from quire.data.weights.gguf import GGUFFile
 
-FIT = "The checkpoint must fit its config.json"
-PROJECTOR = (
+FIT_REMEDY = "The checkpoint must fit its config.json"
+PROJECTOR_REMEDY = (
     "A projector makes the text's rows of what a tower sees, and config.json says that there is one: put its tensors, "
     "under these names, into the folder's safetensors files, or use a checkpoint that has all three parts"
 )
-FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-SCALES = (*FLOATS, torch.float8_e8m0fnu)
-UNREAD = r".*\.(input_scale(_ub)?|activation_scale|output_scale|[qkv]_scale)"
+FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+SCALE_DTYPES = (*FLOAT_DTYPES, torch.float8_e8m0fnu)
+IGNORED_SCALES = r".*\.(input_scale(_ub)?|activation_scale|output_scale|[qkv]_scale)"
 """Scales of activations, and of keys and values: neither are as a checkpoint in FP8 has them."""
 
 
-class Target(NamedTuple):
+class LoadTarget(NamedTuple):
     """Where a tensor goes: these rows of one of our parameters, after a transposition if the file keeps [in, out].
 
-    `fp8`: it is in FP8, or is rounded to it. Then `scale` [G, N] is where its scales go; None where the rows are in
-    the model's dtype and are to hold the products. `grouped`, `order`: see quire.data.models.names. `form`: it is in
-    few bits, or is rounded to them, and is this part of the weight of `layer`, if it is one's. `whole`: the parameter
-    that these rows are all of. `slice`: what of the tensor they are; None: all of it."""
+    `is_fp8`: it is in FP8, or is rounded to it. Then `scale` [G, N] is where its scales go; None where the rows are in
+    the model's dtype and are to hold the products. `group_rows`, `row_order`: see quire.data.models.names.
+    `low_bit_format`: it is in
+    few bits, or is rounded to them, and is this part of the weight of `layer`, if it is one's. `whole_parameter`: the
+    parameter
+    that these rows are all of. `tensor_slice`: what of the tensor they are; None: all of it."""
 
     rows: Tensor
     transpose: bool
-    fp8: bool = False
+    is_fp8: bool = False
     scale: Tensor | None = None
-    grouped: tuple[int, ...] = ()
-    form: Form | None = None
+    group_rows: tuple[int, ...] = ()
+    low_bit_format: LowBitFormat | None = None
     layer: Linear | None = None
-    part: int = 0
-    whole: Parameter | None = None
-    slice: Slice | None = None
-    room: int = 0  # rows that a slice's are to be, with zeros behind them
-    order: tuple[int, ...] = ()
+    part_index: int = 0
+    whole_parameter: Parameter | None = None
+    tensor_slice: TensorSlice | None = None
+    padded_rows: int = 0  # rows that a slice's are to be, with zeros behind them
+    row_order: tuple[int, ...] = ()
 
-    def arranged(self, tensor: Tensor) -> Tensor:
+    def arrange(self, tensor: Tensor) -> Tensor:
         """A tensor's rows as ours."""
-        tensor = ungrouped(tensor, self.grouped) if self.grouped else tensor
-        return tensor[list(self.order)] if self.order else tensor
+        tensor = ungroup_rows(tensor, self.group_rows) if self.group_rows else tensor
+        return tensor[list(self.row_order)] if self.row_order else tensor
 
     @property
-    def divided(self) -> bool:
+    def is_column_sharded(self) -> bool:
         """They are some columns of rows that other ranks have the others of."""
-        return self.slice is not None and self.slice.columns is not None
+        return self.tensor_slice is not None and self.tensor_slice.columns is not None
 
 
-def load(
-    model: Model, folder: Path, progress: bool = False, scheme: FP8 | Few | None = None, most: Most | None = None
+def load_weights(
+    model: Model,
+    folder: Path,
+    progress: bool = False,
+    scheme: FP8Scheme | LowBitScheme | None = None,
+    max_reduce: MaxReduce | None = None,
 ) -> None:
     """Fill every parameter of `model`, which is not prepared yet, from the safetensors files in `folder`. `scheme`:
     what is in FP8 or in few bits there, or becomes so. Of a shard's tensors no more is read than it has, and
-    `model.read_bytes` is how much was; `most`: see quire.data.weights.fp8. On a CPU large weights that need no change
+    `model.read_bytes` is how much was; `max_reduce`: see quire.data.weights.fp8. On a CPU large weights that need no
+    change
     aren't copied, and `model.mapped` are the files' mappings that they lie in: nobody may write there.
 
     StartupError, naming file and tensor, for tensors that are missing, unknown, twice there or of the wrong shape or
     kind, for scales that aren't finite and above 0, and for damaged files.
     """
-    targets = targets_of(model, scheme)
+    targets = build_targets(model, scheme)
     device = next(parameter for parameter in model.parameters() if not parameter.is_meta).device
-    fp8 = scheme if isinstance(scheme, FP8) and scheme.stored else None
-    scales = {f"{name}_scale": target for name, target in targets.items() if target.fp8} if fp8 is not None else {}
-    grouped = _grouped(model, targets, scheme)
-    words = {f"{name}.{kind}": name for name in grouped for kind in KINDS}
+    fp8 = scheme if isinstance(scheme, FP8Scheme) and scheme.stored else None
+    scales = {f"{name}_scale": target for name, target in targets.items() if target.is_fp8} if fp8 is not None else {}
+    grouped = _find_packed_weights(model, targets, scheme)
+    words = {f"{name}.{kind}": name for name in grouped for kind in TENSOR_KINDS}
     products: list[tuple[Tensor, Tensor]] = []  # rows in the model's dtype, and what they are to be multiplied by
     filled: set[str] = set()
-    every = undivided(model)
-    ignored = (*every.ignored, UNREAD) if fp8 is not None else every.ignored
-    elsewhere = {name for source in every.names().values() for name in source.tensors} - set(targets)
+    every = full_model(model)
+    ignored = (*every.ignored_weights, IGNORED_SCALES) if fp8 is not None else every.ignored_weights
+    elsewhere = {name for source in every.weight_sources().values() for name in source.tensors} - set(targets)
     wanted = {name: target for name, target in targets.items() if name.removesuffix(".weight") not in grouped}
     files = tensor_files(folder)
     model.mapped, model.read_bytes = [], 0
-    blank(model)
+    zero_padding(model)
     with tqdm(total=len(targets) + len(scales), desc="Loading weights", unit=" tensors", disable=not progress) as bar:
         for path in files:
             try:
                 with safe_open(path, framework="pt", device=str(device)) as file:
-                    mapped: Mapped | None = None
+                    mapped: MappedFile | None = None
                     for key in file.keys():  # noqa: SIM118 (not a dict)
-                        name = _plain(key, every.prefixes)
+                        name = _strip_prefix(key, every.weight_prefixes)
                         name = name.removesuffix("_inv") if name.endswith("weight_scale_inv") else name
                         known = name in wanted or name in scales or name in words
-                        if not known and (_beside(name) in elsewhere or _ignorable(name, ignored)):
+                        if not known and (_weight_name(name) in elsewhere or _is_ignored(name, ignored)):
                             continue
-                        _check_new(name, key, path, known, filled)
+                        _check_expected(name, key, path, known, filled)
                         if name in words:
                             tensor = grouped[words[name]].read(name.rpartition(".")[2], file, key, path)
                         else:
                             tensor = _read(file, wanted.get(name), key, path)
                         model.read_bytes += tensor.nbytes
-                        if mapped is None and tensor.nbytes >= WORTH and (mapped := Mapped.of(tensor)) is not None:
+                        if (
+                            mapped is None
+                            and tensor.nbytes >= MIN_MAPPED_BYTES
+                            and (mapped := MappedFile.containing(tensor)) is not None
+                        ):
                             model.mapped.append(mapped)
                         if name in wanted:
-                            fill(wanted[name], tensor, key, path, fp8 is not None, mapped, most)
+                            load_tensor(wanted[name], tensor, key, path, fp8 is not None, mapped, max_reduce)
                         elif name in scales:
                             assert fp8 is not None, "only it has scales"
-                            products += _scale(scales[name], tensor, key, path, fp8.blocks)
+                            products += _load_scale(scales[name], tensor, key, path, fp8.blocks)
                         if mapped is not None:
                             mapped.release()
                         filled.add(name)
                         bar.update()
             except (SafetensorError, OSError) as error:
-                raise StartupError(f"{path} is damaged: {error}", AGAIN) from error
+                raise StartupError(f"{path} is damaged: {error}", DOWNLOAD_AGAIN) from error
     missing = [name for name in (*wanted, *scales) if name not in filled]
-    missing += [name for stored in grouped.values() for name in stored.missing]
+    missing += [name for stored in grouped.values() for name in stored.missing_tensors]
     if missing:
-        raise _incomplete(every, folder, missing)
+        raise _missing_tensors_error(every, folder, missing)
     for rows, by in products:
-        rows.copy_(scaled(rows, by))
+        rows.copy_(dequantize(rows, by))
     for name, stored in grouped.items():
         target = targets[f"{name}.weight"]
         if target.rows.is_meta:
-            put(target.rows, target.layer, target.part, stored.numbers)
+            set_rows(target.rows, target.layer, target.part_index, stored.to_low_bit)
         else:
-            floats = stored.floats()
-            target.rows.copy_(target.arranged(floats))
+            floats = stored.dequantize()
+            target.rows.copy_(target.arrange(floats))
 
 
-def _incomplete(model: Model, folder: Path, missing: list[str]) -> StartupError:
+def _missing_tensors_error(model: Model, folder: Path, missing: list[str]) -> StartupError:
     """What is missing, by its names; and by what it is, where that is all that stands between a tower and its text."""
     lost = set(missing)
-    eyes = {name: stored.tensors for name, stored in model.names().items() if name.startswith("eyes.")}
+    eyes = {
+        name: stored.tensors for name, stored in model.weight_sources().items() if name.startswith("vision_encoder.")
+    }
     tower, projector = (
-        {tensor for name, tensors in eyes.items() if name.startswith("eyes.tower.") is own for tensor in tensors}
+        {
+            tensor
+            for name, tensors in eyes.items()
+            if name.startswith("vision_encoder.tower.") is own
+            for tensor in tensors
+        }
         for own in (True, False)
     )
     if projector and projector <= lost:
         has = "no vision tower and no projector" if tower <= lost else "a vision tower without its projector"
-        names = some(name for name in missing if name in projector)
-        return StartupError(f"{folder} has {has}: it lacks {names}", PROJECTOR)
-    return StartupError(f"{folder} lacks {some(missing)}", FIT)
+        names = join_names(name for name in missing if name in projector)
+        return StartupError(f"{folder} has {has}: it lacks {names}", PROJECTOR_REMEDY)
+    return StartupError(f"{folder} lacks {join_names(missing)}", FIT_REMEDY)
 
 
-def undivided(model: Model) -> Model:
+def full_model(model: Model) -> Model:
     """Of a stage's model that of all stages, of shapes alone; else the model itself."""
-    whole: Model = getattr(model, "undivided", model)
+    whole: Model = getattr(model, "full_model", model)
     return whole
 
 
-def _grouped(model: Model, targets: dict[str, Target], scheme: FP8 | Few | None) -> dict[str, Stored]:
+def _find_packed_weights(
+    model: Model, targets: dict[str, LoadTarget], scheme: FP8Scheme | LowBitScheme | None
+) -> dict[str, PackedWeight]:
     """The modules whose weights a checkpoint by AWQ or GPTQ has in few bits: those of its layers."""
-    found: dict[str, Stored] = {}
-    if not isinstance(scheme, Few) or not scheme.stored:
+    found: dict[str, PackedWeight] = {}
+    if not isinstance(scheme, LowBitScheme) or not scheme.stored:
         return found
-    for name, source in model.names().items():
+    for name, source in model.weight_sources().items():
         path, _, kind = name.rpartition(".")
-        if kind in places(model.get_submodule(path)) and FEW_STAY.search(path) is None and re.search(r"\d", path):
+        if (
+            kind in scale_attributes(model.get_submodule(path))
+            and FEW_STAY.search(path) is None
+            and re.search(r"\d", path)
+        ):
             for tensor in source.tensors:
                 module = tensor.removesuffix(".weight")
-                if scheme.covers(module, model.prefixes):
+                if scheme.covers(module, model.weight_prefixes):
                     target = targets[tensor]
-                    shape = target.rows.shape if target.slice is None else target.slice.shape
-                    found[module] = Stored(scheme, module, *shape, target.slice)
+                    shape = target.rows.shape if target.tensor_slice is None else target.tensor_slice.shape
+                    found[module] = PackedWeight(scheme, module, *shape, target.tensor_slice)
     return found
 
 
-def targets_of(model: Model, scheme: FP8 | Few | None, file: GGUF | None = None) -> dict[str, Target]:
+def build_targets(
+    model: Model, scheme: FP8Scheme | LowBitScheme | None, file: GGUFFile | None = None
+) -> dict[str, LoadTarget]:
     """Every weight that the checkpoint, or `file`, must hold (its name without prefix) -> where it goes."""
     parameters, targets = dict(model.named_parameters()), {}
-    fp8 = covered(model, scheme) if isinstance(scheme, FP8) else {}
-    forms, layers = forms_of(model, scheme, file) if isinstance(scheme, Few) else {}, layers_of(model)
-    for name, source in model.names().items():
+    fp8 = find_fp8_tensors(model, scheme) if isinstance(scheme, FP8Scheme) else {}
+    forms, layers = (
+        choose_formats(model, scheme, file) if isinstance(scheme, LowBitScheme) else {},
+        low_bit_layers(model),
+    )
+    for name, source in model.weight_sources().items():
         parts = parameters[name].data.split(source.rows)
-        scale, scales = scale_of(model, name), [None] * len(parts)
+        scale, scales = get_scale(model, name), [None] * len(parts)
         if scale is not None:
             scales = scale.split(source.rows, 1)
         made = forms.get(name, (None,) * len(parts))
         whole = parameters[name] if len(parts) == 1 else None
         begins = accumulate(source.rows, initial=0)
         for part, (tensor, rows, cut, at) in enumerate(
-            zip(source.tensors, parts, slices_of(model, name, source), begins)
+            zip(source.tensors, parts, tensor_slices(model, name, source), begins)
         ):
-            order = tuple(row - at for row in source.order[at : at + len(rows)])
+            order = tuple(row - at for row in source.row_order[at : at + len(rows)])
             yes = fp8[name][part] if name in fp8 else False
-            target = Target(
-                rows, source.transpose, yes, scales[part], source.grouped, made[part], layers.get(name), part, whole,
-                order=order,
+            target = LoadTarget(
+                rows, source.transpose, yes, scales[part], source.group_rows, made[part], layers.get(name), part, whole,
+                row_order=order,
             )  # fmt: skip
             if cut is not None:  # its rows come in our order, and padding may be behind them
-                full = whole if cut.count == len(rows) else None
-                own = None if target.scale is None else target.scale[:, : cut.count]
+                full = whole if cut.num_rows == len(rows) else None
+                own = None if target.scale is None else target.scale[:, : cut.num_rows]
                 target = target._replace(
-                    rows=rows[: cut.count], scale=own, grouped=(), whole=full, slice=cut, room=len(rows)
+                    rows=rows[: cut.num_rows],
+                    scale=own,
+                    group_rows=(),
+                    whole_parameter=full,
+                    tensor_slice=cut,
+                    padded_rows=len(rows),
                 )
             targets[tensor] = target
     return targets
 
 
-def _read(file: Any, target: Target | None, key: str, path: Path) -> Tensor:
+def _read(file: Any, target: LoadTarget | None, key: str, path: Path) -> Tensor:
     """A tensor, or what one rank has of it."""
-    if target is None or target.slice is None:
+    if target is None or target.tensor_slice is None:
         whole: Tensor = file.get_tensor(key)
         return whole
-    _check_shape(tuple(file.get_slice(key).get_shape()), target.slice.shape, target.transpose, key, path)
-    return target.slice.read(file, key, target.transpose)
+    _check_shape(tuple(file.get_slice(key).get_shape()), target.tensor_slice.shape, target.transpose, key, path)
+    return target.tensor_slice.read(file, key, target.transpose)
 
 
-def _check_shape(found: tuple[int, ...], ours: tuple[int, ...], transpose: bool, key: str, path: Path) -> None:
-    expected = ours[::-1] if transpose else ours
-    if found != expected:
-        cause = f"{shown(key)} in {path} has shape {shown(list(found))}, but config.json makes it {list(expected)}"
-        raise StartupError(cause, FIT)
+def _check_shape(
+    shape: tuple[int, ...], expected_shape: tuple[int, ...], transpose: bool, key: str, path: Path
+) -> None:
+    expected = expected_shape[::-1] if transpose else expected_shape
+    if shape != expected:
+        found = f"{short_repr(key)} in {path} has shape {short_repr(list(shape))}"
+        cause = f"{found}, but config.json makes it {list(expected)}"
+        raise StartupError(cause, FIT_REMEDY)
 
 
-def _plain(key: str, prefixes: tuple[str, ...]) -> str:
+def _strip_prefix(key: str, prefixes: tuple[str, ...]) -> str:
     """A tensor's name without the prefix that some checkpoints have and others lack."""
     for prefix in prefixes:
         if key.startswith(prefix):
@@ -243,118 +289,130 @@ def _plain(key: str, prefixes: tuple[str, ...]) -> str:
     return key
 
 
-def _beside(name: str) -> str:
+def _weight_name(name: str) -> str:
     """The weight whose scales, or words, a tensor has, or itself."""
     path, _, kind = name.rpartition(".")
-    return f"{path}.weight" if kind in (*KINDS, "weight_scale") else name
+    return f"{path}.weight" if kind in (*TENSOR_KINDS, "weight_scale") else name
 
 
-def _ignorable(name: str, ignored: tuple[str, ...]) -> bool:
+def _is_ignored(name: str, ignored: tuple[str, ...]) -> bool:
     return any(re.fullmatch(pattern, name) for pattern in ignored)
 
 
-def _check_new(name: str, key: str, path: Path, known: bool, filled: set[str]) -> None:
+def _check_expected(name: str, key: str, path: Path, known: bool, filled: set[str]) -> None:
     if not known:
         raise StartupError(
-            f"{path} holds {shown(key)}, which the model has no place for", "It must fit its config.json"
+            f"{path} holds {short_repr(key)}, which the model has no place for", "It must fit its config.json"
         )
     if name in filled:
-        raise StartupError(f"{path} holds {shown(key)}, which was already loaded under that name", AGAIN)
+        raise StartupError(f"{path} holds {short_repr(key)}, which was already loaded under that name", DOWNLOAD_AGAIN)
 
 
-def fill(
-    target: Target, tensor: Tensor, key: str, path: Path, stored: bool, mapped: Mapped | None = None,
-    most: Most | None = None,
+def load_tensor(
+    target: LoadTarget, tensor: Tensor, key: str, path: Path, from_checkpoint: bool,
+    mapped_file: MappedFile | None = None,
+    max_reduce: MaxReduce | None = None,
 ) -> None:  # fmt: skip
-    """Put a tensor there. One that `mapped` holds, if it is as it must be, takes the place of a whole parameter; else a
+    """Put a tensor there. One that `mapped_file` holds, if it is as it must be, takes the place of a whole parameter;
+    else a
     layer's weight is copied from there, and converted, when it is prepared."""
-    if tensor.dtype not in ((E4M3,) if target.fp8 and stored else FLOATS):
+    if tensor.dtype not in ((E4M3,) if target.is_fp8 and from_checkpoint else FLOAT_DTYPES):
         kind = str(tensor.dtype).removeprefix("torch.")
-        if target.fp8 and stored:
+        if target.is_fp8 and from_checkpoint:
             wanted = "By its quantization_config it is in float8_e4m3fn"
         else:
             wanted = "Such weights are not supported where quantization_config in config.json doesn't say so"
-        raise StartupError(f"{shown(key)} in {path} has dtype {kind}", wanted)
+        raise StartupError(f"{short_repr(key)} in {path} has dtype {kind}", wanted)
     _check_shape(tuple(tensor.shape), tuple(target.rows.shape), target.transpose, key, path)
-    tensor = target.arranged(tensor)
+    tensor = target.arrange(tensor)
     tensor = tensor.t() if target.transpose else tensor
-    if target.form is not None:
-        if target.rows.is_meta and len(tensor) < target.room:
-            tensor = F.pad(tensor, (0, 0, 0, target.room - len(tensor)))
-        put(target.rows, target.layer, target.part, partial(_few, tensor, target.form, f"{shown(key)} in {path}"))
+    if target.low_bit_format is not None:
+        if target.rows.is_meta and len(tensor) < target.padded_rows:
+            tensor = F.pad(tensor, (0, 0, 0, target.padded_rows - len(tensor)))
+        set_rows(
+            target.rows,
+            target.layer,
+            target.part_index,
+            partial(_quantize, tensor, target.low_bit_format, f"{short_repr(key)} in {path}"),
+        )
         return
-    if not target.fp8 or stored:
-        if mapped is None or not mapped.lies(tensor):
-            copy(tensor, target.rows)
-        elif target.whole is not None and tensor.dtype == target.rows.dtype:
-            target.whole.data = tensor
-        elif target.layer is not None and not target.fp8:
-            target.layer.later.append(partial(mapped.copy, tensor, target.rows))
+    if not target.is_fp8 or from_checkpoint:
+        if mapped_file is None or not mapped_file.contains(tensor):
+            copy_tensor(tensor, target.rows)
+        elif target.whole_parameter is not None and tensor.dtype == target.rows.dtype:
+            target.whole_parameter.data = tensor
+        elif target.layer is not None and not target.is_fp8:
+            target.layer.deferred_loads.append(partial(mapped_file.copy_and_release, tensor, target.rows))
         else:
-            copy(tensor, target.rows)
+            copy_tensor(tensor, target.rows)
         return
-    numbers, scale = rounded(tensor, most if target.divided else None)
+    numbers, scale = quantize(tensor, max_reduce if target.is_column_sharded else None)
     if not scale.isfinite().all():
-        raise StartupError(f"{shown(key)} in {path} has a value that isn't finite", "It can't be rounded to FP8")
+        raise StartupError(f"{short_repr(key)} in {path} has a value that isn't finite", "It can't be rounded to FP8")
     if target.scale is None:
-        target.rows.copy_(scaled(numbers, scale[None]))
+        target.rows.copy_(dequantize(numbers, scale[None]))
     else:
         target.rows.copy_(numbers)
         target.scale.copy_(scale[None])
 
 
-def _few(tensor: Tensor, form: Form, called: str) -> Numbers:
+def _quantize(tensor: Tensor, low_bit_format: LowBitFormat, tensor_name: str) -> LowBitWeight:
     """A tensor in few bits. Its scales aren't finite where one of its values isn't."""
-    numbers = few.rounded(tensor, form)
+    numbers = few.quantize(tensor, low_bit_format)
     if not numbers.d.isfinite().all():
-        raise StartupError(f"{called} has a value that isn't finite, or too large", "It can't be rounded")
+        raise StartupError(f"{tensor_name} has a value that isn't finite, or too large", "It can't be rounded")
     return numbers
 
 
-def _scale(target: Target, given: Tensor, key: str, path: Path, blocks: bool) -> Iterator[tuple[Tensor, Tensor]]:
+def _load_scale(
+    target: LoadTarget, tensor: Tensor, key: str, path: Path, in_blocks: bool
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Fill the scales of `target`; if it has none, yield its rows and their scales."""
-    if given.dtype not in SCALES:
-        kind = str(given.dtype).removeprefix("torch.")
-        raise StartupError(f"{shown(key)} in {path} has dtype {kind}", "Scales must be floating-point numbers")
-    whole = target.rows.shape if target.slice is None else target.slice.shape
-    scale = by_rows(given, *whole, blocks)
+    if tensor.dtype not in SCALE_DTYPES:
+        kind = str(tensor.dtype).removeprefix("torch.")
+        raise StartupError(f"{short_repr(key)} in {path} has dtype {kind}", "Scales must be floating-point numbers")
+    whole = target.rows.shape if target.tensor_slice is None else target.tensor_slice.shape
+    scale = expand_scales(tensor, *whole, in_blocks)
     if scale is None:
-        whose = f"a weight {list(whole)}, {'in blocks' if blocks else 'as a whole or by row'}"
-        raise StartupError(f"{shown(key)} in {path} has shape {shown(list(given.shape))}, for {whose}", FIT)
+        whose = f"a weight {list(whole)}, {'in blocks' if in_blocks else 'as a whole or by row'}"
+        raise StartupError(
+            f"{short_repr(key)} in {path} has shape {short_repr(list(tensor.shape))}, for {whose}", FIT_REMEDY
+        )
     wrong = ~(scale.isfinite() & (scale > 0))
     if wrong.any():
-        raise StartupError(f"{shown(key)} in {path} has the scale {scale[wrong][0].item():g}",
+        raise StartupError(f"{short_repr(key)} in {path} has the scale {scale[wrong][0].item():g}",
                            "Scales must be finite and above 0")  # fmt: skip
-    if target.slice is not None:
-        scale = _own(scale, target.slice, key)
-    scale = target.arranged(scale.t()).t()
+    if target.tensor_slice is not None:
+        scale = _slice_scale(scale, target.tensor_slice, key)
+    scale = target.arrange(scale.t()).t()
     if target.scale is None:
         yield target.rows, scale
     else:
         target.scale.copy_(scale)
 
 
-def _own(scale: Tensor, cut: Slice, key: str) -> Tensor:
+def _slice_scale(scale: Tensor, tensor_slice: TensorSlice, key: str) -> Tensor:
     """Of the scales [G, N] of a whole weight those of a slice of it."""
-    scale = torch.cat([scale[:, run.start : run.stop] for run in cut.runs], dim=1)
-    if cut.columns is None or len(scale) == 1:
+    scale = torch.cat([scale[:, run.start : run.stop] for run in tensor_slice.row_ranges], dim=1)
+    if tensor_slice.columns is None or len(scale) == 1:
         return scale
-    if cut.columns.start % BLOCK or cut.columns.stop % BLOCK:
+    if tensor_slice.columns.start % BLOCK or tensor_slice.columns.stop % BLOCK:
         raise StartupError(
-            f"a rank would have columns {cut.columns.start} to {cut.columns.stop - 1} of the weight of {shown(key)}, "
+            f"a rank would have columns {tensor_slice.columns.start} to {tensor_slice.columns.stop - 1} of the "
+            f"weight of {short_repr(key)}, "
             f"where {BLOCK} share a scale",
             "Use a smaller --tp",
         )
-    return scale[cut.columns.start // BLOCK : cut.columns.stop // BLOCK]
+    return scale[tensor_slice.columns.start // BLOCK : tensor_slice.columns.stop // BLOCK]
 
 
-def ungrouped(tensor: Tensor, parts: tuple[int, ...]) -> Tensor:
+def ungroup_rows(tensor: Tensor, parts: tuple[int, ...]) -> Tensor:
     """Rows that lie in groups of so many of each part -> those of one part below those of another."""
     groups = tensor.unflatten(0, (-1, sum(parts)))
     return torch.cat([part.flatten(0, 1) for part in groups.split(parts, 1)])
 
 
-def some(names: Iterable[str], count: int = 3) -> str:
+def join_names(names: Iterable[str], count: int = 3) -> str:
     names = list(names)
     rest = f" and {len(names) - count} more tensors" if len(names) > count else ""
     return ", ".join(names[:count]) + rest

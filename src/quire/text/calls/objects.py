@@ -6,17 +6,17 @@ import json
 from typing import Literal, Protocol
 
 MAX_NAME = 256  # characters of a tool's name, escapes counted
-OUTSIDE = frozenset('{}[],:"+-. \t\r\n0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ')
-ARGUMENTS = ("arguments", "parameters")
+CHARS_OUTSIDE_STRINGS = frozenset('{}[],:"+-. \t\r\n0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ')
+ARGUMENT_KEYS = ("arguments", "parameters")
 ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", '"': '"', "\\": "\\", "/": "/"}
-ESCAPED = frozenset((*ESCAPES, "u"))
-Outcome = Literal["more", "done", "bad", "before"]
+ESCAPE_CHARS = frozenset((*ESCAPES, "u"))
+ConsumeResult = Literal["more", "done", "bad", "before"]
 
 
-class Sink(Protocol):
+class CallSink(Protocol):
     """Who reads calls."""
 
-    def knows(self, name: str) -> bool:
+    def is_tool(self, name: str) -> bool:
         """Whether a name is one to call."""
         ...
 
@@ -24,42 +24,42 @@ class Sink(Protocol):
         """A call begins."""
         ...
 
-    def argue(self, text: str) -> None:
+    def add_arguments(self, text: str) -> None:
         """More of its arguments."""
         ...
 
 
-class Value:
-    """Any JSON value, by its brackets and quotes: `take` says "more", "done" at its last character, "before" when it
+class JsonValueReader:
+    """Any JSON value, by its brackets and quotes: `consume` says "more", "done" at its last character, "before" when it
     ended before this one, or "bad" for what no JSON has there. Whether it is JSON within, nobody asks."""
 
     def __init__(self) -> None:
         self._depth = 0
-        self._in_string = self._escaped = self._begun = False
+        self._in_string = self._after_backslash = self._has_begun = False
 
-    def written(self, char: str) -> str:
+    def escape_char(self, char: str) -> str:
         """The next character as JSON has it, where a model writes a line break into a string as it is, or a backslash
         before what needs none."""
-        if not self._in_string or (self._escaped and char in ESCAPED):
+        if not self._in_string or (self._after_backslash and char in ESCAPE_CHARS):
             return char
-        return ("\\" if self._escaped else "") + (json.dumps(char)[1:-1] if char < " " else char)
+        return ("\\" if self._after_backslash else "") + (json.dumps(char)[1:-1] if char < " " else char)
 
-    def take(self, char: str) -> Outcome:
+    def consume(self, char: str) -> ConsumeResult:
         """The next character."""
         if self._in_string:
-            if self._escaped:
-                self._escaped = False
+            if self._after_backslash:
+                self._after_backslash = False
             elif char == "\\":
-                self._escaped = True
+                self._after_backslash = True
             elif char == '"':
                 self._in_string = False
                 return "more" if self._depth else "done"
             return "more"
-        if not self._depth and self._begun and (char in ",]}" or char.isspace()):
+        if not self._depth and self._has_begun and (char in ",]}" or char.isspace()):
             return "before"  # a number or a word has no end of its own
-        if char not in OUTSIDE:
+        if char not in CHARS_OUTSIDE_STRINGS:
             return "bad"
-        self._begun = True
+        self._has_begun = True
         if char == '"':
             self._in_string = True
         elif char in "{[":
@@ -70,28 +70,28 @@ class Value:
         return "more"
 
 
-class Unquoted:
+class JsonStringDecoder:
     """A JSON string, decoded as it comes: some models write arguments as the text of their JSON."""
 
     def __init__(self) -> None:
         self._escape = ""
-        self._high = ""  # the first half of a surrogate pair
+        self._high_surrogate = ""  # the first half of a surrogate pair
 
-    def take(self, char: str) -> tuple[str, bool]:
+    def consume(self, char: str) -> tuple[str, bool]:
         """The text that a character after the opening quote adds, and whether it is the closing quote."""
         if self._escape:
-            return self._escaped(char), False
+            return self._consume_escape(char), False
         if char == "\\":
             self._escape = char
             return "", False
-        before, self._high = "\ufffd" if self._high else "", ""
+        before, self._high_surrogate = "\ufffd" if self._high_surrogate else "", ""
         return (before, True) if char == '"' else (before + char, False)
 
-    def _escaped(self, char: str) -> str:
+    def _consume_escape(self, char: str) -> str:
         self._escape += char
         if self._escape[1] != "u":
             self._escape = ""
-            before, self._high = "\ufffd" if self._high else "", ""
+            before, self._high_surrogate = "\ufffd" if self._high_surrogate else "", ""
             return before + ESCAPES.get(char, "\\" + char)
         if len(self._escape) < 6:
             return ""
@@ -100,93 +100,93 @@ class Unquoted:
             code = int(digits, 16)
         except ValueError:
             return "\ufffd"
-        return self._joined(code)
+        return self._decode_unit(code)
 
-    def _joined(self, code: int) -> str:
-        high, self._high = self._high, ""
+    def _decode_unit(self, code: int) -> str:
+        high, self._high_surrogate = self._high_surrogate, ""
         if 0xD800 <= code < 0xDC00:
-            self._high = chr(code)
+            self._high_surrogate = chr(code)
             return "\ufffd" if high else ""
         if 0xDC00 <= code < 0xE000:
             return chr(0x10000 + ((ord(high) - 0xD800) << 10) + code - 0xDC00) if high else "\ufffd"
         return ("\ufffd" if high else "") + chr(code)
 
 
-class CallObject:
+class CallObjectParser:
     """Reads one object, after its opening brace. The call begins once its name is known; arguments that come before
     are kept until then. Without arguments, or with null, they are {}."""
 
-    def __init__(self, sink: Sink) -> None:
+    def __init__(self, sink: CallSink) -> None:
         self._sink = sink
-        self.named = False
-        self._argued = False  # a member with arguments was read
-        self._early: list[str] = []
+        self.has_name = False
+        self._has_arguments = False  # a member with arguments was read
+        self._early_arguments: list[str] = []
         self._word = ""  # of a key, or of a value that is a name
         self._key = ""
-        self._value = Value()
-        self._text: Unquoted | None = None
-        self._function: CallObject | None = None
+        self._value = JsonValueReader()
+        self._text: JsonStringDecoder | None = None
+        self._function: CallObjectParser | None = None
         self._scalar: list[str] | None = None  # arguments that are no object: null, if nothing else
         self._state = self._at_key
 
-    def take(self, char: str) -> Outcome:
+    def consume(self, char: str) -> ConsumeResult:
         """The next character: "done" at the closing brace, "bad" if this is no call (any more)."""
         return self._state(char)
 
-    def _at_key(self, char: str) -> Outcome:
+    def _at_key(self, char: str) -> ConsumeResult:
         if char.isspace() or char == ",":
             return "more"
         if char == "}":
-            return self._closed()
+            return self._close()
         self._word = ""
         self._state = self._in_key
         return "more" if char == '"' else "bad"
 
-    def _in_key(self, char: str) -> Outcome:
+    def _in_key(self, char: str) -> ConsumeResult:
         if char == '"':
             self._key, self._state = self._word, self._at_colon
         else:
             self._word += char
         return "more" if len(self._word) <= MAX_NAME else "bad"
 
-    def _at_colon(self, char: str) -> Outcome:
+    def _at_colon(self, char: str) -> ConsumeResult:
         if char == ":":
             self._state = self._at_value
             return "more"
         return "more" if char.isspace() else "bad"
 
-    def _at_value(self, char: str) -> Outcome:
+    def _at_value(self, char: str) -> ConsumeResult:
         if char.isspace():
             return "more"
-        if self._key == "name" and not self.named:
+        if self._key == "name" and not self.has_name:
             self._word, self._state = "", self._in_name
             return "more" if char == '"' else "bad"
-        self._value = Value()
-        if self._key == "function" and char == "{" and not self.named:
-            self._function, self._state = CallObject(self._sink), self._in_function
+        self._value = JsonValueReader()
+        if self._key == "function" and char == "{" and not self.has_name:
+            self._function, self._state = CallObjectParser(self._sink), self._in_function
             return "more"
-        if self._key not in ARGUMENTS or self._argued:
+        if self._key not in ARGUMENT_KEYS or self._has_arguments:
             self._state = self._in_other
             return self._in_other(char)
-        self._argued = True
+        self._has_arguments = True
         if char == '"':
-            self._text, self._state = Unquoted(), self._in_text
+            self._text, self._state = JsonStringDecoder(), self._in_text
             return "more"
         self._scalar = None if char in "{[" else []
         self._state = self._in_arguments
         return self._in_arguments(char)
 
-    def _in_function(self, char: str) -> Outcome:
+    def _in_function(self, char: str) -> ConsumeResult:
         """In a call as OpenAI has it: {"type": "function", "function": {"name": ..., "arguments": ...}}."""
         assert self._function is not None, "it is read"
-        found = self._function.take(char)
-        self.named = self._function.named
+        found = self._function.consume(char)
+        self.has_name = self._function.has_name
         if found == "done":
-            self._argued, self._state = True, self._after
+            self._has_arguments, self._state = True, self._after_value
             return "more"
         return found
 
-    def _in_name(self, char: str) -> Outcome:
+    def _in_name(self, char: str) -> ConsumeResult:
         if char != '"' or (len(self._word) - len(self._word.rstrip("\\"))) % 2:
             self._word += char
             return "more" if len(self._word) <= MAX_NAME else "bad"
@@ -194,69 +194,69 @@ class CallObject:
             name = json.loads(f'"{self._word}"')
         except ValueError:
             return "bad"
-        if not name or not self._sink.knows(name):
+        if not name or not self._sink.is_tool(name):
             return "bad"
-        self.named = True
+        self.has_name = True
         self._sink.begin_call(name)
-        if self._early:
-            self._sink.argue("".join(self._early))
-        self._state = self._after
+        if self._early_arguments:
+            self._sink.add_arguments("".join(self._early_arguments))
+        self._state = self._after_value
         return "more"
 
-    def _in_other(self, char: str) -> Outcome:
-        found = self._value.take(char)
+    def _in_other(self, char: str) -> ConsumeResult:
+        found = self._value.consume(char)
         if found == "bad":
             return "bad"
         if found != "more":
-            self._state = self._after
-        return self._after(char) if found == "before" else "more"
+            self._state = self._after_value
+        return self._after_value(char) if found == "before" else "more"
 
-    def _in_text(self, char: str) -> Outcome:
+    def _in_text(self, char: str) -> ConsumeResult:
         assert self._text is not None, "a string is read"
-        text, last = self._text.take(char)
+        text, last = self._text.consume(char)
         for one in text:  # of a value inside the string
-            self._argue(self._value.written(one))
-            self._value.take(one)
+            self._add_arguments(self._value.escape_char(one))
+            self._value.consume(one)
         if last:
-            self._state = self._after
+            self._state = self._after_value
         return "more"
 
-    def _in_arguments(self, char: str) -> Outcome:
-        written = self._value.written(char)
-        found = self._value.take(char)
+    def _in_arguments(self, char: str) -> ConsumeResult:
+        written = self._value.escape_char(char)
+        found = self._value.consume(char)
         if found == "bad":
             return "bad"
         if found in ("more", "done"):
             if self._scalar is None:
-                self._argue(written)
+                self._add_arguments(written)
             else:
                 self._scalar.append(char)
         if found != "more":
-            self._state = self._after
+            self._state = self._after_value
             word = "".join(self._scalar or ())
             if word:
-                self._argue("{}" if word == "null" else word)
-        return self._after(char) if found == "before" else "more"
+                self._add_arguments("{}" if word == "null" else word)
+        return self._after_value(char) if found == "before" else "more"
 
-    def _argue(self, text: str) -> None:
+    def _add_arguments(self, text: str) -> None:
         if not text:
             return
-        if self.named:
-            self._sink.argue(text)
+        if self.has_name:
+            self._sink.add_arguments(text)
         else:
-            self._early.append(text)
+            self._early_arguments.append(text)
 
-    def _after(self, char: str) -> Outcome:
+    def _after_value(self, char: str) -> ConsumeResult:
         if char == ",":
             self._state = self._at_key
             return "more"
         if char == "}":
-            return self._closed()
+            return self._close()
         return "more" if char.isspace() else "bad"
 
-    def _closed(self) -> Outcome:
-        if not self.named:
+    def _close(self) -> ConsumeResult:
+        if not self.has_name:
             return "bad"
-        if not self._argued:
-            self._sink.argue("{}")
+        if not self._has_arguments:
+            self._sink.add_arguments("{}")
         return "done"

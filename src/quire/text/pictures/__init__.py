@@ -4,8 +4,14 @@ stand for them in the text. Nothing is decoded here, and pixels stay bytes: numb
 
 from __future__ import annotations
 
-from quire.text.pictures.family import FamilyEyes
-from quire.text.pictures.placeholders import Placeholder, read_placeholder
-from quire.text.pictures.preparation import Preparation, read_preparation
+from quire.text.pictures.family import ModelImageProcessor
+from quire.text.pictures.placeholders import ImagePlaceholder, read_placeholder
+from quire.text.pictures.preparation import ImagePreprocessor, read_image_preprocessor
 
-__all__ = ["FamilyEyes", "Placeholder", "Preparation", "read_placeholder", "read_preparation"]
+__all__ = [
+    "ImagePlaceholder",
+    "ImagePreprocessor",
+    "ModelImageProcessor",
+    "read_image_preprocessor",
+    "read_placeholder",
+]

@@ -8,43 +8,50 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from quire.errors import InputError
-from quire.text.pictures.placeholders import Placeholder
-from quire.text.pictures.preparation import Preparation
-from quire.vocabulary.media import Pixels
-from quire.vocabulary.pictures import Grid
+from quire.text.pictures.placeholders import ImagePlaceholder
+from quire.text.pictures.preparation import ImagePreprocessor
+from quire.vocabulary.media import ImagePixels
+from quire.vocabulary.pictures import TileGrid
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 
-class FamilyEyes:
-    """See quire.text.eyes.Eyes. `piece` is a token's text, by its id; `ending` are the ids that end a prompt with
+class ModelImageProcessor:
+    """See quire.text.eyes.Eyes. `id_to_token` is a token's text, by its id; `ending_ids` are the ids that end a prompt
+    with
     pictures which lead it."""
 
     def __init__(
-        self, how: Preparation, placeholder: Placeholder, piece: Callable[[int], str], ending: Sequence[int] = ()
+        self,
+        preprocessor: ImagePreprocessor,
+        placeholder: ImagePlaceholder,
+        id_to_token: Callable[[int], str],
+        ending_ids: Sequence[int] = (),
     ) -> None:
-        self.how, self.placeholder, self.ending = how, placeholder, list(ending)
-        self.token, self.reserved = placeholder.token, placeholder.reserved
-        self.text = piece(placeholder.token)
-        self.words = tuple(dict.fromkeys(map(piece, sorted(self.reserved)))) + tuple(self._marks())
-        self.settings, self.joins = repr(how), placeholder.once
+        self.preprocessor, self.placeholder, self.ending_ids = preprocessor, placeholder, list(ending_ids)
+        self.image_token_id, self.reserved_ids = placeholder.token, placeholder.reserved_ids
+        self.token_text = id_to_token(placeholder.token)
+        self.reserved_texts = tuple(dict.fromkeys(map(id_to_token, sorted(self.reserved_ids)))) + tuple(
+            self._marker_texts()
+        )
+        self.cache_settings, self.joins_adjacent = repr(preprocessor), placeholder.single_token
 
-    def _marks(self) -> Iterator[str]:
-        """What `spelled` takes for a picture, where that is more than the token's text."""
-        for mark in self.placeholder.marks:
-            if self.placeholder.numbered:
+    def _marker_texts(self) -> Iterator[str]:
+        """What `normalize_placeholders` takes for a picture, where that is more than the token's text."""
+        for mark in self.placeholder.markers:
+            if self.placeholder.is_numbered:
                 yield mark.partition("1")[0]  # whatever the number
-            elif mark != self.text:
+            elif mark != self.token_text:
                 yield mark
 
-    def marker(self, number: int) -> str:
-        mark = self.placeholder.marks[0]
-        return mark.replace("1", str(number)) if self.placeholder.numbered else mark
+    def placeholder_text(self, number: int) -> str:
+        mark = self.placeholder.markers[0]
+        return mark.replace("1", str(number)) if self.placeholder.is_numbered else mark
 
-    def spelled(self, text: str) -> str:
-        found = self.placeholder.found(text)
-        if self.placeholder.numbered:
+    def normalize_placeholders(self, text: str) -> str:
+        found = self.placeholder.find_markers(text)
+        if self.placeholder.is_numbered:
             for number, (start, end, picture) in enumerate(found):
                 if picture != number:
                     raise InputError(
@@ -54,35 +61,35 @@ class FamilyEyes:
                     )
         pieces, last = [], 0
         for start, end, _ in found:
-            pieces += [text[last:start], self.text]
+            pieces += [text[last:start], self.token_text]
             last = end
         return "".join([*pieces, text[last:]])
 
-    def prepare(self, image: Image, alone: bool = True) -> Pixels:
-        pixels, grid = self.how.prepare(image, alone)
-        return Pixels(b"", pixels.shape, pixels.tobytes(), tuple(grid))
+    def prepare(self, image: Image, only_image: bool = True) -> ImagePixels:
+        pixels, grid = self.preprocessor.prepare(image, only_image)
+        return ImagePixels(b"", pixels.shape, pixels.tobytes(), tuple(grid))
 
-    def rows(self, grid: tuple[int, ...]) -> int:
-        return self.how.tiling.rows(Grid(*grid))
+    def num_rows(self, grid: tuple[int, ...]) -> int:
+        return self.preprocessor.tiling.num_embeds(TileGrid(*grid))
 
-    def parts(self, grid: tuple[int, ...]) -> int:
-        return self.how.tiling.parts(Grid(*grid))
+    def num_parts(self, grid: tuple[int, ...]) -> int:
+        return self.preprocessor.tiling.num_parts(TileGrid(*grid))
 
-    def place(
+    def expand_placeholders(
         self, token_ids: Sequence[int], grids: Sequence[tuple[int, ...]]
     ) -> tuple[list[int], list[tuple[int, int]]]:
         holder, ids = self.placeholder, list(token_ids)
-        if holder.leads:
-            text = [token for token in ids if token not in (self.token, holder.bos)]
+        if holder.images_first:
+            text = [token for token in ids if token not in (self.image_token_id, holder.bos)]
             first = [] if holder.bos is None else [holder.bos]
-            ending = [] if text[-len(self.ending) :] == self.ending else self.ending
-            ids = [self.token] * len(grids) + first + text + ending
+            ending = [] if text[-len(self.ending_ids) :] == self.ending_ids else self.ending_ids
+            ids = [self.image_token_id] * len(grids) + first + text + ending
         placed, spans, left = list[int](), list[tuple[int, int]](), iter(grids)
         for token in ids:
-            if token != self.token:
+            if token != self.image_token_id:
                 placed.append(token)
                 continue
-            count = 1 if holder.once else self.rows(next(left))
-            spans.append((len(placed) + holder.start, count))
-            placed += holder.ids(count)
+            count = 1 if holder.single_token else self.num_rows(next(left))
+            spans.append((len(placed) + holder.row_offset, count))
+            placed += holder.token_ids(count)
         return placed, spans

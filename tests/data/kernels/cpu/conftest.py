@@ -31,7 +31,7 @@ def use(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
             monkeypatch.setattr(module, "library", lambda: own)
         return own
 
-    monkeypatch.setattr(linear, "pairs", lambda: False)
+    monkeypatch.setattr(linear, "has_fast_bf16_dot", lambda: False)
     yield place
     for own in made:
         own.close()

@@ -11,7 +11,7 @@ import torch
 from quire.data.kernels.cpu import loading, memory
 
 loading.BUILT = Path(os.environ["QUIRE_TEST_KERNELS"])
-assert hasattr(memory, "MAPPED"), "large weights have blocks of their own"
-assert hasattr(memory, "_mapped"), "it makes them"
-memory.MAPPED = 0
-memory._mapped = lambda size: torch.empty(size, dtype=torch.uint8).numpy()
+assert hasattr(memory, "BLOCK_BYTES"), "large weights have blocks of their own"
+assert hasattr(memory, "_map_block"), "it makes them"
+memory.BLOCK_BYTES = 0
+memory._map_block = lambda size: torch.empty(size, dtype=torch.uint8).numpy()

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from quire.data.kernels.cpu.library import Library
-from quire.data.kernels.cpu.loading import library, suited
-from quire.data.kernels.cpu.variants import variants
+from quire.data.kernels.cpu.loading import find_library, library
+from quire.data.kernels.cpu.variants import machine_variants
 
-VARIANTS = [variant.name for variant in variants() if suited(variant.name) is not None]
+VARIANTS = [variant.name for variant in machine_variants() if find_library(variant.name) is not None]
 NONE = "the kernels aren't built (no compiler?)"
 
 

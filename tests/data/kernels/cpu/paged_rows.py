@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.data.kernels.batch import Batch, LayerCache
+from quire.data.kernels.batch import ForwardBatch, LayerCache
 from quire.data.kernels.cpu.library import Library
 from quire.data.kernels.cpu.loading import BUILT
 
@@ -38,7 +38,7 @@ class Shape(NamedTuple):
 class Rows(NamedTuple):
     """A step whose earlier tokens are in the pages; `expected` is fp64."""
 
-    batch: Batch
+    batch: ForwardBatch
     cache: LayerCache
     q: Tensor
     k: Tensor
@@ -104,9 +104,9 @@ def filled(shape: Shape, sizes: list[tuple[int, int]], seed: int = 0) -> Rows:
     starts, slots = np.array([a for a, _ in sizes]), np.arange(1, len(sizes) + 1)
     offsets = np.cumsum(now) - now
     positions = torch.from_numpy(np.concatenate([np.arange(a, a + b) for a, b in sizes]))
-    batch = Batch(
+    batch = ForwardBatch(
         torch.zeros_like(positions), positions, torch.from_numpy(np.repeat(slots, now)), positions[:0], slots, starts,
-        now, offsets, np.arange(0), [table], whole=np.ones(len(sizes), dtype=np.bool_) if shape.whole else None,
+        now, offsets, np.arange(0), [table], bidirectional=np.ones(len(sizes), dtype=np.bool_) if shape.whole else None,
     )  # fmt: skip
     q = torch.randn(len(positions), shape.heads, shape.dim, generator=generator).to(shape.dtype)
     k, v = (torch.cat([x[i, a:] for x, (a, _) in zip(histories, sizes)]) for i in (0, 1))

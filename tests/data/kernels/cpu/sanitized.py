@@ -19,9 +19,16 @@ from typing import Any
 
 from quire.bench.machine import machine
 from quire.data.kernels.cpu.build import HERE as KERNELS
-from quire.data.kernels.cpu.build import compiled, compiler, linked
-from quire.data.kernels.cpu.loading import usable
-from quire.data.kernels.cpu.variants import FLAGS, LINKED, Variant, features, sources, variants
+from quire.data.kernels.cpu.build import compile_source, compiler, link_library
+from quire.data.kernels.cpu.loading import usable_features
+from quire.data.kernels.cpu.variants import (
+    COMPILE_FLAGS,
+    LINK_FLAGS,
+    Variant,
+    cpu_features,
+    machine_variants,
+    source_digest,
+)
 
 HERE = Path(__file__).parent
 NATIVE = KERNELS / "native"
@@ -43,14 +50,17 @@ def sanitized() -> dict[str, Any]:
     runtime = said([*cxx, "-print-file-name=libasan.so"])
     if not Path(runtime).is_absolute():
         raise LookupError(f"{cxx[0]} has no libasan.so")
-    began, kinds = time.monotonic(), [kind for kind in variants() if kind.needs <= usable(features())]
+    began, kinds = (
+        time.monotonic(),
+        [kind for kind in machine_variants() if kind.needs <= usable_features(cpu_features())],
+    )
     if not kinds:
         raise LookupError("this machine runs none of the kernels")
     kinds = kinds[:1] + kinds[1:][-1:]  # the most and the least instructions
     with tempfile.TemporaryDirectory() as folder:
         for variant in kinds:
             built(Path(folder), cxx, variant)
-        (Path(folder) / "sources").write_text(sources())
+        (Path(folder) / "sources").write_text(source_digest())
         environment = {
             **os.environ, "CXX": " ".join((*cxx, *WATCHED)), "QUIRE_TEST_KERNELS": folder, "LD_PRELOAD": runtime,
             "ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=1",
@@ -74,9 +84,11 @@ def sanitized() -> dict[str, Any]:
 
 def built(folder: Path, cxx: tuple[str, ...], variant: Variant) -> None:
     """That variant's library, watched, in `folder`."""
-    command = (*cxx, *FLAGS, *variant.flags, *WATCHED)
-    objects = [compiled(source, command, variant.name.encode(), folder) for source in sorted(NATIVE.glob("*.cpp"))]
-    linked(folder / f"{variant.name}.so", (*cxx, *LINKED, *WATCHED), objects)
+    command = (*cxx, *COMPILE_FLAGS, *variant.flags, *WATCHED)
+    objects = [
+        compile_source(source, command, variant.name.encode(), folder) for source in sorted(NATIVE.glob("*.cpp"))
+    ]
+    link_library(folder / f"{variant.name}.so", (*cxx, *LINK_FLAGS, *WATCHED), objects)
 
 
 def said(command: list[str]) -> str:

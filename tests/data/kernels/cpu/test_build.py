@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from quire.data.kernels.cpu.build import HERE, compiler
-from quire.data.kernels.cpu.variants import FLAGS, Variant, variants
+from quire.data.kernels.cpu.variants import COMPILE_FLAGS, Variant, machine_variants
 
-NAMES = [variant.name for variant in variants()]
+NAMES = [variant.name for variant in machine_variants()]
 COMPILER = """#!/bin/sh
 case "$*" in *{refused}*) echo "c++: error: what is {refused}?" >&2; exit 1;; esac
 echo "$*" >> {log}
@@ -70,9 +70,9 @@ def test_what_changed_is_compiled_again(kernels: Kernels) -> None:
 @pytest.mark.parametrize(
     ("said", "built"),
     [
-        (sorted(variants()[-1].needs) if NAMES else [], ["avx2"]),
-        (sorted(variants()[-1].needs | {"avx_vnni", "avx512f"}) if NAMES else [], ["avx2", "avxvnni"]),
-        (sorted(variants()[0].needs) if NAMES else [], sorted({*NAMES} - {"avxvnni"})),
+        (sorted(machine_variants()[-1].needs) if NAMES else [], ["avx2"]),
+        (sorted(machine_variants()[-1].needs | {"avx_vnni", "avx512f"}) if NAMES else [], ["avx2", "avxvnni"]),
+        (sorted(machine_variants()[0].needs) if NAMES else [], sorted({*NAMES} - {"avxvnni"})),
         (["fpu"], []),
         ([], sorted(NAMES)),
     ],
@@ -87,11 +87,11 @@ def test_in_place_only_what_this_machine_runs_is_built(kernels: Kernels, said: l
     assert kernels.build()[0] == sorted(NAMES)
 
 
-@pytest.mark.parametrize("flag", ["-O3", "-pthread", variants()[0].flags[0] if NAMES else ""])
+@pytest.mark.parametrize("flag", ["-O3", "-pthread", machine_variants()[0].flags[0] if NAMES else ""])
 def test_libraries_of_other_flags_are_built_again_and_not_loaded(kernels: Kernels, flag: str) -> None:
     def digests() -> tuple[str, str]:
         """Of what is built, and of what would be."""
-        command = [sys.executable, "-c", "from variants import sources; print(sources(), end='')"]
+        command = [sys.executable, "-c", "from variants import source_digest; print(source_digest(), end='')"]
         done = subprocess.run(command, cwd=kernels.folder, capture_output=True, text=True, check=True)
         return (kernels.folder / "built" / "sources").read_text(), done.stdout
 
@@ -101,7 +101,7 @@ def test_libraries_of_other_flags_are_built_again_and_not_loaded(kernels: Kernel
     path = kernels.folder / "variants.py"
     path.write_text(path.read_text().replace(f'"{flag}"', f'"{flag}", "-DOTHER"'))
     assert digests()[0] == before[0] != digests()[1]
-    others = [variant for variant in variants() if flag in (*FLAGS, *variant.flags)]
+    others = [variant for variant in machine_variants() if flag in (*COMPILE_FLAGS, *variant.flags)]
     assert kernels.build()[:2] == (sorted(NAMES), len(others) * kernels.sources)
     assert digests()[0] == digests()[1]
 
@@ -110,9 +110,9 @@ def test_a_variant_that_the_compiler_lacks_is_left_out(kernels: Kernels) -> None
     kernels.build()
     source = kernels.folder / "native" / "norm.cpp"
     source.write_text(source.read_text() + "\n")  # the libraries that there are don't stay
-    flag = variants()[0].flags[-1]
+    flag = machine_variants()[0].flags[-1]
     built, _, printed = kernels.build(refused=flag)
-    assert built == sorted(name for name, variant in zip(NAMES, variants()) if flag not in variant.flags)
+    assert built == sorted(name for name, variant in zip(NAMES, machine_variants()) if flag not in variant.flags)
     assert f"CPU kernels: {NAMES[0]} is left out: c++: error: what is {flag}?" in printed.splitlines()
 
 
@@ -131,14 +131,14 @@ FEW = ("amx", "avx2", "neon")
 
 
 @pytest.mark.parametrize(
-    "variant", [pytest.param(v, marks=() if v.name in FEW else pytest.mark.soak, id=v.name) for v in variants()]
+    "variant", [pytest.param(v, marks=() if v.name in FEW else pytest.mark.soak, id=v.name) for v in machine_variants()]
 )
 def test_sources_give_no_warnings(variant: Variant) -> None:
     cxx = compiler()
     if cxx is None:
         pytest.skip("no compiler")
     for source in sorted((HERE / "native").glob("*.cpp")):
-        command = [*cxx, *FLAGS, *variant.flags, "-Werror", "-fsyntax-only", str(source)]
+        command = [*cxx, *COMPILE_FLAGS, *variant.flags, "-Werror", "-fsyntax-only", str(source)]
         done = subprocess.run(command, capture_output=True, text=True)
         if "unrecognized command" in done.stderr:
             pytest.skip("this compiler knows no such instructions")
@@ -146,7 +146,7 @@ def test_sources_give_no_warnings(variant: Variant) -> None:
 
 
 @pytest.mark.skipif("avx2" not in NAMES, reason="other machines have other names for what they have")
-@pytest.mark.parametrize("variant", variants(), ids=NAMES)
+@pytest.mark.parametrize("variant", machine_variants(), ids=NAMES)
 def test_what_the_compiler_may_use_is_needed(variant: Variant) -> None:
     cxx = compiler()
     if cxx is None:

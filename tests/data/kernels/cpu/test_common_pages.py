@@ -11,7 +11,7 @@ from native_kernels import NONE, VARIANTS
 from paged_rows import Rows, Shape, cells, dense, filled, kernels, of_cells
 from test_native_attention import answers, assert_close, taped
 
-from quire.data.kernels.cpu.backend import COMMON_ROWS, NativeBackend
+from quire.data.kernels.cpu.backend import MIN_SHARED_PREFIX_ROWS, NativeBackend
 
 pytestmark = pytest.mark.skipif(not VARIANTS, reason=NONE)
 SOME = [pytest.param(one, marks=() if one in (VARIANTS[0], VARIANTS[-1]) else pytest.mark.soak) for one in VARIANTS]
@@ -41,7 +41,7 @@ def together(shape: Shape, groups: list[Group] = MIXED, own: list[int] = OWN) ->
         assert tokens % shape.page == 0, "whole pages"
         for other in others:
             table[other + 1, : tokens // shape.page] = table[first + 1, : tokens // shape.page]
-    kept = [of_cells(x) for x in cells(cache)] if cache.rounded else [cache.keys, cache.values]
+    kept = [of_cells(x) for x in cells(cache)] if cache.is_int8 else [cache.keys, cache.values]
     expected = []
     for i, position in enumerate(rows.batch.positions.tolist()):
         at = torch.arange(position)
@@ -53,7 +53,7 @@ def together(shape: Shape, groups: list[Group] = MIXED, own: list[int] = OWN) ->
 
 def found(rows: Rows, backend: NativeBackend) -> dict[tuple[int, ...], int]:
     """The tiles of rows, and what each has in common."""
-    common = backend.plan(rows.batch, rows.cache).common
+    common = backend.plan(rows.batch, rows.cache).shared_prefixes
     assert common is not None
     count = len(rows.q)
     order = common[1 + 2 * count : 1 + 3 * count]
@@ -108,10 +108,10 @@ def test_nothing_is_shared_where_it_must_not_be(shape: Shape) -> None:
     other rows."""
     kept = kernels(VARIANTS[0], 2)
     rows = together(Shape())
-    assert NativeBackend(kernels=kept).plan(rows.batch, replace(rows.cache, budget=32)).common is None
-    assert NativeBackend(kernels=kept, deterministic=True).plan(rows.batch, rows.cache).common is None
-    bounded = filled(shape, [(600, 1)] * COMMON_ROWS)
-    assert NativeBackend(kernels=kept).plan(bounded.batch, bounded.cache).common is None
+    assert NativeBackend(kernels=kept).plan(rows.batch, replace(rows.cache, budget=32)).shared_prefixes is None
+    assert NativeBackend(kernels=kept, deterministic=True).plan(rows.batch, rows.cache).shared_prefixes is None
+    bounded = filled(shape, [(600, 1)] * MIN_SHARED_PREFIX_ROWS)
+    assert NativeBackend(kernels=kept).plan(bounded.batch, bounded.cache).shared_prefixes is None
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

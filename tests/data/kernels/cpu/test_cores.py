@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quire.data.kernels.cpu import loading
-from quire.data.kernels.cpu.cores import Cores, cores
+from quire.data.kernels.cpu.cores import Cores, available_cores
 
 PAIRS = {0: "0,4", 4: "0,4", 1: "1,5", 5: "1,5", 2: "2-3", 3: "2-3"}
 
@@ -28,7 +28,7 @@ def machine(root: Path, files: dict[str, str], siblings: dict[int, str] = PAIRS)
     [({0, 1, 2, 3, 4, 5}, 3), ({0, 4}, 1), ({0, 1}, 2), ({2, 3, 5}, 2), ({0, 6, 7}, 3)],
 )
 def test_threads_of_a_core_count_once(tmp_path: Path, allowed: set[int], physical: int) -> None:
-    found = cores(machine(tmp_path, {}), allowed)
+    found = available_cores(machine(tmp_path, {}), allowed)
     assert found == Cores(len(allowed), physical, None)
     assert found.threads == physical
 
@@ -60,7 +60,7 @@ def v1(group: str, quota: int) -> dict[str, str]:
     ],
 )
 def test_quotas(tmp_path: Path, files: dict[str, str], quota: float | None, threads: int) -> None:
-    found = cores(machine(tmp_path, files), set(PAIRS))
+    found = available_cores(machine(tmp_path, files), set(PAIRS))
     assert found == Cores(6, 3, quota)
     assert found.threads == threads
 
@@ -72,14 +72,14 @@ def test_what_is_said() -> None:
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="the system doesn't say which CPUs a process may use")
 def test_this_process() -> None:
-    found = cores()
+    found = available_cores()
     assert 1 <= found.threads <= found.physical <= found.allowed == len(os.sched_getaffinity(0))
 
 
 def test_threads_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """By --threads, by OMP_NUM_THREADS, or by what there is; for torch and the kernels."""
     before = torch.get_num_threads()
-    monkeypatch.setattr(loading, "cores", lambda: Cores(8, 4, 2.5))
+    monkeypatch.setattr(loading, "available_cores", lambda: Cores(8, 4, 2.5))
     try:
         for asked, omp, expected in ((2, "1", 2), (None, "1", 2), (None, None, 3), (1, None, 1)):
             monkeypatch.setenv("OMP_NUM_THREADS", omp) if omp else monkeypatch.delenv("OMP_NUM_THREADS")
@@ -88,6 +88,6 @@ def test_threads_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
             assert torch.get_num_threads() == expected
             assert library is None or library.threads == expected
             monkeypatch.setenv("OMP_NUM_THREADS", "1")
-            assert f"{expected} thread" in loading.said()
+            assert f"{expected} thread" in loading.describe()
     finally:
         loading.use_threads(before)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quire.data.kernels.cpu import linear as products
 from quire.data.kernels.cpu.library import Library
-from quire.data.kernels.cpu.linear import Packed, linear, rows_of
+from quire.data.kernels.cpu.linear import PackedLinear, linear, lookup_rows
 from quire.data.layers.mlp import ACTIVATIONS
 
 BOTH = (torch.bfloat16, torch.float32)
@@ -46,22 +46,22 @@ def test_products_are_those_of_fp64(use: Callable[[int], Library], dtype: torch.
         wide = numbers(rows, 2 * columns + 3, dtype=dtype, seed=2)
         for x in (wide[:, :columns], wide[:, 3 : columns + 3], wide[:, :columns].contiguous()):
             want = x.double() @ weight.double().T
-            close(linear(x, Packed(weight)), want, columns)
+            close(linear(x, PackedLinear(weight)), want, columns)
             into = torch.full((rows, size + 5), 7, dtype=dtype)
-            linear(x, Packed(weight, bias), out=into[:, 2:-3])
+            linear(x, PackedLinear(weight, bias), out=into[:, 2:-3])
             close(into[:, 2:-3], want + bias.double(), columns)
             assert (into[:, :2] == 7).all(), "what is beside the output stays"
             assert (into[:, -3:] == 7).all(), "what is beside the output stays"
-        assert linear(wide[:0, :columns], Packed(weight)).shape == (0, size)
+        assert linear(wide[:0, :columns], PackedLinear(weight)).shape == (0, size)
 
 
 def test_products_of_pairs(use: Callable[[int], Library], monkeypatch: pytest.MonkeyPatch) -> None:
     """As on AMD: by vdpbf16ps, where the machine has it and no tiles are used."""
     use(2)
-    monkeypatch.setattr(products, "pairs", lambda: True)
+    monkeypatch.setattr(products, "has_fast_bf16_dot", lambda: True)
     for rows, size, columns in SIZES:
         weight, x = (numbers(n, columns, dtype=torch.bfloat16, seed=n) for n in (size, rows))
-        got = linear(x, packed := Packed(weight))
+        got = linear(x, packed := PackedLinear(weight))
         close(got, x.double() @ weight.double().T, columns)
         if "amx" not in products.library().path.name:  # type: ignore[union-attr]
             assert all(torch.equal(linear(x[i : i + 1], packed)[0], got[i]) for i in range(rows))
@@ -76,9 +76,9 @@ def test_activations(use: Callable[[int], Library], dtype: torch.dtype, name: st
         x = numbers(rows, columns, dtype=dtype, seed=2)
         for offset in (None, bias):
             want = F.linear(x.double(), weight.double(), None if offset is None else offset.double())
-            close(linear(x, Packed(weight, offset, name)), ACTIVATIONS[name](want), columns)
+            close(linear(x, PackedLinear(weight, offset, name)), ACTIVATIONS[name](want), columns)
             gate, up = want.chunk(2, dim=1)
-            close(linear(x, Packed(weight, offset, name, gated=True)), ACTIVATIONS[name](gate) * up, columns)
+            close(linear(x, PackedLinear(weight, offset, name, gated=True)), ACTIVATIONS[name](gate) * up, columns)
 
 
 @pytest.mark.parametrize("dtype", BOTH)
@@ -89,7 +89,7 @@ def test_a_rows_bits_depend_neither_on_the_rows_beside_it_nor_on_threads(
     all_of = []
     for threads in (1, 2, 3, 8):
         use(threads)
-        packed = Packed(weight, deterministic=True)
+        packed = PackedLinear(weight, deterministic=True)
         all_of.append(linear(x, packed))
         for start, end in ((0, 1), (3, 5), (1, 17), (5, 38), (2, 70)):
             assert torch.equal(linear(x[start:end], packed), all_of[0][start:end])
@@ -99,7 +99,7 @@ def test_a_rows_bits_depend_neither_on_the_rows_beside_it_nor_on_threads(
 @pytest.mark.parametrize("dtype", BOTH)
 def test_what_is_no_number_stays_in_its_row(use: Callable[[int], Library], dtype: torch.dtype) -> None:
     use(2)
-    packed = Packed(numbers(70, 45, dtype=dtype))
+    packed = PackedLinear(numbers(70, 45, dtype=dtype))
     for rows in (2, 6, 40):
         wide = torch.full((rows, 90), torch.nan, dtype=dtype)  # behind the columns too
         wide[:, :45] = numbers(rows, 45, dtype=dtype, seed=1)
@@ -118,17 +118,17 @@ def test_rows_of_a_packed_weight(use: Callable[[int], Library], dtype: torch.dty
     use(2)
     for size, columns in ((100, 33), (5, 64), (64, 1)):
         weight, ids = numbers(size, columns, dtype=dtype), torch.randint(size, (50,))
-        packed = Packed(weight)
-        assert torch.equal(rows_of(packed, ids), weight[ids])
-        assert torch.equal(rows_of(packed, ids[:0]), weight[:0])
+        packed = PackedLinear(weight)
+        assert torch.equal(lookup_rows(packed, ids), weight[ids])
+        assert torch.equal(lookup_rows(packed, ids[:0]), weight[:0])
         scale = torch.tensor(8.5).item()
-        assert torch.equal(rows_of(packed, ids, scale), weight[ids] * scale)
+        assert torch.equal(lookup_rows(packed, ids, scale), weight[ids] * scale)
 
 
 def test_more_dimensions_and_none(use: Callable[[int], Library]) -> None:
     use(1)
     weight, x = numbers(20, 16, dtype=torch.float32), numbers(2, 3, 16, dtype=torch.float32, seed=1)
-    torch.testing.assert_close(linear(x, Packed(weight)), F.linear(x, weight), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(linear(x, PackedLinear(weight)), F.linear(x, weight), rtol=1e-5, atol=1e-5)
     assert not products.supports(weight.half())
     assert not products.supports(torch.empty(2, 10**6))
     assert products.supports(weight)

@@ -9,8 +9,8 @@ from grids import check_masks
 
 from quire.data.kernels.cpu import masking
 from quire.data.kernels.cpu.loading import library
-from quire.data.runner.masks import Masks
-from quire.vocabulary.plan import Mask
+from quire.data.runner.masks import TokenBitmasks
+from quire.vocabulary.plan import TokenBitmask
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no kernels are built")
 
@@ -24,19 +24,19 @@ def test_masks_equal_unpacked_bits(rows: int, vocab: int, dtype: torch.dtype) ->
 def test_by_torch_it_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there are no kernels; and a mask holds for one step."""
     vocab, slots = 77, np.array([3, 1, 2])
-    masks = Masks(5, vocab, torch.device("cpu"))
-    masks.take((Mask(2, bytes(range(12))), Mask(3, b"\xff" * 12)))
-    assert masks.of(slots).tolist() == [True, False, True]
+    masks = TokenBitmasks(5, vocab, torch.device("cpu"))
+    masks.set_bitmasks((TokenBitmask(2, bytes(range(12))), TokenBitmask(3, b"\xff" * 12)))
+    assert masks.is_masked(slots).tolist() == [True, False, True]
     results = []
     for name in (None, "take"):
         if name:
-            monkeypatch.setattr("quire.data.runner.masks.take", lambda *_: False)
+            monkeypatch.setattr("quire.data.runner.masks.has_kernels", lambda *_: False)
         logits = torch.arange(3 * vocab, dtype=torch.float32).view(3, vocab)
         masks.apply(logits, slots)
         results.append(logits)
     assert torch.equal(*results)
     assert torch.isinf(results[0][2]).sum() > 10
     assert not torch.isinf(results[0][:2]).any()
-    masks.take(())
-    assert not masks.some
-    assert not masks.of(slots).any()
+    masks.set_bitmasks(())
+    assert not masks.has_masks
+    assert not masks.is_masked(slots).any()

@@ -9,7 +9,7 @@ from native_kernels import NONE, VARIANTS, fenced
 
 from quire.data.kernels.cpu import activation
 from quire.data.kernels.cpu.embedding import embedding
-from quire.data.kernels.cpu.linear import Packed, linear, rows_of
+from quire.data.kernels.cpu.linear import PackedLinear, linear, lookup_rows
 from quire.data.kernels.cpu.norm import layer_norm, rms_norm
 from quire.data.kernels.cpu.sampling import sample
 
@@ -27,23 +27,25 @@ def some(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 def test_products(dtype: torch.dtype) -> None:
     for size, columns in ((33, 64), (32, 100), (7, 1)):
         for gated in (False, True):
-            packed = Packed(some(2 * size, columns, dtype=dtype), some(2 * size, dtype=dtype), "silu", gated)
+            packed = PackedLinear(some(2 * size, columns, dtype=dtype), some(2 * size, dtype=dtype), "silu", gated)
             packed.data = fenced(packed.data)
             for rows in (1, 5, 16, 40):
                 out = some(rows, size if gated else 2 * size, dtype=dtype)
                 assert linear(some(rows, columns, dtype=dtype), packed, out).isfinite().all()
-        packed = Packed(some(size, columns, dtype=dtype))
+        packed = PackedLinear(some(size, columns, dtype=dtype))
         packed.data = fenced(packed.data)
-        assert rows_of(packed, fenced(torch.tensor([size - 1]))).isfinite().all()
+        assert lookup_rows(packed, fenced(torch.tensor([size - 1]))).isfinite().all()
 
 
 def test_rows(dtype: torch.dtype) -> None:
     for size in (1, 8, 31, 64, 100):
         x, weight, bias = some(3, size, dtype=dtype), some(size, dtype=dtype), some(size, dtype=dtype)
         out = some(3, size, dtype=dtype)
-        assert rms_norm(x, weight, 1e-5, delta=some(3, size, dtype=dtype), behind=bias, out=out).isfinite().all()
+        assert (
+            rms_norm(x, weight, 1e-5, delta=some(3, size, dtype=dtype), post_norm_weight=bias, out=out).isfinite().all()
+        )
         assert layer_norm(x, weight, bias, 1e-5, out=out).isfinite().all()
-        assert activation.gate(some(3, 2 * size, dtype=dtype), "gelu", out=out).isfinite().all()
+        assert activation.act_and_mul(some(3, 2 * size, dtype=dtype), "gelu", out=out).isfinite().all()
         assert activation.act(x, "gelu_new", bias).isfinite().all()
         assert activation.softcap(x, 30.0).isfinite().all()
         assert embedding(fenced(torch.tensor([4, 0])), some(5, size, dtype=dtype), scale=2.0).isfinite().all()

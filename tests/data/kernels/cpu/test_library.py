@@ -18,8 +18,8 @@ from waiting import wait_until
 
 import quire
 from quire.data.kernels.cpu.build import HERE, compiler
-from quire.data.kernels.cpu.library import SCRATCH, Library, Tape
-from quire.data.kernels.cpu.variants import FLAGS, LINKED
+from quire.data.kernels.cpu.library import SCRATCH, Library, RecordedOps
+from quire.data.kernels.cpu.variants import COMPILE_FLAGS, LINK_FLAGS
 
 THREADS = (1, 2, 3, 8)
 SIZE = 64
@@ -33,7 +33,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("no compiler")
     path = tmp_path_factory.mktemp("counting") / "counting.so"
     sources = [str(Path(__file__).parent / "counting.cpp"), str(HERE / "native" / "pool.cpp")]
-    command = [*cxx, *FLAGS, *LINKED, "-Werror", f"-I{HERE / 'native'}", "-o", str(path), *sources]
+    command = [*cxx, *COMPILE_FLAGS, *LINK_FLAGS, "-Werror", f"-I{HERE / 'native'}", "-o", str(path), *sources]
     subprocess.run(command, check=True)
     return path
 
@@ -50,13 +50,13 @@ def library(opened: Opened, request: pytest.FixtureRequest) -> Library:
     return opened(request.param)
 
 
-def recorded(library: Library, calls: list[tuple[object, ...]]) -> Tape:
-    library.tape = tape = Tape()
+def recorded(library: Library, calls: list[tuple[object, ...]]) -> RecordedOps:
+    library.recorded_ops = tape = RecordedOps()
     try:
         for call in calls:
             library.call(*call)  # type: ignore[arg-type]
     finally:
-        library.tape = None
+        library.recorded_ops = None
     return tape
 
 
@@ -65,7 +65,7 @@ def test_each_chunk_runs_once(library: Library, chunks: int) -> None:
     counts = torch.zeros(chunks + 1, dtype=torch.int64)
     library.call("count", chunks, counts)
     assert counts.tolist() == [1] * chunks + [0]
-    library.run(Tape())
+    library.run(RecordedOps())
     tape = recorded(library, [("count", chunks, counts)] * 50)
     assert counts.sum() == chunks, "recording runs nothing"
     library.run(tape)
@@ -121,7 +121,7 @@ def test_several_threads_use_it(opened: Opened) -> None:
         for _ in range(500):
             library.call("count", 16, mine)
 
-    library.tape = tape = Tape()
+    library.recorded_ops = tape = RecordedOps()
     users = [Thread(target=use, args=(mine,)) for mine in counts]
     for user in users:
         user.start()
@@ -129,7 +129,7 @@ def test_several_threads_use_it(opened: Opened) -> None:
         library.call("count", 16, taped)
     for user in users:
         user.join()
-    library.tape = None
+    library.recorded_ops = None
     assert not taped.any()
     assert len(tape.operations) == 100
     for mine in counts:
@@ -140,11 +140,11 @@ def test_several_threads_use_it(opened: Opened) -> None:
 def test_what_is_read_next_is_brought_to_the_cache_and_changes_nothing(opened: Opened, threads: int) -> None:
     """Whatever is said to be read: more than there are chunks, less than a line, or nothing."""
     library, counts = opened(threads), torch.zeros(64, dtype=torch.int64)
-    library.tape = tape = Tape()
+    library.recorded_ops = tape = RecordedOps()
     weights = [torch.ones(size) for size in (1, 100, 1 << 18)]
     for chunks, weight in ((1, None), (16, weights[0]), (64, weights[2]), (1, weights[1]), (2, weights[2]), (3, None)):
         library.call("count", chunks, counts, reads=weight)
-    library.tape = None
+    library.recorded_ops = None
     assert [op.bytes for op in tape.operations] == [0, 4, 2**20, 400, 2**20, 0]
     for _ in range(200):
         library.run(tape)

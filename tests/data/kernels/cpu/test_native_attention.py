@@ -19,9 +19,9 @@ from native_kernels import NONE, VARIANTS, guarded
 from paged_rows import Rows, Shape, cells, cells_of, filled, kernels, of_cells
 from torch import Tensor
 
-from quire.data.kernels.batch import Batch, LayerCache
-from quire.data.kernels.cpu.backend import NativeBackend, takes, tile_queries
-from quire.data.kernels.cpu.library import Tape
+from quire.data.kernels.batch import ForwardBatch, LayerCache
+from quire.data.kernels.cpu.backend import NativeBackend, supports, tile_queries
+from quire.data.kernels.cpu.library import RecordedOps
 from quire.errors import StartupError
 
 pytestmark = pytest.mark.skipif(not VARIANTS, reason=NONE)
@@ -56,28 +56,28 @@ LONGER = ("plain", "softcap", "eight and one")
 
 def answers(rows: Rows, backend: NativeBackend, cache: LayerCache | None = None) -> Tensor:
     cache = cache or rows.cache
-    backend.check(cache)
+    backend.check_cache(cache)
     return backend.attend(rows.q, rows.k, rows.v, cache, backend.plan(rows.batch, cache))
 
 
 def part_of(rows: Rows, cut: slice, **more: Any) -> Rows:
     """A step of some of its tokens alone."""
     positions, slots = rows.batch.positions[cut], rows.batch.token_slots[cut]
-    batch = replace(rows.batch, positions=positions, token_slots=slots, _inside={}, _places={}, **more)
+    batch = replace(rows.batch, positions=positions, token_slots=slots, _per_budget={}, _slot_mappings={}, **more)
     return rows._replace(batch=batch, q=rows.q[cut], k=rows.k[cut], v=rows.v[cut])
 
 
 def taped(
     backend: NativeBackend, qkv: Tensor, singles: Sequence[Any], table: Tensor, cache: LayerCache
-) -> tuple[Tape, Tensor]:
+) -> tuple[RecordedOps, Tensor]:
     """A tape of a step of single tokens, and where it will leave what it finds."""
     library = backend.library
-    library.tape = tape = Tape()
+    library.recorded_ops = tape = RecordedOps()
     try:
-        plan = backend.plan_singles(backend.singles(*singles), table, cache)
+        plan = backend.plan_decode(backend.decode_batch(*singles), table, cache)
         return tape, backend.rotate_and_attend(qkv, None, None, cache, plan)
     finally:
-        library.tape = None
+        library.recorded_ops = None
 
 
 def assert_close(got: Tensor, want: Tensor) -> None:
@@ -97,7 +97,7 @@ def assert_close(got: Tensor, want: Tensor) -> None:
 )
 def test_rows_equal_dense_attention(variant, dtype, shape, sizes, rounded) -> None:
     rows = filled((SHAPES | BOTH_WAYS)[shape]._replace(dtype=dtype, rounded=rounded), SIZES[sizes])
-    assert rows.cache.rounded == rounded
+    assert rows.cache.is_int8 == rounded
     assert_close(answers(rows, NativeBackend(kernels=kernels(variant, 2))), rows.expected)
 
 
@@ -153,7 +153,7 @@ def test_a_tape_serves_whatever_its_memory_holds(variant, budget, rounded, deter
     library.run(tape)
     batch = rows.batch
     if prompts is not None:
-        batch = replace(batch, prompts=(prompts[1:].numpy(), prompts[batch.token_slots]))
+        batch = replace(batch, prompt_lens=(prompts[1:].numpy(), prompts[batch.token_slots]))
     expected = backend.attend(rows.q, rows.k, rows.v, cache, backend.plan(batch, cache))
     assert torch.equal(out, expected)
     if budget is None:
@@ -191,7 +191,7 @@ def test_rotation_is_rounded_once(variant, dtype, dim, normed) -> None:
     plan = backend.plan(rows.batch, rows.cache)
     norms = (Plain(weights[0]), Plain(weights[1])) if normed else None
     backend.rotate_and_attend(qkv, Plain(weights[0]), norms, rows.cache, plan)
-    pages, places = rows.batch.places(rows.cache)
+    pages, places = rows.batch.slot_mapping(rows.cache)
     near = {"atol": 1e-6, "rtol": 0.51 * torch.finfo(dtype).eps + 2e-6}
     torch.testing.assert_close(qkv[:, :6].double(), turned[:, :6], **near)
     torch.testing.assert_close(rows.cache.keys[pages, :, places].double(), turned[:, 6:8], **near)
@@ -212,7 +212,7 @@ def test_cells_are_the_nearest_and_nothing_else_is_written(variant, dtype, dim) 
     k[2, 0, 3], v[2, 1, 5] = torch.inf, torch.nan
     before = [x.clone() for x in cells(rows.cache)]
     backend.attend(rows.q, k, v, rows.cache, backend.plan(rows.batch, rows.cache))
-    pages, places = rows.batch.places(rows.cache)
+    pages, places = rows.batch.slot_mapping(rows.cache)
     for x, old, now in zip((k, v), before, cells(rows.cache)):
         found, wanted = now[pages, :, places], x.double()
         bound = wanted.abs().amax(-1, keepdim=True) / 127
@@ -239,7 +239,7 @@ def test_keys_are_rounded_once_behind_their_rotation(variant, dtype) -> None:
 
     k = rotated(rows.k.double(), Turned.table, rows.batch.positions)
     backend.rotate_and_attend(qkv, Turned(), None, rows.cache, backend.plan(rows.batch, rows.cache))
-    pages, places = rows.batch.places(rows.cache)
+    pages, places = rows.batch.slot_mapping(rows.cache)
     keys, values = (of_cells(x[pages, :, places]) for x in cells(rows.cache))
     assert ((keys - k).abs() <= 0.5001 / 127 * k.abs().amax(-1, keepdim=True)).all()
     assert torch.equal(values, rows.v.double())
@@ -247,11 +247,11 @@ def test_keys_are_rounded_once_behind_their_rotation(variant, dtype) -> None:
 
 def test_other_numbers_and_larger_heads_are_refused() -> None:
     backend = NativeBackend(kernels=kernels(VARIANTS[0], 1))
-    assert takes(torch.float32, 64, 256)
+    assert supports(torch.float32, 64, 256)
     for shape in (Shape(dtype=torch.float16), Shape(64, 1, 2048, page=1)):
         cache = filled(shape._replace(heads=shape.kv_heads), [(0, 1)]).cache
         with pytest.raises(StartupError, match="--attention is native"):
-            backend.check(replace(cache, heads=shape.heads))
+            backend.check_cache(replace(cache, heads=shape.heads))
 
 
 def between_guards(
@@ -273,10 +273,11 @@ def between_guards(
     q = guarded(1, lengths * heads * dim, dtype, first)[0][: lengths * heads * dim].view(lengths, heads, dim)
     q.copy_(torch.randn(q.shape))
     k = torch.randn(lengths, kv, dim).to(dtype)
-    cache = LayerCache(*views, heads, dim**-0.5, window=page + 3 if first else None, writes=not beyond)
+    cache = LayerCache(*views, heads, dim**-0.5, window=page + 3 if first else None, writes_kv=not beyond)
     table, positions = torch.arange(pages + 1)[None].clamp(max=pages - 1), torch.arange(end - lengths, end)
     one = np.zeros(1, dtype=np.int64)
-    batch = Batch(positions, positions, positions * 0, positions[:0], one, one + end - lengths, one + lengths, one, one,
+    batch = ForwardBatch(positions, positions, positions * 0, positions[:0], one, one + end - lengths, one + lengths,
+    one, one,
                   [table])  # fmt: skip
     backend.attend(q, k, k, cache, backend.plan(batch, cache))
 
@@ -318,4 +319,4 @@ def test_layers_of_unlike_heads_have_plans_of_their_own(other: tuple[int, int]) 
         caches.append(LayerCache(pages, pages, 8, dim**-0.5))
     one, two = (tile_queries(cache.heads // cache.kv_heads, cache.head_dim) for cache in caches)
     assert one != two
-    assert caches[0].kind != caches[1].kind
+    assert caches[0].plan_key != caches[1].plan_key

@@ -18,7 +18,7 @@ from quire.data.runner.draws import draw, token_weights
 from quire.data.runner.native import NativeSampling
 from quire.data.runner.sampler import Sampler
 from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.plan import Birth, Sampled
+from quire.vocabulary.plan import SliceResult, SlotInit
 
 pytestmark = pytest.mark.skipif(not VARIANTS, reason=NONE)
 SHAPES = [
@@ -133,9 +133,9 @@ def test_tails_give_what_draws_give() -> None:
     logits, last = some_logits(5, 700, 4), torch.zeros(9, dtype=torch.int64)
     shape, chance = np.array(SHAPES[1:4]), np.array([0.1, 0.5, 0.9])
     native = NativeSampling()
-    tails = native.tails(last, 8)
-    native.fill(np.array(SHAPES[1:6]), np.full(5, 0.3))
-    native.fill(shape, chance)  # fewer rows: what they leave is greedy
+    tails = native.epilogues(last, 8)
+    native.fill_epilogue(np.array(SHAPES[1:6]), np.full(5, 0.3))
+    native.fill_epilogue(shape, chance)  # fewer rows: what they leave is greedy
     tokens, faults = tails["random"](logits, torch.tensor([1, 2, 3, 0, 0]))
     want, _, _ = sampled(logits[:3], shape, None, chance)
     assert tokens.tolist() == [*want, *logits[3:].argmax(-1).tolist()]
@@ -151,16 +151,18 @@ def test_the_sampler_draws_as_without_kernels(monkeypatch: pytest.MonkeyPatch) -
         {"temperature": 0, "logit_bias": {4: 9.0}}, {"allowed_token_ids": [3, 8, 44]}, {"repetition_penalty": 1.5},
     ]  # fmt: skip
 
-    def finished(kernels: str) -> list[list[Sampled]]:
+    def finished(kernels: str) -> list[list[SliceResult]]:
         monkeypatch.setenv("QUIRE_CPU_KERNELS", kernels)
         sampler = Sampler(len(kinds) + 1, 500, torch.device("cpu"), (2,))
         for slot, kind in enumerate(kinds, 1):
             params = SamplingParams(max_tokens=9, **kind)
-            sampler.birth(Birth(slot, slot, -1, params.sampling(), 77 + slot, 2, (5, 6), params.top))
+            sampler.init_slot(
+                SlotInit(slot, slot, -1, params.to_device_params(), 77 + slot, 2, (5, 6), params.num_logprobs)
+            )
         rows = [(slot, 2, 1 + slot % 2) for slot in range(1, len(kinds) + 1)]
         found = []
         for seed in range(20):
-            found.append(sampler.finish(sampler.sample(some_logits(len(kinds), 500, seed), rows)))
+            found.append(sampler.collect(sampler.sample(some_logits(len(kinds), 500, seed), rows)))
         return found
 
     with served_by(VARIANTS[0], 2, monkeypatch):

@@ -49,7 +49,7 @@ def test_norms_equal_torch(dtype: torch.dtype, size: int) -> None:
             added = delta if through is None else rms(delta, through).to(dtype)
             summed = (x.float() + added.float()).to(dtype)
             scale = weight if through is None else weight.to(through.dtype)
-            got = rms_norm(stream[:, :size], scale, 1e-5, delta=delta, behind=through)
+            got = rms_norm(stream[:, :size], scale, 1e-5, delta=delta, post_norm_weight=through)
             assert (stream[:, :size].float() - summed.float()).abs().max() <= ERROR[dtype] * 8
             assert torch.equal(stream[:, size:], wide[:, size:]), "nothing is written beside the rows"
             check(got, rms(stream[:, :size], scale))
@@ -64,7 +64,7 @@ def test_activations_equal_torch(dtype: torch.dtype, name: str) -> None:
     for rows, size in ((1, 1), (3, 37), (2, 1536), (1, 20000)):
         both, bias = some(rows, 2 * size, dtype=dtype) * 4, some(size, dtype=dtype, seed=1)
         gate, up = both.double().chunk(2, dim=1)
-        check(activation.gate(both, name), ACTIVATIONS[name](gate) * up)
+        check(activation.act_and_mul(both, name), ACTIVATIONS[name](gate) * up)
         x = both[:, :size].clone()
         assert activation.act(x, name, bias) is x
         check(x, ACTIVATIONS[name](both[:, :size].double() + bias.double()))
@@ -102,7 +102,7 @@ def test_rows_of_a_table(dtype: torch.dtype) -> None:
         assert torch.equal(embedding(ids, table, scale=scale), table[ids] * scale)
         onto = some(4, size, dtype=dtype, seed=1)
         want = onto + table[torch.tensor([2, 7, 2, 9]) + 2]
-        assert torch.equal(embedding(torch.tensor([2, 7, 2, 9]), table, onto=onto, first=2), want)
+        assert torch.equal(embedding(torch.tensor([2, 7, 2, 9]), table, add_to=onto, offset=2), want)
         assert torch.equal(onto, want)
 
 
@@ -111,7 +111,7 @@ def test_results_depend_neither_on_threads_nor_on_rows(monkeypatch: pytest.Monke
     found = []
     for threads in (1, 2, 3, 8):
         with served_by(VARIANTS[0], threads, monkeypatch):
-            found.append((rms_norm(x, weight, 1e-6), activation.gate(both, "silu")))
-            alone = rms_norm(x[7:8], weight, 1e-6), activation.gate(both[7:8], "silu")
+            found.append((rms_norm(x, weight, 1e-6), activation.act_and_mul(both, "silu")))
+            alone = rms_norm(x[7:8], weight, 1e-6), activation.act_and_mul(both[7:8], "silu")
         assert all(torch.equal(one[0], many[7]) for one, many in zip(alone, found[-1], strict=True))
     assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.data.kernels.cpu.memory import MAPPED, Memory
+from quire.data.kernels.cpu.memory import BLOCK_BYTES, WeightArena
 
 SIZE = 8 << 20
 linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux says what is in memory")
@@ -24,35 +24,35 @@ def resident(address: int, size: int) -> int:
     return sum(page & 1 for page in pages) * mmap.PAGESIZE
 
 
-def kept(memory: Memory, size: int) -> Tensor:
-    return memory.take(1, size, torch.uint8)
+def kept(memory: WeightArena, size: int) -> Tensor:
+    return memory.allocate(1, size, torch.uint8)
 
 
 def test_memory_of_a_large_weight_is_its_own() -> None:
     """So it is given back with the weight, and small ones go on filling what they had begun."""
-    memory = Memory()
-    small, large, other = (memory.take(1, columns, torch.float32) for columns in (16, MAPPED // 4, 16))
+    memory = WeightArena()
+    small, large, other = (memory.allocate(1, columns, torch.float32) for columns in (16, BLOCK_BYTES // 4, 16))
     assert other.data_ptr() - small.data_ptr() == 64
-    assert large.shape == (1, MAPPED // 4)
+    assert large.shape == (1, BLOCK_BYTES // 4)
     assert memory.block is not None
     assert not 0 <= large.data_ptr() - small.data_ptr() < len(memory.block)
 
 
 @linux
 def test_what_is_ahead_is_taken_and_the_rest_given_back() -> None:
-    memory = Memory()
-    memory.ahead(SIZE)
+    memory = WeightArena()
+    memory.prefault(SIZE)
     assert memory.thread is not None
     memory.thread.join()
-    if not memory.ready:
+    if not memory.prefaulted:
         pytest.skip("Linux is older than 5.14")
-    assert memory.ready == SIZE
+    assert memory.prefaulted == SIZE
     first, second = kept(memory, SIZE // 4), kept(memory, SIZE // 4)
     assert second.data_ptr() - first.data_ptr() == SIZE // 4
     assert resident(first.data_ptr(), SIZE) == SIZE
     second.fill_(7)
-    memory.settle()
-    assert memory.ready == 0
+    memory.finish_block()
+    assert memory.prefaulted == 0
     assert resident(first.data_ptr(), SIZE) == SIZE // 2, "and nothing that was taken"
     assert bool((second == 7).all())
     third = kept(memory, SIZE // 4)
@@ -60,17 +60,20 @@ def test_what_is_ahead_is_taken_and_the_rest_given_back() -> None:
 
 
 def test_weights_that_need_more_than_was_ahead() -> None:
-    memory = Memory()
-    memory.ahead(SIZE)
+    memory = WeightArena()
+    memory.prefault(SIZE)
     parts = [kept(memory, SIZE // 2 + 1).fill_(number) for number in range(3)]
-    memory.settle()
+    memory.finish_block()
     assert [int(part.unique().item()) for part in parts] == [0, 1, 2]
-    memory.ahead(0)
-    memory.settle()
-    memory.settle()
+    memory.prefault(0)
+    memory.finish_block()
+    memory.finish_block()
 
 
 def test_it_is_made_ready_before_torch_is_there() -> None:
-    code = "import sys; from quire.data.kernels.cpu.memory import memory; memory().ahead(1 << 20); memory().settle(); "
+    code = (
+        "import sys; from quire.data.kernels.cpu.memory import weight_arena; "
+        "weight_arena().prefault(1 << 20); weight_arena().finish_block(); "
+    )
     done = subprocess.run([sys.executable, "-c", code + "sys.exit('torch' in sys.modules)"], timeout=60, check=False)
     assert done.returncode == 0

@@ -53,13 +53,13 @@ def normed(total: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, behind
     """As one rank does it: x changes."""
     if bias is not None:
         return norm.layer_norm(x, weight, bias, EPS, delta=total)
-    return norm.rms_norm(x, weight, EPS, delta=total, behind=behind)
+    return norm.rms_norm(x, weight, EPS, delta=total, post_norm_weight=behind)
 
 
-def peers_of(rank: int, addresses: Sequence[int], polls: int, more: int) -> reduce.Peers:
+def peers_of(rank: int, addresses: Sequence[int], polls: int, more: int) -> reduce.PeerBuffers:
     counters, error = torch.zeros(reduce.PROGRAMS, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
     table = torch.tensor(addresses, dtype=torch.int64)
-    return reduce.Peers(table, counters, error, rank, len(addresses), polls, tuple(addresses), more)
+    return reduce.PeerBuffers(table, counters, error, rank, len(addresses), polls, tuple(addresses), more)
 
 
 class Rank:
@@ -81,7 +81,7 @@ class Rank:
 
     def add(self, rows: int, size: int, shots: int, dtype: torch.dtype = torch.float32) -> None:
         every = self.every(rows, size, dtype=dtype)
-        got, want = reduce.add(self.peers, every[self.peers.rank].clone(), shots=shots), summed(every)
+        got, want = reduce.all_reduce(self.peers, every[self.peers.rank].clone(), shots=shots), summed(every)
         assert torch.equal(got, want), f"{rows} rows of {size}, {shots} shots: sums differ"
         assert not (got[want == 0]).signbit().any(), f"{rows} rows of {size}, {shots} shots: a zero has a sign"
 
@@ -91,13 +91,15 @@ class Rank:
         wide[:, :size] = every[self.peers.rank]
         want_x = x.clone()
         want = normed(summed(every), want_x, weight, bias, behind)
-        got = reduce.add_norm(self.peers, x, wide[:, :size], weight, bias, EPS, behind=behind, shots=shots)
+        got = reduce.all_reduce_norm(
+            self.peers, x, wide[:, :size], weight, bias, EPS, post_norm_weight=behind, shots=shots
+        )
         assert torch.equal(x, want_x), f"{kind}, {rows} rows of {size}, {shots} shots: x differs"
         assert torch.equal(got, want), f"{kind}, {rows} rows of {size}, {shots} shots: norms differ"
 
     def gather(self, *shape: int, dtype: torch.dtype) -> None:
         every = self.every(*shape, dtype=dtype)
-        got = reduce.gather(self.peers, every[self.peers.rank])
+        got = reduce.all_gather(self.peers, every[self.peers.rank])
         assert torch.equal(got, torch.stack(every)), f"{shape} of {dtype}: gathered ones differ"
 
 
@@ -115,8 +117,8 @@ def cases(rank: Rank) -> None:
     rank.gather(1, dtype=torch.int32)
     rank.add(1, 12288, 2)  # rows of which few fit
     reduce.PROGRAMS = 2  # as if there were fewer: several launches
-    rank.add(2 * reduce.shape_of(rank.peers.ranks, 8192, 4).parts + 1, 8192, 2)
-    rank.gather(2 * reduce.REGION // 4 + 5, dtype=torch.float32)
+    rank.add(2 * reduce.exchange_shape(rank.peers.ranks, 8192, 4).two_shot_rows + 1, 8192, 2)
+    rank.gather(2 * reduce.REGION_BYTES // 4 + 5, dtype=torch.float32)
     assert rank.error.item() == 0, "somebody was waited for in vain"
     assert 20 < rank.counters[0] < 60, f"the first program has counted {rank.counters[0]} calls"
     assert rank.counters[7] == 2, f"one that is seldom needed has counted {rank.counters[7]}"
@@ -139,7 +141,7 @@ def early(rank: Rank, planted: str = "") -> None:
     """One reads what has come only when another has sent what is for the call that follows: that isn't written over
     it. `planted`: "sums" or "gathers", whose regions are used again one call early."""
     for number, kind in enumerate(("sums", "gathers")):
-        late(rank, ctypes.c_int64.from_address(rank.peers.addresses[0] + peer_sizes.BYTES + 8 * number))
+        late(rank, ctypes.c_int64.from_address(rank.peers.addresses[0] + peer_sizes.KERNEL_BYTES + 8 * number))
         for call in range(2):
             rank.call = call
             rank.add(1, 32, 1) if kind == "sums" else rank.gather(4, dtype=torch.int32)
@@ -157,7 +159,7 @@ def late(rank: Rank, sent: ctypes.c_int64) -> None:
             sent.value = 1
 
     def loaded(builder: InterpreterBuilder, pointers: Any, *more: Any) -> Any:
-        if reduce.FLAGS <= int(pointers.data.flat[0]) - mine < peer_sizes.BYTES:
+        if reduce.FLAG_BYTES <= int(pointers.data.flat[0]) - mine < peer_sizes.KERNEL_BYTES:
             told()
             end = time.monotonic() + 60
             while rank.peers.rank == 0 and rank.call == 0 and not sent.value and time.monotonic() < end:
@@ -192,22 +194,26 @@ def immediate(patch: Callable[[Any, str, Any], None] = setattr, least: int = 4) 
     patch(torch.cuda, "stream", nullcontext)
     patch(torch.cuda, "is_current_stream_capturing", lambda: False)
     patch(peer_memory, "copy", lambda target, source, nbytes, stream: ctypes.memmove(target, source, nbytes))
-    patch(peer_memory, "write", lambda at, value, stream: setattr(ctypes.c_int64.from_address(at), "value", value))
-    patch(peer_memory, "wait", wait)
-    patch(carrier, "LEAST", least)
-    patch(carrier, "LEAST_BYTES", 1)
+    patch(
+        peer_memory,
+        "stream_write_value",
+        lambda at, value, stream: setattr(ctypes.c_int64.from_address(at), "value", value),
+    )
+    patch(peer_memory, "stream_wait_value", wait)
+    patch(carrier, "MIN_CHUNK_ROWS", least)
+    patch(carrier, "MIN_CHUNK_BYTES", 1)
 
 
 def silent(rank: Rank) -> None:
     """One that never comes is told of, and nobody waits for ever."""
     if rank.peers.rank:
-        reduce.add(rank.peers._replace(polls=50), torch.ones(1, 16), shots=1)
+        reduce.all_reduce(rank.peers._replace(polls=50), torch.ones(1, 16), shots=1)
         assert rank.error.item() == 1, f"rank 0 is missed, and the word is {rank.error.item()}"
 
 
 def forked(ranks: int, work: Callable[[Rank], None]) -> int:
     """How many ranks failed."""
-    shared = [mmap.mmap(-1, peer_sizes.BYTES + MORE) for _ in range(ranks)]
+    shared = [mmap.mmap(-1, peer_sizes.KERNEL_BYTES + MORE) for _ in range(ranks)]
     addresses = [torch.frombuffer(memory, dtype=torch.uint8).data_ptr() for memory in shared]
     children = []
     for rank in range(ranks):

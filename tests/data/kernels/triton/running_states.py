@@ -10,7 +10,7 @@ import torch
 from grids import DEVICE, random
 from torch import Tensor
 
-from quire.data.kernels.batch import Batch
+from quire.data.kernels.batch import ForwardBatch
 from quire.data.kernels.states import StateCache, StatePlan
 
 
@@ -36,7 +36,7 @@ class Step(NamedTuple):
     shape: Shape
     rows: Sequence[Row]
     cache: StateCache
-    batch: Batch
+    batch: ForwardBatch
     x: Tensor  # these two are parts of one product, as a layer's are
     z: Tensor
     dt: Tensor
@@ -50,7 +50,7 @@ class Step(NamedTuple):
 
     @property
     def plan(self) -> StatePlan:
-        return StatePlan.of(self.batch, self.cache)
+        return StatePlan.from_batch(self.batch, self.cache)
 
     def picked(self, at: Tensor | slice) -> Step:
         """Only some of the tokens, or some again."""
@@ -71,7 +71,7 @@ def pages_of(shape: Shape, count: int, dtype: torch.dtype, ssm: torch.dtype) -> 
     for at, width, kind in ((sum(sizes), shape.d_conv - 1, dtype), (sum(sizes) + sizes[0], shape.d_state, ssm)):
         strides = (page // kind.itemsize, width, 1)
         views.append(buffer.view(kind).as_strided((count, shape.d_inner, width), strides, at // kind.itemsize))
-    return StateCache(views[0], views[1], run_tokens=shape.run)
+    return StateCache(views[0], views[1], page_tokens=shape.run)
 
 
 def step(
@@ -85,7 +85,7 @@ def step(
     cache = pages_of(shape, len(rows) * width + 1, dtype, ssm)
     slots, offsets, total = np.arange(1, len(rows) + 1), np.cumsum(lengths) - lengths, int(lengths.sum())
     positions = np.concatenate([np.arange(row.start, row.start + row.length) for row in rows])
-    batch = Batch(
+    batch = ForwardBatch(
         torch.zeros(total, dtype=torch.int64, device=DEVICE), torch.from_numpy(positions).to(DEVICE),
         torch.from_numpy(np.repeat(slots, lengths)).to(DEVICE), torch.from_numpy(offsets + lengths - 1).to(DEVICE),
         slots, starts, lengths, offsets, np.arange(len(rows)), [table],

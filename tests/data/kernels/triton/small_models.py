@@ -9,11 +9,11 @@ import torch
 from geometries import one_size
 from grids import DEVICE
 
-from quire.data.models import resolve
+from quire.data.models import resolve_model_class
 from quire.data.models.configs import named_config
 from quire.data.runner.model_runner import ModelRunner
-from quire.data.weights.dummy import fill_dummy
-from quire.vocabulary.plan import Table
+from quire.data.weights.dummy import fill_dummy_weights
+from quire.vocabulary.plan import TableWrite
 from quire.vocabulary.specs import ModelSpec
 
 PAGE, WIDTH = 4, 8
@@ -34,9 +34,9 @@ SMALL: dict[str, dict[str, Any]] = {
 
 def built(config: dict[str, Any], grows: Callable[[str, torch.Tensor], bool]) -> tuple[Any, Any]:
     """A model and its spec; parameters that `grows` names are large, so that logits differ."""
-    kind = resolve(config)
+    kind = resolve_model_class(config)
     model = kind(config, torch.float32, DEVICE)
-    fill_dummy(model, 3)
+    fill_dummy_weights(model, 3)
     for name, parameter in model.named_parameters():
         if grows(name, parameter):
             parameter.mul_(8)
@@ -58,9 +58,11 @@ def bind(runner: ModelRunner, spec: ModelSpec, slots: int) -> None:
     page_bytes = sum(layer.token_bytes(4) for layer in spec.layers) * PAGE
     pages = slots * WIDTH + 1
     runner.bind(
-        one_size((tuple(spec.owners), None), pages=pages, page_bytes=page_bytes, slots=slots, width=WIDTH, tokens=PAGE)
+        one_size(
+            (tuple(spec.kv_layers), None), pages=pages, page_bytes=page_bytes, slots=slots, width=WIDTH, tokens=PAGE
+        )
     )
-    runner.store.views[0][1:].fill_(torch.nan)  # recycled pages hold anything
+    runner.store.group_pages[0][1:].fill_(torch.nan)  # recycled pages hold anything
 
 
 def a_runner(model: Any, spec: Any, attention: str, slots: int = 5) -> ModelRunner:
@@ -69,6 +71,6 @@ def a_runner(model: Any, spec: Any, attention: str, slots: int = 5) -> ModelRunn
     return runner
 
 
-def pages_of(*slots: int) -> list[Table]:
+def pages_of(*slots: int) -> list[TableWrite]:
     """A place for each slot."""
-    return [Table(slot, 0, 0, tuple(range(1 + slot * WIDTH, 1 + (slot + 1) * WIDTH))) for slot in slots]
+    return [TableWrite(slot, 0, 0, tuple(range(1 + slot * WIDTH, 1 + (slot + 1) * WIDTH))) for slot in slots]

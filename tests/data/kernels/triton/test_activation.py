@@ -10,7 +10,7 @@ from grids import DEVICE, INFINITE, LAUNCHES, TYPES, assert_rounded
 from grids import random as normal
 from torch import Tensor
 
-from quire.data.kernels.triton.activation import act, gate, softcap
+from quire.data.kernels.triton.activation import act, act_and_mul, softcap
 from quire.data.layers import mlp
 
 NAMES = pytest.mark.parametrize("name", sorted(mlp.ACTIVATIONS))
@@ -32,9 +32,9 @@ def test_gate(name: str, size: int, dtype: torch.dtype, pdl: bool) -> None:
         x, out = random(rows, 2 * size + 24, dtype=dtype)[:, : 2 * size], random(rows, size + 16, dtype=dtype, seed=1)
         before, gap = x.clone(), out[:, size:].clone()
         low, high = x.double().chunk(2, dim=-1)
-        want = mlp.activation(name)(low) * high
-        assert_rounded(gate(x, name, pdl=pdl), want)
-        assert gate(x, name, out=out[:, :size], pdl=pdl).data_ptr() == out.data_ptr()
+        want = mlp.get_activation(name)(low) * high
+        assert_rounded(act_and_mul(x, name, pdl=pdl), want)
+        assert act_and_mul(x, name, out=out[:, :size], pdl=pdl).data_ptr() == out.data_ptr()
         assert_rounded(out[:, :size], want)
         assert torch.equal(x, before)
         assert torch.equal(out[:, size:], gap)
@@ -50,7 +50,7 @@ def test_act_in_place(name: str, biased: bool, dtype: torch.dtype, pdl: bool) ->
         bias = random(size, dtype=dtype, seed=1) if biased else None
         total = x.double() if bias is None else x.double() + bias.double()
         assert act(x, name, bias, pdl=pdl) is x
-        assert_rounded(x, mlp.activation(name)(total))
+        assert_rounded(x, mlp.get_activation(name)(total))
 
 
 @FAR
@@ -59,7 +59,7 @@ def test_far_values(dtype: torch.dtype) -> None:
     """No overflow on the way, and NaN is not hidden; by every activation of the layers."""
     x = torch.tensor([[-3e4, -100.0, -0.0, 0.0, 100.0, 3e4, torch.nan]], dtype=dtype, device=DEVICE)
     for name in mlp.ACTIVATIONS:
-        want = mlp.activation(name)(x.double())
+        want = mlp.get_activation(name)(x.double())
         assert want.isnan().sum() == 1
         torch.testing.assert_close(act(x.clone(), name).double(), want, rtol=1e-6, atol=1e-6, equal_nan=True)
 

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from quire.data.kernels import peer_sizes
 from quire.data.kernels.triton import carried
-from quire.data.layers.cut import columns
+from quire.data.layers.cut import shard_columns
 from quire.data.layers.linear import Linear
 from quire.data.layers.norm import RMSNorm
-from quire.data.layers.prepare import join
-from quire.parallel.carrier import Carrier
-from quire.parallel.device_exchange import LARGE, DeviceExchange
-from quire.vocabulary.layout import Part
+from quire.data.layers.prepare import connect_ranks
+from quire.parallel.carrier import CopyEngineAllReduce
+from quire.parallel.device_exchange import NCCL_MIN_BYTES, DeviceExchange
+from quire.vocabulary.layout import Shard
 
 if torch.cuda.is_available():
     pytest.skip("kernels are interpreted here", allow_module_level=True)
@@ -29,43 +29,45 @@ SIZE, ROOM = 48, 1 << 16
 
 
 @pytest.fixture
-def carriers(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Carrier, Carrier]]:
+def carriers(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[CopyEngineAllReduce, CopyEngineAllReduce]]:
     monkeypatch.setattr(memory_checker.Bounds, "check", lambda *args: None)  # they write what isn't given to them
     immediate(monkeypatch.setattr, least=2)
-    memories = [torch.zeros(peer_sizes.BYTES + ROOM, dtype=torch.uint8) for _ in range(2)]
+    memories = [torch.zeros(peer_sizes.KERNEL_BYTES + ROOM, dtype=torch.uint8) for _ in range(2)]
     addresses = [memory.data_ptr() for memory in memories]
-    one, two = (Carrier(peers_of(rank, addresses, 20, ROOM), CPU) for rank in range(2))
+    one, two = (CopyEngineAllReduce(peers_of(rank, addresses, 20, ROOM), CPU) for rank in range(2))
     yield one, two
     del memories  # which carriers know by their addresses alone
 
 
-def test_rows_are_cut_into_no_more_pieces_than_there_are_flags(carriers: tuple[Carrier, Carrier]) -> None:
+def test_rows_are_cut_into_no_more_pieces_than_there_are_flags(
+    carriers: tuple[CopyEngineAllReduce, CopyEngineAllReduce],
+) -> None:
     one, _ = carriers
-    assert one.pieces(3, 3 * SIZE * 4) == ()
-    assert one.pieces(5, 5 * SIZE * 4) == (slice(0, 2), slice(2, 4), slice(4, 5))
+    assert one.split_rows(3, 3 * SIZE * 4) == ()
+    assert one.split_rows(5, 5 * SIZE * 4) == (slice(0, 2), slice(2, 4), slice(4, 5))
     for rows in range(4, 100):
-        found = one.pieces(rows, rows * SIZE * 4)
-        assert 2 <= len(found) <= carried.PIECES
+        found = one.split_rows(rows, rows * SIZE * 4)
+        assert 2 <= len(found) <= carried.MAX_PIECES
         assert [row for piece in found for row in range(piece.start, piece.stop)] == list(range(rows))
-    room = carried.room(one.peers)
-    assert room == (ROOM - carried.HEAD) // 2
-    assert one.pieces(64, room)
-    assert not one.pieces(64, room + 1)
+    room = carried.region_capacity(one.peers)
+    assert room == (ROOM - carried.COPY_FLAG_BYTES) // 2
+    assert one.split_rows(64, room)
+    assert not one.split_rows(64, room + 1)
 
 
-def test_what_is_sent_is_added_up_in_turn(carriers: tuple[Carrier, Carrier]) -> None:
+def test_what_is_sent_is_added_up_in_turn(carriers: tuple[CopyEngineAllReduce, CopyEngineAllReduce]) -> None:
     """With each kind of norm and without one; who sends nothing is named."""
     for call, kind in enumerate(("rms", "layer", "sum", "behind", "rms")):
         rows = 5 + call
         deltas = [random(rows, SIZE, seed=10 * call + rank) for rank in range(2)]
         for carrier, delta in zip(carriers, deltas):
-            for piece in carrier.pieces(rows, delta.nbytes):
-                carrier.send(delta, piece)
+            for piece in carrier.split_rows(rows, delta.nbytes):
+                carrier.send_rows(delta, piece)
         total, (x, weight, bias, behind) = summed(deltas), following(kind, rows, SIZE)
         want_x = x.clone()
         want = normed(total, want_x, weight, bias, behind)
         for carrier, delta in zip(carriers, deltas):
-            assert carrier.delta is delta
+            assert carrier.pending_delta is delta
             if kind == "sum":
                 assert carrier.finish(None, None, None, 0.0, None) is delta
                 assert torch.equal(delta, total)
@@ -73,10 +75,10 @@ def test_what_is_sent_is_added_up_in_turn(carriers: tuple[Carrier, Carrier]) -> 
             mine = x.clone()
             assert torch.equal(carrier.finish(mine, weight, bias, EPS, behind), want)
             assert torch.equal(mine, want_x)
-            assert carrier.delta is None
+            assert carrier.pending_delta is None
     one, two = carriers
     assert not any(carrier.peers.error.item() for carrier in carriers)
-    one.send(delta, slice(0, 4))
+    one.send_rows(delta, slice(0, 4))
     one.finish(None, None, None, 0.0, None)
     assert (one.peers.error.item(), two.peers.error.item()) == (2, 0)
 
@@ -84,40 +86,40 @@ def test_what_is_sent_is_added_up_in_turn(carriers: tuple[Carrier, Carrier]) -> 
 class Alone(DeviceExchange):
     """A rank's exchange without other ways than a carrier; `met` are other sums that were asked for."""
 
-    def __init__(self, rank: int, carrier: Carrier) -> None:
-        self.part, self.device, self.carrier, self.alone = Part(rank, 2), CPU, carrier, False
+    def __init__(self, rank: int, carrier: CopyEngineAllReduce) -> None:
+        self.shard, self.device, self.copy_engine, self.is_warming_up = Shard(rank, 2), CPU, carrier, False
         self.met: list[Tensor] = []
-        self.peers, self.group = carrier.peers, None
+        self.peers, self.nccl = carrier.peers, None
 
-    def _through_group(self, x: Tensor) -> bool:
+    def _uses_nccl(self, x: Tensor) -> bool:
         self.met.append(x)
         return True
 
 
 def test_a_product_sends_its_rows_to_the_norm_behind(
-    carriers: tuple[Carrier, Carrier], monkeypatch: pytest.MonkeyPatch
+    carriers: tuple[CopyEngineAllReduce, CopyEngineAllReduce], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quire.parallel.device_exchange.LARGE", 0)
+    monkeypatch.setattr("quire.parallel.device_exchange.NCCL_MIN_BYTES", 0)
     monkeypatch.setenv("QUIRE_CPU_KERNELS", "off")
     exchanges = [Alone(rank, carrier) for rank, carrier in enumerate(carriers)]
     inputs, products, norms = [], [], []
     for rank, exchange in enumerate(exchanges):
         torch.manual_seed(rank)
-        part = Part(rank, 2)
-        product = Linear(columns(part, 32), SIZE, rank == 0, torch.float32, CPU)
+        part = Shard(rank, 2)
+        product = Linear(shard_columns(part, 32), SIZE, rank == 0, torch.float32, CPU)
         for parameter in product.parameters():
             parameter.data.normal_()
         after = RMSNorm(SIZE, EPS, torch.float32, CPU)
         after.weight.data.normal_()
         for layer in (product, after):
-            join(layer, exchange)  # type: ignore[arg-type]
-        assert product.sending is exchange
+            connect_ranks(layer, exchange)  # type: ignore[arg-type]
+        assert product.overlap is exchange
         inputs.append(torch.randn(7, 16))
         products.append(product)
         norms.append(after)
     deltas = [product(x) for product, x in zip(products, inputs)]
     for product, x, delta in zip(products, inputs, deltas):
-        torch.testing.assert_close(delta, product._product(x))
+        torch.testing.assert_close(delta, product._matmul(x))
     total = deltas[0] + deltas[1]
     for after, delta, exchange in zip(norms, deltas, exchanges):
         x = torch.ones(7, SIZE)
@@ -129,34 +131,34 @@ def test_a_product_sends_its_rows_to_the_norm_behind(
         product(x)
     for exchange in exchanges:
         other = torch.ones(7, SIZE)
-        assert exchange.add(other) is other
+        assert exchange.all_reduce(other) is other
         assert exchange.met[0] is other
-        assert exchange.carrier is not None
-        assert exchange.carrier.delta is None
+        assert exchange.copy_engine is not None
+        assert exchange.copy_engine.pending_delta is None
 
 
-def test_what_is_replicated_or_small_is_not_sent(carriers: tuple[Carrier, Carrier]) -> None:
+def test_what_is_replicated_or_small_is_not_sent(carriers: tuple[CopyEngineAllReduce, CopyEngineAllReduce]) -> None:
     exchange = Alone(0, carriers[0])
     whole = Linear(32, SIZE, False, torch.float32, CPU)
-    gated = Linear(columns(Part(0, 2), 32), SIZE, False, torch.float32, CPU)
-    gated.changed = True
+    gated = Linear(shard_columns(Shard(0, 2), 32), SIZE, False, torch.float32, CPU)
+    gated.output_modified = True
     for layer in (whole, gated):
-        join(layer, exchange)  # type: ignore[arg-type]
-        assert layer.sending is None
-    exchange.part, staged = Part(0, 2, 0, 2), Linear(columns(Part(0, 2), 32), SIZE, False, torch.float32, CPU)
-    join(staged, exchange)  # type: ignore[arg-type]
-    assert staged.sending is None, "the stage behind adds it up"
-    assert exchange.pieces(64, LARGE) == ()
+        connect_ranks(layer, exchange)  # type: ignore[arg-type]
+        assert layer.overlap is None
+    exchange.shard, staged = Shard(0, 2, 0, 2), Linear(shard_columns(Shard(0, 2), 32), SIZE, False, torch.float32, CPU)
+    connect_ranks(staged, exchange)  # type: ignore[arg-type]
+    assert staged.overlap is None, "the stage behind adds it up"
+    assert exchange.split_rows(64, NCCL_MIN_BYTES) == ()
     exchange.alone = True
-    assert exchange.pieces(1 << 20, LARGE + 1) == ()
+    assert exchange.split_rows(1 << 20, NCCL_MIN_BYTES + 1) == ()
 
 
 def test_what_gates_change_is_not_sent() -> None:
     """Llama 3.2 Vision's layers over pictures change in place what their products give: the same tensor."""
     from quire.data.models.configs import named_config
-    from quire.data.models.mllama import CrossBlock, Mllama
+    from quire.data.models.mllama import CrossAttentionLayer, Mllama
 
-    model = Mllama(named_config("llama3.2-vision-11b"), torch.float32, torch.device("meta"), Part(0, 2))
-    blocks = [one for one in model.modules() if isinstance(one, CrossBlock)]
+    model = Mllama(named_config("llama3.2-vision-11b"), torch.float32, torch.device("meta"), Shard(0, 2))
+    blocks = [one for one in model.modules() if isinstance(one, CrossAttentionLayer)]
     assert blocks
-    assert all(block.cross.out.changed and block.mlp.down.changed for block in blocks)
+    assert all(block.cross.out.output_modified and block.mlp.down.output_modified for block in blocks)

@@ -14,7 +14,15 @@ from test_linear import FP8, weights
 from torch import Tensor
 
 from quire.data.kernels.triton import experts
-from quire.data.kernels.triton.experts import FEW, MANY, MOST_UNSORTED, SOME, mixture, route, tile_of
+from quire.data.kernels.triton.experts import (
+    LARGE_TILE,
+    MAX_UNSORTED_PAIRS,
+    MEDIUM_TILE,
+    SMALL_TILE,
+    choose_tile,
+    fused_moe,
+    topk_softmax,
+)
 from quire.data.kernels.triton.linear import E4M3
 from quire.data.layers.moe import SparseMLP
 
@@ -62,7 +70,7 @@ class Experts:
 
     def mixture(self, tokens: Tokens, deterministic: bool = False, pdl: bool = False) -> Tensor:
         gate_up, down = self.scales
-        return mixture(*tokens, *self.weights, "silu", (gate_up, down), deterministic=deterministic, pdl=pdl)
+        return fused_moe(*tokens, *self.weights, "silu", (gate_up, down), deterministic=deterministic, pdl=pdl)
 
     def dense(self, x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
         out, (gate_up, down) = torch.zeros(x.shape, dtype=torch.float64, device=x.device), self.full
@@ -102,7 +110,7 @@ def test_choice_equals_torch(count: int, top: int, normalised: bool, dtype: torc
     logits = 9 * random(33, count + 4, dtype=dtype)[:, :count]
     want, at = logits.float().softmax(dim=1).topk(top, dim=1)
     for pdl in PDL:
-        shares, chosen = route(logits, top, normalised, pdl=pdl)
+        shares, chosen = topk_softmax(logits, top, normalised, pdl=pdl)
         if dtype == torch.float32:  # in others there are ties
             assert torch.equal(chosen, at)
         torch.testing.assert_close(shares, want / want.sum(dim=1, keepdim=True) if normalised else want)
@@ -113,9 +121,9 @@ def test_what_is_not_a_number_shows() -> None:
     """In its own row alone."""
     made, logits = Experts(5), random(5, 5)
     x = made.tokens(5, 2)[0]
-    want = made.mixture((x, *route(logits, 2, False)))
+    want = made.mixture((x, *topk_softmax(logits, 2, False)))
     logits[3, 1] = torch.nan
-    got = made.mixture((x, *route(logits, 2, False)))
+    got = made.mixture((x, *topk_softmax(logits, 2, False)))
     assert got.isnan().all(dim=1).tolist() == [False, False, False, True, False]
     assert torch.equal(got[[0, 1, 2, 4]], want[[0, 1, 2, 4]])
 
@@ -123,9 +131,9 @@ def test_what_is_not_a_number_shows() -> None:
 @TYPES
 def test_many_tokens(dtype: torch.dtype) -> None:
     """Sorted, in the tiles of prompts."""
-    count = MOST_UNSORTED + 20
+    count = MAX_UNSORTED_PAIRS + 20
     weight = torch.empty(0, dtype=dtype)
-    assert tile_of(count, 2, False, weight, weight, weight)._replace(stages=0) == MANY._replace(stages=0)
+    assert choose_tile(count, 2, False, weight, weight, weight)._replace(stages=0) == LARGE_TILE._replace(stages=0)
     for kind in KINDS:
         made = Experts(2, kind, dtype, **({"inner": 70, "hidden": 72} if kind == "plain" else SMALL))
         for pdl in PDL:
@@ -166,7 +174,7 @@ def test_experts_that_nobody_chose_are_not_read(count: int) -> None:
 @TYPES
 def test_rows_do_not_know_each_other(dtype: torch.dtype) -> None:
     """With one tile for all numbers of rows, a row's bits are the same alone, sorted and not; there may be none."""
-    most = MOST_UNSORTED // 2
+    most = MAX_UNSORTED_PAIRS // 2
     for kind in KINDS:
         made = Experts(3, kind, dtype, **({} if kind == "plain" else SMALL))
         tokens = made.tokens(most + 1, 2)
@@ -181,12 +189,12 @@ def test_rows_do_not_know_each_other(dtype: torch.dtype) -> None:
 def test_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """By pairs, and with no more stages than there is room for."""
     weight = torch.zeros(1, dtype=torch.bfloat16)
-    sizes = [tile_of(pairs, 16, False, weight, weight).pairs for pairs in (2, 256, 257, 1024, 1025)]
-    assert sizes == [FEW.pairs, FEW.pairs, SOME.pairs, SOME.pairs, MANY.pairs]
-    assert {tile_of(pairs, 16, True, weight, weight) for pairs in (2, 5000)} == {SOME}
+    sizes = [choose_tile(pairs, 16, False, weight, weight).pairs for pairs in (2, 256, 257, 1024, 1025)]
+    assert sizes == [SMALL_TILE.pairs, SMALL_TILE.pairs, MEDIUM_TILE.pairs, MEDIUM_TILE.pairs, LARGE_TILE.pairs]
+    assert {choose_tile(pairs, 16, True, weight, weight) for pairs in (2, 5000)} == {MEDIUM_TILE}
     monkeypatch.setattr(experts, "shared_memory", lambda device: 101_376)
     for pairs in (2, 257, 1025):
-        tile = tile_of(pairs, 16, False, weight, weight)
+        tile = choose_tile(pairs, 16, False, weight, weight)
         assert 2 <= tile.stages <= 4
         assert (2 * tile.columns + tile.pairs) * tile.depth * 2 * tile.stages <= 101_376
 
@@ -194,11 +202,11 @@ def test_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_tiles_of_groups_hold_whole_ones() -> None:
     """Every step of a sum has one scale a row; with weights of a byte there is room for more stages."""
     x, half, byte = (torch.empty(0, dtype=dtype) for dtype in (torch.bfloat16, torch.bfloat16, E4M3))
-    for pairs, tile in ((2, FEW), (257, SOME), (1025, MANY)):
-        found = tile_of(pairs, 16, False, x, byte, byte, group=128)
+    for pairs, tile in ((2, SMALL_TILE), (257, MEDIUM_TILE), (1025, LARGE_TILE)):
+        found = choose_tile(pairs, 16, False, x, byte, byte, group=128)
         assert 128 % found.depth == 0
-        assert tile_of(pairs, 16, False, x, byte, byte).depth == tile.depth
-        assert tile_of(pairs, 16, False, x, byte, half) == tile_of(pairs, 16, False, x, half, half)
+        assert choose_tile(pairs, 16, False, x, byte, byte).depth == tile.depth
+        assert choose_tile(pairs, 16, False, x, byte, half) == choose_tile(pairs, 16, False, x, half, half)
 
 
 @pytest.mark.skipif(not FP8, reason="this GPU has no FP8")
@@ -214,6 +222,6 @@ def test_the_layer_with_its_scales() -> None:
         getattr(plain, name).copy_(full.flatten(0, 1))
         setattr(kept, name, torch.nn.Parameter(weight.flatten(0, 1), requires_grad=False))
         setattr(kept, SparseMLP.FP8[name], scale)
-    kept.grouped = mixture
+    kept.experts_kernel = fused_moe
     want = plain(x)
     torch.testing.assert_close(kept(x), want, rtol=2e-5, atol=2e-5 * float(want.abs().max()))

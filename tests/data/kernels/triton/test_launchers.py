@@ -11,7 +11,7 @@ import pytest
 import torch
 import triton.runtime.build as build
 
-from quire.data.kernels.triton.loading import in_any_thread
+from quire.data.kernels.triton.loading import serialize_module_loading
 from quire.data.runner import rehearsal
 
 ONE = ModuleType("launcher")
@@ -36,26 +36,26 @@ def test_every_thread_gets_what_it_loaded(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(build, "_load_module_from_path", shared)
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(launched, WANTED)) != WANTED, "without care they get one another's"
-        in_any_thread()
+        serialize_module_loading()
         assert list(pool.map(launched, WANTED)) == WANTED
 
 
 def test_a_rehearsal_takes_care(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "_load_module_from_path", shared)
-    monkeypatch.setattr(rehearsal, "_alone", lambda device, task: task())
+    monkeypatch.setattr(rehearsal, "_run_task", lambda device, task: task())
     monkeypatch.setattr(rehearsal.os, "cpu_count", lambda: 8)
     found: list[str] = []
     tasks = [lambda path=path: found.append(launched(path)) for path in WANTED]
-    monkeypatch.setattr(rehearsal, "_tasks", lambda runner: tasks)
+    monkeypatch.setattr(rehearsal, "_compile_tasks", lambda runner: tasks)
     runner: Any = SimpleNamespace(device=torch.device("cpu"), exchange=None)
-    rehearsal._compile(runner)
+    rehearsal._compile_kernels(runner)
     assert sorted(found) == sorted(WANTED)
     once = build._load_module_from_path
-    in_any_thread()
+    serialize_module_loading()
     assert build._load_module_from_path is once
 
 
 def test_versions_without_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(build, "_load_module_from_path")
-    in_any_thread()
+    serialize_module_loading()
     assert not hasattr(build, "_load_module_from_path")

@@ -12,15 +12,22 @@ import torch
 from grids import CUDA, DEVICE, HALVES, INFINITE, PDL, random
 from torch import Tensor
 
-from quire.data.kernels.limits import SCORED_AT_ONCE
+from quire.data.kernels.limits import MAX_SCORED_POSITIONS
 from quire.data.kernels.triton import linear as kernels
 from quire.data.kernels.triton import scaled
-from quire.data.kernels.triton.linear import E4M3, MAX_ROWS, gated, invariant, linear, supports
-from quire.data.kernels.triton.tiles import GROUP, TILES_FP8, Tile, few_rows, grouped, rounded_rows
+from quire.data.kernels.triton.linear import E4M3, MAX_ROWS, batch_invariant_linear, gated_linear, linear, supports
+from quire.data.kernels.triton.tiles import (
+    SCALE_GROUP,
+    TILES_FP8,
+    LinearTile,
+    few_rows_tile,
+    fp8_rows_tile,
+    grouped_tile,
+)
 from quire.data.layers import mlp
-from quire.data.runner.rehearsal import _plans
-from quire.data.weights.fp8 import by_rows, rounded
-from quire.data.weights.fp8 import scaled as product
+from quire.data.runner.rehearsal import _warmup_plans
+from quire.data.weights.fp8 import dequantize as product
+from quire.data.weights.fp8 import expand_scales, quantize
 
 FP8 = not CUDA or torch.cuda.get_device_capability() >= (8, 9)
 TYPES = pytest.mark.parametrize("dtype", HALVES)
@@ -43,14 +50,14 @@ def weights(size: int, depth: int, groups: bool, seed: int = 1) -> tuple[Tensor,
     full = random(size, depth, seed=seed)
     full *= torch.logspace(-2, 2, size, device=DEVICE)[:, None] ** 0.5  # a wrong row's scale shows
     if groups:
-        blocks = random(-(-size // GROUP), -(-depth // GROUP), seed=seed + 1).abs() * 0.1 + 0.01
-        scale = by_rows(blocks, size, depth, blocks=True)
+        blocks = random(-(-size // SCALE_GROUP), -(-depth // SCALE_GROUP), seed=seed + 1).abs() * 0.1 + 0.01
+        scale = expand_scales(blocks, size, depth, in_blocks=True)
         assert scale is not None
         scale = scale.contiguous()
-        spread = scale.t().repeat_interleave(GROUP, 1)[:, :depth]
+        spread = scale.t().repeat_interleave(SCALE_GROUP, 1)[:, :depth]
         numbers = (full / spread).clamp(-448, 448).to(E4M3)
     else:
-        numbers, scales = rounded(full)
+        numbers, scales = quantize(full)
         scale = scales[None].contiguous()
     return numbers, scale, product(numbers, scale).double()
 
@@ -69,7 +76,7 @@ class Weight(NamedTuple):
         if activation is None:
             return out
         gate, up = out.chunk(2, dim=-1)
-        return mlp.activation(activation)(gate) * up
+        return mlp.get_activation(activation)(gate) * up
 
     def check(self, x: Tensor, bias: Tensor, product: Any = linear, **options: bool) -> None:
         """Without the bias and with it."""
@@ -78,7 +85,7 @@ class Weight(NamedTuple):
         assert_rounded(product(x, self.numbers, bias, self.scale, **options), want + bias.double())
 
     def check_gated(self, x: Tensor, activation: str, pdl: bool) -> None:
-        assert_rounded(gated(x, self.numbers, activation, self.scale, pdl=pdl), self.wanted(x, activation))
+        assert_rounded(gated_linear(x, self.numbers, activation, self.scale, pdl=pdl), self.wanted(x, activation))
 
 
 def every_kind(size: int, depth: int, dtype: torch.dtype) -> Iterator[Weight]:
@@ -106,7 +113,7 @@ def test_every_kind_of_tile(
     tile: tuple[int, ...], early: int, depth: int, dtype: torch.dtype, pdl: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tiles loaded early are the whole depth, or a part of it, or more than it has."""
-    monkeypatch.setattr(kernels, "few_rows", lambda rows, size, depth, fp8=False: Tile(*tile, early))
+    monkeypatch.setattr(kernels, "few_rows_tile", lambda rows, size, depth, fp8=False: LinearTile(*tile, early))
     x, bias = random(max(tile[0] - 1, 1), depth, dtype=dtype) * 0.2, random(74, dtype=dtype, seed=2)
     for weight in every_kind(74, depth, dtype):
         weight.check(x * weight.small, bias, pdl=pdl)
@@ -151,19 +158,19 @@ def test_what_is_supported() -> None:
 def test_invariant(rows: int, shape: tuple[int, int], dtype: torch.dtype) -> None:
     x, bias = random(rows, shape[1], dtype=dtype), random(shape[0], dtype=dtype, seed=2)
     for weight in every_kind(*shape, dtype):
-        weight.check(x * weight.small, bias, invariant)
+        weight.check(x * weight.small, bias, batch_invariant_linear)
 
 
 @TYPES
 def test_invariant_without_bulk_copies(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = random(130, 272, dtype=dtype), random(100, 272, dtype=dtype, seed=1)
-    want = invariant(x, weight)
+    want = batch_invariant_linear(x, weight)
     monkeypatch.setattr(kernels, "_bulk_copies", lambda *tensors: False)
-    assert_rounded(invariant(x, weight), x.double() @ weight.double().T)
+    assert_rounded(batch_invariant_linear(x, weight), x.double() @ weight.double().T)
     if CUDA:
-        assert torch.equal(invariant(x, weight), want)
+        assert torch.equal(batch_invariant_linear(x, weight), want)
     part, narrow = x[:, 1:257], weight[:, :256].contiguous()
-    assert_rounded(invariant(part, narrow), part.double() @ narrow.double().T)
+    assert_rounded(batch_invariant_linear(part, narrow), part.double() @ narrow.double().T)
 
 
 @pytest.mark.skipif(not CUDA, reason="the interpreter multiplies with NumPy, whose order of summation is its own")
@@ -177,12 +184,12 @@ def test_a_row_has_the_same_bits_in_every_batch(shape: tuple[int, int], dtype: t
     for numbers, scale, _, _ in every_kind(*shape, dtype):
         if scale is not None and dtype == torch.float32:
             continue
-        want = invariant(x, numbers, None, scale)
+        want = batch_invariant_linear(x, numbers, None, scale)
         for rows in (1, 2, 5, 8, 9, 16, 17, 32, 33, 64, 65, 100, 257, 1024, 1025):
             for first in (0, 7, 2048 - rows):
                 some, same = x[first : first + rows], want[first : first + rows]
                 for pdl in PDL:
-                    assert torch.equal(invariant(some, numbers, None, scale, pdl=pdl), same)
+                    assert torch.equal(batch_invariant_linear(some, numbers, None, scale, pdl=pdl), same)
                 if scale is None and rows > 1 and supports(numbers, rows):  # the fast product too, but for a single row
                     assert torch.equal(linear(some, numbers), same)
 
@@ -192,20 +199,20 @@ def test_a_row_has_the_same_bits_in_every_batch(shape: tuple[int, int], dtype: t
 def test_every_tile_is_rehearsed(tokens: int, slots: int) -> None:
     """By the rehearsal at start: whatever the tokens of a step, and whatever the rows that have logits."""
 
-    def tiles(rows: int, size: int) -> set[Tile]:
-        few = {kernels.few_rows(r, size, 4096) for r in (rows, max(rows, 2)) if rows <= MAX_ROWS}
-        few |= {rounded_rows(rows, size, 4096, False)} if 1 < rows <= scaled.MAX_ROWS else set()
-        return few | {kernels.any_rows(rows, size, torch.bfloat16, bulk) for bulk in (False, rows > 64)}
+    def tiles(rows: int, size: int) -> set[LinearTile]:
+        few = {kernels.few_rows_tile(r, size, 4096) for r in (rows, max(rows, 2)) if rows <= MAX_ROWS}
+        few |= {fp8_rows_tile(rows, size, 4096, False)} if 1 < rows <= scaled.MAX_ROWS else set()
+        return few | {kernels.any_rows_tile(rows, size, torch.bfloat16, bulk) for bulk in (False, rows > 64)}
 
-    def of_all(numbers: Iterable[int], size: int) -> set[Tile]:
+    def of_all(numbers: Iterable[int], size: int) -> set[LinearTile]:
         return set.union(*(tiles(n, size) for n in numbers))
 
-    plans = list(_plans(tokens, 4096, slots))
-    computed = {sum(len(row.tokens) for row in plan.rows) for plan in plans}
-    scored = {len(row.score) for plan in plans for row in plan.rows if row.score}
+    plans = list(_warmup_plans(tokens, 4096, slots))
+    computed = {sum(len(row.tokens) for row in plan.slices) for plan in plans}
+    scored = {len(row.score_tokens) for plan in plans for row in plan.slices if row.score_tokens}
     for size in (6144, 4096):
         assert of_all(range(1, tokens + 1), size) == of_all(computed, size)
-    assert of_all(range(1, min(tokens, SCORED_AT_ONCE) + 1), 128256) == of_all(scored, 128256)
+    assert of_all(range(1, min(tokens, MAX_SCORED_POSITIONS) + 1), 128256) == of_all(scored, 128256)
 
 
 @pytest.mark.parametrize(
@@ -215,9 +222,9 @@ def test_every_tile_is_rehearsed(tokens: int, slots: int) -> None:
 )  # fmt: skip
 def test_few_rows_of_larger_weights_have_the_tiles_of_more(size: int, depth: int, rows: int) -> None:
     """Llama-3-8B's have those that were measured with them; so do the head and what is deep of Llama-3-70B's."""
-    assert {kernels.few_rows(few, size, depth).rows for few in (2, 5, 8)} == {rows}
-    assert kernels.few_rows(1, size, depth).rows == 0
-    assert kernels.few_rows(9, size, depth).rows == 16
+    assert {kernels.few_rows_tile(few, size, depth).rows for few in (2, 5, 8)} == {rows}
+    assert kernels.few_rows_tile(1, size, depth).rows == 0
+    assert kernels.few_rows_tile(9, size, depth).rows == 16
 
 
 def test_tiles_of_groups_hold_whole_ones() -> None:
@@ -225,7 +232,7 @@ def test_tiles_of_groups_hold_whole_ones() -> None:
     for rows, shapes in TILES_FP8.items():
         for tile in shapes.values():
             for depth in (16, 144, 4096):
-                found = grouped(tile, depth)
-                assert (found.depth, found.rows) == (GROUP, tile.rows)
-                assert not found.early or depth % GROUP == 0
-        assert few_rows(rows, 100_000, 4096, fp8=True) == shapes["tall"]
+                found = grouped_tile(tile, depth)
+                assert (found.depth, found.rows) == (SCALE_GROUP, tile.rows)
+                assert not found.prefetch or depth % SCALE_GROUP == 0
+        assert few_rows_tile(rows, 100_000, 4096, fp8=True) == shapes["tall"]

@@ -10,10 +10,10 @@ from test_linear import FP8, LAUNCHES, REAL, SHAPES, TYPES, assert_rounded, weig
 from torch import Tensor
 
 from quire.data.kernels.triton import scaled
-from quire.data.kernels.triton.linear import E4M3, SHARED
-from quire.data.kernels.triton.tiles import GROUP, TILES_ROUNDED, Tile, rounded_rows
+from quire.data.kernels.triton.linear import E4M3, MIN_SHARED_MEMORY
+from quire.data.kernels.triton.tiles import SCALE_GROUP, TILES_ROUNDED, LinearTile, fp8_rows_tile
 from quire.data.layers import mlp
-from quire.data.weights.fp8 import rounded
+from quire.data.weights.fp8 import quantize
 
 pytestmark = pytest.mark.skipif(not FP8, reason="this GPU has no FP8")
 GROUPS = pytest.mark.parametrize("groups", [False, True])
@@ -22,7 +22,7 @@ GROUPS = pytest.mark.parametrize("groups", [False, True])
 def rows_in_fp8(rows: int, depth: int) -> tuple[Tensor, Tensor, Tensor]:
     """Rows of unlike sizes in e4m3, their scales, and what both stand for, in fp64."""
     full = random(rows, depth) * torch.logspace(-3, 1, rows, device=DEVICE)[:, None]
-    numbers, by = rounded(full)
+    numbers, by = quantize(full)
     return numbers, by, numbers.double() * by.double()[:, None]
 
 
@@ -46,8 +46,8 @@ def test_few_rounded_rows(rows: int, shape: tuple[int, int], groups: bool, dtype
     numbers, scale, full = weights(*shape, groups)
     x, by, exact = rows_in_fp8(rows, shape[1])
     bias, want = random(shape[0], dtype=dtype, seed=2), exact @ full.T
-    assert_near(scaled.product(x, by, numbers, None, scale, dtype, pdl=pdl), want)
-    assert_near(scaled.product(x, by, numbers, bias, scale, dtype, pdl=pdl), want + bias.double())
+    assert_near(scaled.scaled_matmul(x, by, numbers, None, scale, dtype, pdl=pdl), want)
+    assert_near(scaled.scaled_matmul(x, by, numbers, bias, scale, dtype, pdl=pdl), want + bias.double())
 
 
 @INFINITE
@@ -61,21 +61,25 @@ def test_every_kind_of_rounded_tile(
 ) -> None:
     """Either side may be the wide one; gated or not."""
 
-    def chosen(rows: int, size: int, depth: int, groups: bool) -> Tile:
-        found = Tile(*tile, early)
-        return found._replace(depth=GROUP, early=min(early, 1) if depth % GROUP == 0 else 0) if groups else found
+    def chosen(rows: int, size: int, depth: int, groups: bool) -> LinearTile:
+        found = LinearTile(*tile, early)
+        return (
+            found._replace(depth=SCALE_GROUP, prefetch=min(early, 1) if depth % SCALE_GROUP == 0 else 0)
+            if groups
+            else found
+        )
 
-    monkeypatch.setattr(scaled, "rounded_rows", chosen)
+    monkeypatch.setattr(scaled, "fp8_rows_tile", chosen)
     numbers, scale, full = weights(74, depth, groups)
     x, by, exact = rows_in_fp8(13, depth)
     factor = 4 * depth**-0.5  # products of gate and up are neither subnormal nor infinite in fp16
     want = exact @ full.T * factor
-    got = scaled.product(x, by * factor, numbers, None, scale, dtype)
+    got = scaled.scaled_matmul(x, by * factor, numbers, None, scale, dtype)
     assert_near(got, want)
     gate, up = want.chunk(2, dim=-1)
     for name in ("silu", "gelu_new"):
-        got = scaled.product(x, by * factor, numbers, None, scale, dtype, name)
-        assert_near(got, mlp.activation(name)(gate) * up)
+        got = scaled.scaled_matmul(x, by * factor, numbers, None, scale, dtype, name)
+        assert_near(got, mlp.get_activation(name)(gate) * up)
 
 
 @GROUPS
@@ -86,18 +90,20 @@ def test_two_rows_are_rounded_and_one_is_not(dtype: torch.dtype, groups: bool) -
     x = random(3, 272)
     x[:, 0] = 448.0
     x = x.to(E4M3).to(dtype)  # rounding leaves these as they are
-    assert_rounded(scaled.few(x[:1], numbers, bias, scale), x[:1].double() @ full.T + bias.double())
-    assert_near(scaled.few(x, numbers, bias, scale), x.double() @ full.T + bias.double())
+    assert_rounded(scaled.fp8_linear_few_rows(x[:1], numbers, bias, scale), x[:1].double() @ full.T + bias.double())
+    assert_near(scaled.fp8_linear_few_rows(x, numbers, bias, scale), x.double() @ full.T + bias.double())
     x *= 2**-10
     gate, up = (x.double() @ full.T).chunk(2, dim=-1)
-    want = mlp.activation("silu")(gate) * up
-    assert_rounded(scaled.gated(x[:1], numbers, "silu", scale), want[:1])
-    assert_near(scaled.gated(x, numbers, "silu", scale), want)
+    want = mlp.get_activation("silu")(gate) * up
+    assert_rounded(scaled.gated_fp8_linear(x[:1], numbers, "silu", scale), want[:1])
+    assert_near(scaled.gated_fp8_linear(x, numbers, "silu", scale), want)
     if not CUDA:
         return
     x = random(3, 272, dtype=dtype)  # and here they don't: one row is multiplied as it is, three are not
     want = x.double() @ full.T
-    errors = [(scaled.few(rows, numbers, None, scale)[0] - want[0]).abs().max().item() for rows in (x[:1], x)]
+    errors = [
+        (scaled.fp8_linear_few_rows(rows, numbers, None, scale)[0] - want[0]).abs().max().item() for rows in (x[:1], x)
+    ]
     assert errors[0] < errors[1] / 2
 
 
@@ -114,7 +120,7 @@ def test_rows_are_rounded_by_themselves(depth: int, dtype: torch.dtype, pdl: boo
     x[1:3] *= 0.25
     x[3] = 0
     x[4, -1], x[5, 3] = torch.inf, torch.nan
-    numbers, scales = scaled.rows_in_fp8(x, pdl=pdl)
+    numbers, scales = scaled.quantize_rows(x, pdl=pdl)
     good = x[:3].float()
     assert torch.equal(scales[:3], good.abs().amax(1) / 448)
     assert torch.equal(numbers[:3].float(), (good * (448 / good.abs().amax(1))[:, None]).to(E4M3).float())
@@ -134,13 +140,13 @@ def test_many_rows(rows: int, shape: tuple[int, int], dtype: torch.dtype, groups
     numbers, scale, full = weights(*shape, groups)
     x = random(rows, shape[1], dtype=dtype) * torch.logspace(-3, 1, rows, device=DEVICE).to(dtype)[:, None]
     bias = random(shape[0], dtype=dtype, seed=2)
-    plain, biased = (scaled.linear(x, numbers, added, scale) for added in (None, bias))
+    plain, biased = (scaled.fp8_linear(x, numbers, added, scale) for added in (None, bias))
     exact = x.double() @ full.T
     if rows == 1 or len(scale) > 1 or dtype != torch.bfloat16 or shape[0] % 16:
         assert_rounded(plain, exact)
         assert_rounded(biased, exact + bias.double())
         return
-    numbers_of_x, scales = scaled.rows_in_fp8(x)
+    numbers_of_x, scales = scaled.quantize_rows(x)
     want = (numbers_of_x.double() * scales.double()[:, None]) @ full.T
     assert_near(plain, want)
     assert_near(biased, want + bias.double())
@@ -151,16 +157,16 @@ def test_tiles_of_rounded_rows() -> None:
     """Whole groups a step, both sides wide enough for a group of warps, and no more stages than there is room for."""
     for rows, shapes in TILES_ROUNDED.items():
         for size, shape in ((100_000, "tall"), (6144, "middle"), (4096, "square")):
-            assert rounded_rows(rows, size, 4096, False) == shapes[shape]
-        assert rounded_rows(rows, 4096, 14336, False) == shapes["deep"]
+            assert fp8_rows_tile(rows, size, 4096, False) == shapes[shape]
+        assert fp8_rows_tile(rows, 4096, 14336, False) == shapes["deep"]
         for tile in shapes.values():
             assert tile.warps % 4 == 0
             assert tile.rows >= (64 if tile.columns < 64 else max(rows, 16))
-            assert (tile.rows + tile.columns) * tile.depth * tile.stages <= SHARED
+            assert (tile.rows + tile.columns) * tile.depth * tile.stages <= MIN_SHARED_MEMORY
         for depth in (16, 144, 4096):
-            found = rounded_rows(rows, 4096, depth, True)
-            assert found.depth == GROUP
-            assert not found.early or depth % GROUP == 0
-            assert (found.rows + found.columns) * found.depth * found.stages <= SHARED
-            assert rounded_rows(rows, 4096, depth, False).depth % 32 == 0
+            found = fp8_rows_tile(rows, 4096, depth, True)
+            assert found.depth == SCALE_GROUP
+            assert not found.prefetch or depth % SCALE_GROUP == 0
+            assert (found.rows + found.columns) * found.depth * found.stages <= MIN_SHARED_MEMORY
+            assert fp8_rows_tile(rows, 4096, depth, False).depth % 32 == 0
     assert max(TILES_ROUNDED) == scaled.MAX_ROWS

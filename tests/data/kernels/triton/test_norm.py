@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from grids import DEVICE, LAUNCHES, TYPES, assert_rounded, random
 from torch import Tensor
 
-from quire.data.kernels.triton.norm import layer_norm, rms_norm, rms_norms
+from quire.data.kernels.triton.norm import layer_norm, rms_norm, rms_norm_parts
 
 EPS = 1e-5
 NORMS = pytest.mark.parametrize("norm", ["rms", "layer"])
@@ -72,7 +72,7 @@ def test_the_sum_may_go_through_a_norm_first(size: int, dtype: torch.dtype, pdl:
     before, total = delta.clone(), x + rms_norm(delta, behind, EPS)
     assert_rounded(rms_norm(delta, behind, EPS), F.rms_norm(delta.double(), (size,), behind.double(), EPS))
     want = F.rms_norm(total.double(), (size,), weight.double(), EPS)
-    got = rms_norm(x, weight, EPS, delta=delta, behind=behind, pdl=pdl)
+    got = rms_norm(x, weight, EPS, delta=delta, post_norm_weight=behind, pdl=pdl)
     torch.testing.assert_close(x, total, atol=1e-6, rtol=torch.finfo(dtype).eps)
     assert_rounded(got, F.rms_norm(x.double(), (size,), weight.double(), EPS))
     torch.testing.assert_close(got.double(), want, atol=0.05 if dtype != torch.float32 else 1e-5, rtol=0)
@@ -88,7 +88,7 @@ def test_three_norms_at_once(size: int, pair: int, dtype: torch.dtype, pdl: bool
     x[:, size:] *= 3
     sizes = (size, pair, pair)
     weights = [random(many, dtype=dtype, seed=seed) + 1 for seed, many in enumerate(sizes, 1)]
-    got = rms_norms(x, tuple(weights), EPS, pdl=pdl)
+    got = rms_norm_parts(x, tuple(weights), EPS, pdl=pdl)
     for one, part, weight in zip(got, x.split(sizes, dim=1), weights):
         want = F.rms_norm(part.double(), weight.shape, weight.double(), EPS)
         assert want.isnan().any(dim=1).sum() == 1

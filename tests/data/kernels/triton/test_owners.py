@@ -23,9 +23,9 @@ from quire.data.models import read_spec
 from quire.data.models.configs import named_config
 from quire.parallel import carrier as module
 from quire.parallel import peer_memory, peers
-from quire.parallel.carrier import Carrier, Owners, carrier_of
-from quire.parallel.device_exchange import REHEARSED, DeviceExchange
-from quire.vocabulary.layout import Part
+from quire.parallel.carrier import CopyEngineAllReduce, TwoShotCopyEngineAllReduce, make_copy_engine_all_reduce
+from quire.parallel.device_exchange import WARMUP_BYTES, DeviceExchange
+from quire.vocabulary.layout import Shard
 
 if torch.cuda.is_available():
     pytest.skip("kernels are interpreted here", allow_module_level=True)
@@ -41,12 +41,12 @@ class Ranks:
 
     def __init__(self, world: World, ranks: int) -> None:
         self.world, self.ranks = world, ranks
-        self.memories = [torch.zeros(peer_sizes.BYTES + ROOM, dtype=torch.uint8) for _ in range(ranks)]
+        self.memories = [torch.zeros(peer_sizes.KERNEL_BYTES + ROOM, dtype=torch.uint8) for _ in range(ranks)]
         self.addresses = tuple(memory.data_ptr() for memory in self.memories)
         self.carriers, self.computing = [], []
         for rank in range(ranks):
             world.owner = rank
-            self.carriers.append(carrier_of(peers_of(rank, self.addresses, POLLS, ROOM), CPU))
+            self.carriers.append(make_copy_engine_all_reduce(peers_of(rank, self.addresses, POLLS, ROOM), CPU))
             self.computing.append(torch.cuda.Stream())
         self.found: list[list[tuple[Tensor, ...]]] = [[] for _ in range(ranks)]
         self.wanted: list[tuple[Tensor, ...]] = []
@@ -66,11 +66,11 @@ class Ranks:
                 continue
             with self.world.on(self.computing[rank]):
                 delta, mine = torch.empty(rows, SIZE), x.clone()
-                for piece in carrier.pieces(rows, delta.nbytes):
+                for piece in carrier.split_rows(rows, delta.nbytes):
                     self.world.put(partial(delta[piece].copy_, every[rank][piece]))
-                    carrier.send(delta, piece)
+                    carrier.send_rows(delta, piece)
                 if rank == hasty:
-                    carrier.delta = None
+                    carrier.pending_delta = None
                 elif kind == "sum":
                     self.found[rank].append((carrier.finish(None, None, None, 0.0, None).view(-1),))
                 else:
@@ -103,8 +103,8 @@ def wanted(total: Tensor, x: Tensor, weight: Tensor, bias: Any, behind: Any, kin
 def made(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], Ranks]:
     """Of a seed, and a number of ranks."""
     monkeypatch.setattr(memory_checker.Bounds, "check", lambda *args: None)  # kernels write what isn't given to them
-    monkeypatch.setattr(module, "LEAST", 3)
-    monkeypatch.setattr(module, "LEAST_BYTES", 1)
+    monkeypatch.setattr(module, "MIN_CHUNK_ROWS", 3)
+    monkeypatch.setattr(module, "MIN_CHUNK_BYTES", 1)
     kernels = {name: getattr(owned, name) for name in KERNELS}
 
     def make(seed: int, ranks: int) -> Ranks:
@@ -150,10 +150,10 @@ def said(
     """Whether all sums of these owners have come to rank `me`."""
     pieces = [slice(at, min(at + piece, rows)) for at in range(0, rows, piece)]
     words = [
-        ctypes.c_int64.from_address(int(table[me]) + owned.flag_at(owned.SUMS, number, owner))
+        ctypes.c_int64.from_address(int(table[me]) + owned.flag_offset(owned.SUMS, number, owner))
         for number, some in enumerate(pieces)
         for owner in owners
-        if owned.owned(some, owner, ranks).start < some.stop
+        if owned.owned_rows(some, owner, ranks).start < some.stop
     ]
     return lambda: all(word.value == call for word in words)
 
@@ -179,10 +179,10 @@ def test_sums_that_nobody_wants_after_all_are_waited_for(made: Callable[[int, in
     for rank, carrier in enumerate(group.carriers):
         with group.world.on(group.computing[rank]):
             other = torch.ones(6, SIZE)
-            for piece in carrier.pieces(6, other.nbytes):
-                carrier.send(other, piece)
-            carrier.drop()
-            assert carrier.delta is None
+            for piece in carrier.split_rows(6, other.nbytes):
+                carrier.send_rows(other, piece)
+            carrier.finish_and_discard()
+            assert carrier.pending_delta is None
     group.call(7, "layer")
     group.world.run()
     assert not any(group.missed)
@@ -205,13 +205,16 @@ def test_a_flag_of_another_call_is_none(
 ) -> None:
     """Rank 1's of the second call; of parts only an earlier one, as a stream that waits for them takes a later one."""
     group = made(0, 3)
-    write, ours = peer_memory.write, {owned.flag_at(phase, number, 1) for number in range(carried.PIECES)}
+    write, ours = (
+        peer_memory.stream_write_value,
+        {owned.flag_offset(phase, number, 1) for number in range(carried.MAX_PIECES)},
+    )
 
     def planted(address: int, value: int, stream: int) -> None:
         there = {address - base for base in group.addresses}
         write(address, value + shift * (value == 2 and bool(there & ours)), stream)
 
-    monkeypatch.setattr(peer_memory, "write", planted)
+    monkeypatch.setattr(peer_memory, "stream_write_value", planted)
     for _ in range(2):
         group.call(7, "sum")
     group.world.run()
@@ -226,7 +229,7 @@ def test_a_share_that_goes_to_another_owner_is_noticed(
     copy, (_, one, two) = peer_memory.copy, group.addresses
 
     def planted(target: int, source: int, nbytes: int, stream: int) -> None:
-        if group.world.streams[stream].owner == 0 and target in range(one, one + peer_sizes.BYTES + ROOM):
+        if group.world.streams[stream].owner == 0 and target in range(one, one + peer_sizes.KERNEL_BYTES + ROOM):
             target += two - one
         elif group.world.streams[stream].owner == 0:
             target += one - two
@@ -257,27 +260,27 @@ def test_a_region_that_is_written_again_after_it_was_read_is_right(made: Callabl
         assert not group.wrong()
 
 
-@pytest.mark.parametrize("ranks", range(3, reduce.MOST + 1))
+@pytest.mark.parametrize("ranks", range(3, reduce.MAX_PEERS + 1))
 def test_a_whole_step_of_a_wide_model_is_carried(
     made: Callable[[int, int], Ranks], monkeypatch: pytest.MonkeyPatch, ranks: int
 ) -> None:
     """8,192 rows of 8,192 numbers of 16 bits, and no byte behind the memory that is planned."""
     one = made(0, ranks).carriers[0]
-    monkeypatch.setattr(module, "LEAST", 1024)
-    monkeypatch.setattr(module, "LEAST_BYTES", 16 << 20)
-    one.peers = one.peers._replace(more=peer_sizes.carried_bytes(peer_sizes.CARRIED))
-    whole, row = peer_sizes.BYTES + peer_sizes.carried_bytes(peer_sizes.CARRIED), 8192 * 2
-    pieces = one.pieces(8192, 8192 * row)
-    assert len(pieces) == carried.PIECES
-    assert one.pieces(8193, 8193 * row) == ()
-    assert owned.region_at(one.peers, owned.PARTS) % 16 == owned.region_at(one.peers, owned.SUMS) % 16 == 0
-    assert owned.flag_at(owned.SUMS, carried.PIECES, 0) <= owned.region_at(one.peers, owned.PARTS)
+    monkeypatch.setattr(module, "MIN_CHUNK_ROWS", 1024)
+    monkeypatch.setattr(module, "MIN_CHUNK_BYTES", 16 << 20)
+    one.peers = one.peers._replace(copy_bytes=peer_sizes.copy_region_bytes(peer_sizes.COPY_BYTES))
+    whole, row = peer_sizes.KERNEL_BYTES + peer_sizes.copy_region_bytes(peer_sizes.COPY_BYTES), 8192 * 2
+    pieces = one.split_rows(8192, 8192 * row)
+    assert len(pieces) == carried.MAX_PIECES
+    assert one.split_rows(8193, 8193 * row) == ()
+    assert owned.region_offset(one.peers, owned.PARTS) % 16 == owned.region_offset(one.peers, owned.SUMS) % 16 == 0
+    assert owned.flag_offset(owned.SUMS, carried.MAX_PIECES, 0) <= owned.region_offset(one.peers, owned.PARTS)
     for rows in (2048, 2049, 5000, 8191, 8192):
-        pieces = one.pieces(rows, rows * row)
-        first, share = owned.places(ranks, pieces[0].stop, pieces[-1])
-        parts = owned.region_at(one.peers, owned.PARTS) + (first + (ranks - 1) * share) * row
-        sums = owned.region_at(one.peers, owned.SUMS) + rows * row
-        assert parts <= owned.region_at(one.peers, owned.SUMS)
+        pieces = one.split_rows(rows, rows * row)
+        first, share = owned.parts_layout(ranks, pieces[0].stop, pieces[-1])
+        parts = owned.region_offset(one.peers, owned.PARTS) + (first + (ranks - 1) * share) * row
+        sums = owned.region_offset(one.peers, owned.SUMS) + rows * row
+        assert parts <= owned.region_offset(one.peers, owned.SUMS)
         assert sums <= whole
     assert sums == whole, "none is planned that isn't used"
 
@@ -288,18 +291,20 @@ def test_a_rehearsal_launches_what_a_call_does_within_its_scratch(
     """Of rows as long as others are exchanged at most: 64 KiB."""
     group = made(0, 8)
     monkeypatch.setattr(Queued, "launches", told := [])
-    whole = peer_sizes.BYTES + REHEARSED
-    scratch = torch.zeros(whole + REHEARSED, dtype=torch.uint8)
+    whole = peer_sizes.KERNEL_BYTES + WARMUP_BYTES
+    scratch = torch.zeros(whole + WARMUP_BYTES, dtype=torch.uint8)
     scratch[whole:] = 0xFF  # whoever reads this has no number
     there = (scratch.data_ptr(),) * 8
-    alone = group.carriers[7].peers._replace(table=torch.tensor(there), addresses=there, polls=0, more=REHEARSED)
+    alone = group.carriers[7].peers._replace(
+        table=torch.tensor(there), addresses=there, polls=0, copy_bytes=WARMUP_BYTES
+    )
     x, delta = torch.ones(2, 3, 1 << 14).unbind(0)
-    group.carriers[7].rehearse(alone, x, delta, torch.ones(1 << 14), None, EPS, None)
+    group.carriers[7].warm_up(alone, x, delta, torch.ones(1 << 14), None, EPS, None)
     group.world.run()
     assert set(told) == set(KERNELS)
     assert group.carriers[7].call == 0
     assert (scratch[whole:] == 0xFF).all()
-    sums = owned.region_at(alone, owned.SUMS)
+    sums = owned.region_offset(alone, owned.SUMS)
     assert torch.equal(scratch[sums : sums + (1 << 16)].view(torch.float32), delta[0])
     assert torch.equal(delta, torch.ones_like(delta)), "a rehearsal changes nothing"
 
@@ -310,44 +315,46 @@ class Host:
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
 
-    def gather(self, x: Tensor) -> Tensor:
+    def all_gather(self, x: Tensor) -> Tensor:
         return x.expand(self.ranks, *x.shape)
 
 
 def planned(ranks: int) -> int:
     """Bytes that a memory plan has for a rank's exchange."""
-    config, spec = EngineConfig(tp=ranks), read_spec(named_config("opt-66b"), Part(0, ranks))
-    return plan_memory(config.of_rank(), spec, "opt-66b", "float16", 2, "cuda", device_bytes=256 << 30).peers
+    config, spec = EngineConfig(tp=ranks), read_spec(named_config("opt-66b"), Shard(0, ranks))
+    return plan_memory(config.per_rank(), spec, "opt-66b", "float16", 2, "cuda", device_bytes=256 << 30).peer_bytes
 
 
-@pytest.mark.parametrize(("ranks", "kind"), [(3, Owners), (8, Owners), (2, Carrier)])
+@pytest.mark.parametrize(
+    ("ranks", "kind"), [(3, TwoShotCopyEngineAllReduce), (8, TwoShotCopyEngineAllReduce), (2, CopyEngineAllReduce)]
+)
 def test_any_number_of_ranks_has_memory_for_what_is_carried(
-    monkeypatch: pytest.MonkeyPatch, ranks: int, kind: type[Carrier]
+    monkeypatch: pytest.MonkeyPatch, ranks: int, kind: type[CopyEngineAllReduce]
 ) -> None:
     World(0).install(monkeypatch)
     exported, host = [], Host(ranks)
 
-    def export(nbytes: int) -> peer_memory.Exported:
+    def export(nbytes: int) -> peer_memory.ExportedMemory:
         exported.append(nbytes)
-        return peer_memory.Exported(1 << 20, b"")
+        return peer_memory.ExportedMemory(1 << 20, b"")
 
     monkeypatch.setattr(peer_memory, "export", export)
-    monkeypatch.setattr(peer_memory, "opened", lambda handle: 1 << 20)
-    monkeypatch.setattr(peer_memory, "write", lambda *args: None)
+    monkeypatch.setattr(peer_memory, "open_handle", lambda handle: 1 << 20)
+    monkeypatch.setattr(peer_memory, "stream_write_value", lambda *args: None)
     monkeypatch.setattr(peers, "_unreachable", lambda *args: "")
-    found, why = peers.open_peers(Part(0, ranks), CPU, range(ranks), host, 1.0)  # type: ignore[arg-type]
+    found, why = peers.open_peer_buffers(Shard(0, ranks), CPU, range(ranks), host, 1.0)  # type: ignore[arg-type]
     assert why == ""
     assert exported == [planned(ranks)], "what a rank allocates is in the memory plan"
-    assert exported == [peer_sizes.BYTES + found.more]
-    assert found.more == peer_sizes.carried_bytes(peer_sizes.CARRIED)
-    exchange = DeviceExchange(Part(0, ranks), CPU, host, found, None)  # type: ignore[arg-type]
-    assert type(exchange.carrier) is kind
-    assert len(exchange.pieces(8192, 8192 * 8192 * 2)) == carried.PIECES
+    assert exported == [peer_sizes.KERNEL_BYTES + found.more]
+    assert found.more == peer_sizes.copy_region_bytes(peer_sizes.COPY_BYTES)
+    exchange = DeviceExchange(Shard(0, ranks), CPU, host, found, None)  # type: ignore[arg-type]
+    assert type(exchange.copy_engine) is kind
+    assert len(exchange.split_rows(8192, 8192 * 8192 * 2)) == carried.MAX_PIECES
 
 
 def test_more_ranks_than_reach_each_other_have_no_such_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_memory, "export", lambda nbytes: pytest.fail("memory is allocated"))
-    found, why = peers.open_peers(Part(0, 9), CPU, range(9), Host(9), 1.0)  # type: ignore[arg-type]
+    found, why = peers.open_peer_buffers(Shard(0, 9), CPU, range(9), Host(9), 1.0)  # type: ignore[arg-type]
     assert (found, why) == (None, "more than 8 ranks")
     assert planned(9) == 0
 
@@ -361,5 +368,5 @@ def test_a_driver_that_does_not_say_what_is_reached_is_a_reason(monkeypatch: pyt
     monkeypatch.setattr(peer_memory, "_library", refused)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(multi_processor_count=132))
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda here, there: True)
-    found, why = peers.open_peers(Part(0, 2), CPU, range(2), Host(2), 1.0)  # type: ignore[arg-type]
+    found, why = peers.open_peer_buffers(Shard(0, 2), CPU, range(2), Host(2), 1.0)  # type: ignore[arg-type]
     assert (found, why) == (None, "libcuda.so.1: no such file")

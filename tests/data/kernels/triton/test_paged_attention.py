@@ -16,7 +16,7 @@ from quire.data.kernels.batch import LayerCache
 from quire.data.kernels.triton import attention
 from quire.data.kernels.triton.attention import SplitScratch, choose_splits, decode, decode_scratch
 from quire.data.kernels.triton.backend import TritonBackend
-from quire.data.kernels.triton.prompt import make_tiles, prompt, tile_queries
+from quire.data.kernels.triton.prompt import make_prefill_tiles, prefill, tile_queries
 from quire.vocabulary.specs import LayerSpec
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
@@ -166,7 +166,7 @@ CHUNKS: Chunks = ((12, 9), (0, 20), (40, 6), (0, 2), (130, 70), (127, 3))  # (to
 
 def tiles_of(chunks: Chunks, queries: int) -> Tensor:
     starts, lengths = np.array(chunks, dtype=np.int64).T
-    tiles = make_tiles(np.arange(len(chunks)) + 1, starts, lengths, np.cumsum(lengths) - lengths, queries)
+    tiles = make_prefill_tiles(np.arange(len(chunks)) + 1, starts, lengths, np.cumsum(lengths) - lengths, queries)
     assert tiles.dtype == np.int32
     return torch.from_numpy(tiles).to(DEVICE)
 
@@ -183,7 +183,7 @@ def check_prompt(
 ) -> None:
     """With `rows`, so many are all there, and each query sees all of its sequence's."""
     memory = filled(shape, rows or tuple(map(sum, chunks)), dtype)
-    if memory.cache.bounded and shape.layout in PAGED:  # pages that all queries have left behind may hold anything
+    if memory.cache.is_local and shape.layout in PAGED:  # pages that all queries have left behind may hold anything
         for slot, (start, _) in enumerate(chunks, 1):
             left = start // shape.chunk * shape.chunk if shape.chunk else max(start - shape.window + 1, 0)
             memory.tables[slot, : left // shape.page] = memory.tables[slot, -1]
@@ -191,7 +191,7 @@ def check_prompt(
     tiles = tiles_of(chunks, tile_queries(shape.heads, shape.kv_heads, shape.dim, dtype.itemsize, small))
     if rows:
         tiles[:, 3] = ints(rows)[tiles[:, 0] - 1] - 1
-    got = prompt(q, memory.cache, memory.tables, tiles, small=small, whole=bool(rows))
+    got = prefill(q, memory.cache, memory.tables, tiles, small=small, bidirectional=bool(rows))
     check_rows(got, q, memory, shape, chunks, bool(rows))
 
 
@@ -212,7 +212,7 @@ def test_tiles_of_padding_get_zeros(small, dtype) -> None:
     q[8:] = torch.nan
     tiles = torch.tensor([(1, 2, 5, 35), (0, 8, 3, 0), (0, 0, 0, 0)], dtype=torch.int32, device=DEVICE)
     out = torch.full_like(q, 7.0)
-    prompt(q, memory.cache, memory.tables, tiles, out, small=small)
+    prefill(q, memory.cache, memory.tables, tiles, out, small=small)
     assert_close(out[2:7], shape.dense(q[2:7], memory.histories[0], 35))
     assert not out[8:11].any()
     assert (out[[0, 1, 7, 11]] == 7).all()
@@ -222,8 +222,8 @@ def test_tiles_of_padding_get_zeros(small, dtype) -> None:
 def test_programs_fit_the_shared_memory_of_smaller_gpus(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "shared_memory", lambda device: room)
     for group, dim, programs in product((1, 4, 16, 64), (64, 128, 256), (1, 4, 2000)):
-        padded = attention._padded(group, dim)
-        block, _, stages = attention._shape(*padded, 2, programs, DEVICE)
+        padded = attention._padded_tile(group, dim)
+        block, _, stages = attention._tile_config(*padded, 2, programs, DEVICE)
         assert attention.program_bytes(*padded, 2, block, stages) <= room
         assert stages >= 3 or room == 101_376
     # What the compiler gave these for Hopper, in bytes.

@@ -41,21 +41,21 @@ def cache_of(dim: int = 128, dtype: torch.dtype = torch.bfloat16, **options: Any
 
 
 def test_what_it_takes() -> None:
-    assert prompt_hopper.takes(cache_of())
-    assert prompt_hopper.takes(cache_of(dtype=torch.float16))
-    assert not prompt_hopper.takes(cache_of(dtype=torch.float32))
-    assert not prompt_hopper.takes(cache_of(dim=64))
-    assert prompt_hopper.takes(replace(cache_of(window=4096), softcap=30.0, contiguous=True))
+    assert prompt_hopper.supports(cache_of())
+    assert prompt_hopper.supports(cache_of(dtype=torch.float16))
+    assert not prompt_hopper.supports(cache_of(dtype=torch.float32))
+    assert not prompt_hopper.supports(cache_of(dim=64))
+    assert prompt_hopper.supports(replace(cache_of(window=4096), softcap=30.0, contiguous=True))
     assert [prompt_hopper.tile_queries(group) for group in (1, 4, 7, 192)] == [192, 48, 27, 1]
 
 
 def test_where_the_backend_chooses_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def chosen(made: TritonBackend, *chunks: tuple[int, int], **options: Any) -> bool:
         starts, lengths = np.array(chunks, dtype=np.int64).reshape(-1, 2).T
-        return made._kernel(cache_of(**options), lengths, starts + lengths)[0] is prompt_hopper.prompt
+        return made._choose_kernel(cache_of(**options), lengths, starts + lengths)[0] is prompt_hopper.prefill
 
     assert not chosen(TritonBackend(), (0, 8192)), "no such GPU"
-    monkeypatch.setattr(backend, "hopper", lambda device: True)
+    monkeypatch.setattr(backend, "supports_hopper_kernel", lambda device: True)
     assert chosen(TritonBackend(), (0, 4096))
     assert chosen(TritonBackend(), (0, 64), (7000, 512))
     assert not chosen(TritonBackend())
@@ -68,14 +68,14 @@ def test_where_the_backend_chooses_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    hopper, gpu = launch.hopper.__wrapped__, torch.device("cuda")
+    hopper, gpu = launch.supports_hopper_kernel.__wrapped__, torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     versions = (("3.9.0", False), ("3.60.0", False), ("3.6.0+git1.2", True), ("3.7.1", True))
     for version, known in versions:
         monkeypatch.setattr(triton, "__version__", version)
         assert hopper(gpu) == known
-        notice = launch.left_out(gpu)
+        notice = launch.hopper_notice(gpu)
         assert notice is None if known else f"Triton {version} isn't one of 3.6, 3.7" in str(notice)
     assert not hopper(torch.device("cpu"))
     with monkeypatch.context() as patch:
@@ -84,7 +84,7 @@ def test_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     assert not hopper(gpu)
     monkeypatch.setattr(triton, "__version__", "3.9.0")
-    assert launch.left_out(gpu) is None, "it has no such kernel in any version"
+    assert launch.hopper_notice(gpu) is None, "it has no such kernel in any version"
 
 
 def both(shape: Shape, chunks: Chunks, dtype: torch.dtype) -> tuple[Memory, Tensor, Tensor, Tensor]:
@@ -93,9 +93,9 @@ def both(shape: Shape, chunks: Chunks, dtype: torch.dtype) -> tuple[Memory, Tens
     q = random(sum(n for _, n in chunks), shape.heads, shape.dim, dtype=dtype, seed=99)
     queries = prompt.tile_queries(shape.heads, shape.kv_heads, shape.dim, dtype.itemsize)
     where = memory.cache, memory.tables
-    want = prompt.prompt(q, *where, tiles_of(chunks, queries))
+    want = prompt.prefill(q, *where, tiles_of(chunks, queries))
     tiles = tiles_of(chunks, prompt_hopper.tile_queries(shape.heads // shape.kv_heads))
-    return memory, q, want, prompt_hopper.prompt(q, *where, tiles)
+    return memory, q, want, prompt_hopper.prefill(q, *where, tiles)
 
 
 @on_hopper
@@ -130,11 +130,11 @@ def test_every_page_size_window_and_cap(shape: Shape) -> None:
 def test_pages_before_a_window_are_not_read() -> None:
     memory = filled(Shape(8, 2, 128, window=100), (1000,), torch.bfloat16)
     q, tiles = random(64, 8, 128, dtype=torch.bfloat16), tiles_of(((936, 64),), 48)
-    want = prompt_hopper.prompt(q, memory.cache, memory.tables, tiles)
+    want = prompt_hopper.prefill(q, memory.cache, memory.tables, tiles)
     for logical in range((936 - 99) // 16):
         page = memory.tables[1, logical]
         memory.cache.keys[page], memory.cache.values[page] = torch.nan, torch.nan
-    assert torch.equal(prompt_hopper.prompt(q, memory.cache, memory.tables, tiles), want)
+    assert torch.equal(prompt_hopper.prefill(q, memory.cache, memory.tables, tiles), want)
 
 
 @on_hopper
@@ -145,7 +145,7 @@ def test_the_same_every_time() -> None:
     assert torch.equal(first, want)
     tiles, out = tiles_of(chunks, 48), torch.empty_like(q)
     for _ in range(50):
-        prompt_hopper.prompt(q, memory.cache, memory.tables, tiles, out.fill_(torch.nan))
+        prompt_hopper.prefill(q, memory.cache, memory.tables, tiles, out.fill_(torch.nan))
         assert torch.equal(out, want)
 
 
@@ -156,17 +156,17 @@ def test_the_backend_chooses_it_for_long_contexts(
 ) -> None:
     """Dense attention for long contexts, then for short ones. On any device: `prompt` in its place, in tiles of 7
     queries."""
-    calls, attend = [], prompt_hopper.prompt if real else prompt.prompt
+    calls, attend = [], prompt_hopper.prefill if real else prompt.prefill
 
     def noted(*args: Any, **options: Any) -> Tensor:
         calls.append(args)
         return attend(*args, **options)
 
-    monkeypatch.setattr(prompt_hopper, "prompt", noted)
-    monkeypatch.setattr(prompt_hopper, "LONG", 50)
+    monkeypatch.setattr(prompt_hopper, "prefill", noted)
+    monkeypatch.setattr(prompt_hopper, "MIN_CONTEXT", 50)
     if not real:
-        monkeypatch.setattr(backend, "hopper", lambda device: True)
-        monkeypatch.setattr(prompt_hopper, "takes", lambda cache: True)
+        monkeypatch.setattr(backend, "supports_hopper_kernel", lambda device: True)
+        monkeypatch.setattr(prompt_hopper, "supports", lambda cache: True)
         monkeypatch.setattr(prompt_hopper, "tile_queries", lambda group: 7)
     shape, dtype = (Shape(8, 2, 128), torch.bfloat16) if real else (Shape(), torch.float32)
     counts = []

@@ -38,7 +38,7 @@ def test_arguments_of_one_kind_are_specialised_alike(one: Any, other: Any, value
     from triton._C.libtriton import native_specialize_impl
 
     backend = CUDABackend(GPUTarget("cuda", 90, 32))
-    if quick.kind(one) == quick.kind(other):
+    if quick.argument_kind(one) == quick.argument_kind(other):
         first, second = (native_specialize_impl(type(backend), x, False, value, alignment) for x in (one, other))
         assert first == second
 
@@ -76,7 +76,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
 
 
 def test_a_second_launch_goes_straight_to_what_was_compiled(kernel: Kernel) -> None:
-    launched = quick.Quick(kernel)
+    launched = quick.FastLauncher(kernel)
     x, y = torch.zeros(16), torch.ones(16)
     launched[(3,)](x, 32, B=5, A=4, num_warps=2)
     launched[(7, 2)](y, 48, B=5, A=4, num_warps=2)
@@ -103,7 +103,7 @@ SAME = {"A": 4, "B": 5}
 def test_another_kind_is_compiled_anew(
     kernel: Kernel, x: torch.Tensor, more: tuple[int, ...], options: dict[str, int]
 ) -> None:
-    launched = quick.Quick(kernel)
+    launched = quick.FastLauncher(kernel)
     for run in ([], [1, 2]):
         launched[(1,)](torch.zeros(16), 32, **SAME)
         launched[(1,)](x, *more, **options)
@@ -112,7 +112,7 @@ def test_another_kind_is_compiled_anew(
 
 
 def test_a_profiler_is_told_of_every_launch(kernel: Kernel) -> None:
-    launched = quick.Quick(kernel)
+    launched = quick.FastLauncher(kernel)
     launched[(1,)](torch.zeros(16), 32, A=4, B=5)
     quick.triton.knobs.runtime.launch_enter_hook.add(print)
     launched[(1,)](torch.zeros(16), 32, A=4, B=5)
@@ -120,6 +120,6 @@ def test_a_profiler_is_told_of_every_launch(kernel: Kernel) -> None:
 
 
 def test_other_types_are_refused(kernel: Kernel) -> None:
-    launched = quick.Quick(kernel)
+    launched = quick.FastLauncher(kernel)
     with pytest.raises(TypeError, match="str"):
         launched[(1,)]("x", 32, A=4, B=5)

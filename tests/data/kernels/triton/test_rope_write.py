@@ -14,8 +14,8 @@ from torch import Tensor
 
 from quire.data.kernels.batch import LayerCache
 from quire.data.kernels.triton.rope_write import rope_write
-from quire.data.layers.rope import Rope
-from quire.data.layers.rotary import cos_sin, rotate
+from quire.data.layers.rope import RopeConfig
+from quire.data.layers.rotary import cos_sin_table, rotate
 
 SLOTS, LENGTH, EPS = 4, 513, 1e-6
 
@@ -33,7 +33,7 @@ def norms_of(dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, float]:
 
 
 def rotary_of(dim: int) -> Tensor:
-    return cos_sin(Rope(kind="default", theta=1e4, original_len=LENGTH), dim, LENGTH).to(DEVICE)
+    return cos_sin_table(RopeConfig(kind="default", theta=1e4, original_max_len=LENGTH), dim, LENGTH).to(DEVICE)
 
 
 def poisoned(case: Case, dtype: torch.dtype) -> tuple[LayerCache, Tensor]:
@@ -132,7 +132,7 @@ def test_a_layer_that_writes_nothing(rotated: bool) -> None:
     rotary, q = rotary_of(32) if rotated else None, random(len(slots), 6, 32)
     qkv = torch.cat((q, torch.zeros(len(slots), 4, 32, device=DEVICE)), 1)
     before = whole(cache.keys).nan_to_num(7.0)
-    rope_write(q, q, replace(cache, writes=False), tables, slots, positions, rotary=rotary)
+    rope_write(q, q, replace(cache, writes_kv=False), tables, slots, positions, rotary=rotary)
     assert torch.equal(whole(cache.keys).nan_to_num(7.0), before)
     rope_write(qkv, qkv[:, :6], cache, tables, slots, positions, rotary=rotary)
     assert torch.equal(q, qkv[:, :6])

@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quire.data.kernels.triton import sampling
-from quire.data.kernels.triton.sampling import Scratch
-from quire.data.runner.draws import SCALE, draw, truncate
-from quire.data.runner.fused import FusedSampling
+from quire.data.kernels.triton.sampling import SamplingScratch
+from quire.data.runner.draws import WEIGHT_SCALE, draw, truncate
+from quire.data.runner.fused import TritonSampling
 from quire.data.runner.sampler import Sampler
 from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.plan import Birth, Row
+from quire.vocabulary.plan import SeqSlice, SlotInit
 
 SOME = settings(
     max_examples=200 if CUDA else 25, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
@@ -66,7 +66,7 @@ class Outcome:
         self.tokens = torch.full((len(self.owner),), -1, device=DEVICE)
         self.faults = torch.full((rows,), -1, device=DEVICE)
         self.last = torch.full((rows + 5,), -1, device=DEVICE)
-        self.scratch = Scratch.of(rows, vocab, DEVICE, cut=cut)
+        self.scratch = SamplingScratch.allocate(rows, vocab, DEVICE, has_truncation=cut)
         shapes, owners, chances, slots = (
             torch.from_numpy(array).to(DEVICE) for array in (self.shape, self.owner, self.chance, np.arange(rows) + 5)
         )
@@ -79,12 +79,12 @@ class Outcome:
         random = self.shape[:, 0] > 0
         shape = np.where(random[:, None], self.shape, (1, 0, 0, 1))
         likelihood = likelihoods_of(self.logits, shape)
-        weights = truncate(likelihood.clone(), shape).mul_(SCALE).floor_()
-        borders, cut = self.scratch.borders.cpu(), (shape[:, 2] > 0) | (shape[:, 3] < 1)
+        weights = truncate(likelihood.clone(), shape).mul_(WEIGHT_SCALE).floor_()
+        borders, cut = self.scratch.thresholds.cpu(), (shape[:, 2] > 0) | (shape[:, 3] < 1)
         for row in np.flatnonzero(cut & random):
             kept = (likelihood[row].view(torch.int32) >= borders[row]) & (likelihood[row] >= np.float32(shape[row, 1]))
             assert torch.equal(kept & (likelihood[row] >= 2.0**-32), weights[row] > 0), shape[row]
-        sums = self.scratch.masses.sum(-1).cpu()
+        sums = self.scratch.block_weights.sum(-1).cpu()
         assert torch.equal(sums[random].double(), weights[random].double().sum(-1))
         expected = draw(weights, self.owner, self.chance)
         greedy = self.logits.float().cpu().argmax(-1)[self.owner]
@@ -174,7 +174,7 @@ def test_greedy_takes_the_lowest_of_equals_and_names_faults(rows: int, dtype: to
     logits = padded.to(DEVICE, dtype)[:, :vocab]
     slots, last = torch.arange(rows, device=DEVICE), torch.full((rows,), -1, device=DEVICE)
     tokens, faults = torch.full((2, rows), -1, device=DEVICE)
-    scratch = Scratch.of(12, vocab, DEVICE, random=False)
+    scratch = SamplingScratch.allocate(12, vocab, DEVICE, has_random=False)
 
     def check(token: int, fault: int) -> None:
         """Of the last row."""
@@ -195,25 +195,25 @@ def test_greedy_takes_the_lowest_of_equals_and_names_faults(rows: int, dtype: to
 def test_what_follows_the_logits_in_a_graph_equals_the_sampler() -> None:
     """With kernels and without; padded, with a fault, and with other parameters and noise at each replay."""
     sampler, plain = Sampler(9, 300, DEVICE, ()), Sampler(9, 300, torch.device("cpu"), ())
-    sampler._fused = FusedSampling(300, DEVICE)  # as on a GPU
+    sampler._kernels = TritonSampling(300, DEVICE)  # as on a GPU
     kinds: list[dict[str, Any]] = [{"temperature": 0}, {}, {"top_p": 0.8}, {"top_k": 4, "min_p": 0.1}]
     for slot, values in enumerate(kinds, 1):
         for one in (sampler, plain):
-            one.birth(Birth(slot, slot, -1, SamplingParams(**values).sampling(), slot * 7, 1, (1,)))
+            one.init_slot(SlotInit(slot, slot, -1, SamplingParams(**values).to_device_params(), slot * 7, 1, (1,)))
     last = torch.full((9,), -1, device=DEVICE)
-    tails = sampler.tails(last, 6)
+    tails = sampler.epilogues(last, 6)
     logits = some_logits(6, 300, 13).to(DEVICE)
     logits[1, 3] = torch.nan
     for step, (name, slots) in enumerate([("cut", [3, 1, 4, 2]), ("random", [2, 1, 1]), ("greedy", [1, 1])], 5):
-        rows = [Row(slot, (1,), step - 1, 1) for slot in slots]
-        assert sampler.tail_of(rows) == name
+        rows = [SeqSlice(slot, (1,), step - 1, 1) for slot in slots]
+        assert sampler.epilogue_for(rows) == name
         if name != "greedy":
-            sampler.fill(rows)
+            sampler.fill_epilogue(rows)
         padded = torch.tensor(slots + [0] * (6 - len(slots)), device=DEVICE)
-        samples = sampler.finish(sampler.from_graph(*tails[name](logits, padded), rows))
+        samples = sampler.collect(sampler.from_graph(*tails[name](logits, padded), rows))
         for one in (sampler, plain):
             drawn = one.sample(logits[: len(slots)].to(one.device), [(slot, step, 1) for slot in slots])
-            assert samples == one.finish(drawn)
+            assert samples == one.collect(drawn)
         assert ["not finite" in sampled.error for sampled in samples] == [row == 1 for row in range(len(slots))]
         for slot, sampled in zip(slots, samples):
             assert last[slot] == sampled.tokens[0] or slots.count(slot) > 1
@@ -221,17 +221,19 @@ def test_what_follows_the_logits_in_a_graph_equals_the_sampler() -> None:
 
 
 def test_representatives_need_all_kernels_that_any_number_of_rows_needs() -> None:
-    assert {sampling.way(rows) for rows in sampling.REPRESENTATIVES} == {sampling.way(rows) for rows in range(1, 2000)}
+    assert {sampling.launch_config(rows) for rows in sampling.REPRESENTATIVE_ROWS} == {
+        sampling.launch_config(rows) for rows in range(1, 2000)
+    }
 
 
 @TYPES
 def test_a_rehearsal_leaves_nothing_out(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    fused, samples, ways = FusedSampling(300, DEVICE), sampling.sample, []
+    fused, samples, ways = TritonSampling(300, DEVICE), sampling.sample, []
 
     def sample(*args: Any) -> None:
         samples(*args)
         ways.append((args[0].dtype, len(args[0]), args[9], args[6].tolist(), args[7].tolist()))
 
     monkeypatch.setattr(sampling, "sample", sample)
-    fused.rehearse(9, dtype)
+    fused.warmup(9, dtype)
     assert ways == [(dtype, 9, cut, [0] * 9, [0] * 9) for cut in (False, True)]

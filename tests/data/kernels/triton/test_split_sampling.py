@@ -13,14 +13,14 @@ from grids import CUDA, DEVICE, TYPES
 from thread_ranks import Meeting, ThreadExchange
 from torch import Tensor
 
-from quire.data.layers.cut import Cut, vocabulary
+from quire.data.layers.cut import ShardRange, shard_vocab
 from quire.data.runner import split_fused
-from quire.data.runner.fused import FusedSampling
+from quire.data.runner.fused import TritonSampling
 from quire.data.runner.sampler import Sampler
-from quire.data.runner.split_fused import SplitFused
-from quire.data.runner.split_sampler import FusedSplitSampler
+from quire.data.runner.split_fused import VocabParallelTritonSampling
+from quire.data.runner.split_sampler import VocabParallelTritonSampler
 from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.plan import Birth, Sampled
+from quire.vocabulary.plan import SliceResult, SlotInit
 
 T = TypeVar("T")
 
@@ -29,14 +29,14 @@ class Turns(ThreadExchange):
     """A rank's exchange that counts the bytes that it sends; of these, one runs at a time until it gathers."""
 
     def __init__(self, other: ThreadExchange, turn: Lock) -> None:
-        super().__init__(other.meeting, other.part)
+        super().__init__(other.meeting, other.shard)
         self.turn, self.sent = turn, 0
 
-    def gather(self, x: Tensor) -> Tensor:
+    def all_gather(self, x: Tensor) -> Tensor:
         self.sent += x.nbytes
         self.turn.release()
         try:
-            return super().gather(x.clone())
+            return super().all_gather(x.clone())
         finally:
             self.turn.acquire()
 
@@ -48,16 +48,16 @@ def on_ranks(ranks: int, work: Callable[[Turns], T]) -> tuple[list[T], int]:
     def alone(exchange: ThreadExchange) -> T:
         with turn:
             found = work(mine := Turns(exchange, turn))
-        sent[mine.part.rank] = mine.sent
+        sent[mine.shard.tp_rank] = mine.sent
         return found
 
     return Meeting(ranks).run(alone), sent[0]
 
 
-def own_of(logits: Tensor, cut: Cut) -> Tensor:
+def own_of(logits: Tensor, cut: ShardRange) -> Tensor:
     """A rank's, padded with what isn't to be seen."""
-    own = torch.full((len(logits), cut.room), 1e4, dtype=logits.dtype, device=logits.device)
-    own[:, : len(cut.own)] = logits[:, cut.own.start : cut.own.stop]
+    own = torch.full((len(logits), cut.padded), 1e4, dtype=logits.dtype, device=logits.device)
+    own[:, : len(cut.local)] = logits[:, cut.local.start : cut.local.stop]
     return own
 
 
@@ -92,23 +92,23 @@ class Rows(NamedTuple):
         chance = np.where(random.random(rows) < 0.9, random.random(rows), random.choice([0, 1 - 2.0**-53], rows))
         return cls(torch.from_numpy(logits).float().to(DEVICE), shape, chance)
 
-    def drawn(self, fused: FusedSampling, tail: str, logits: Tensor) -> Tensor:
+    def drawn(self, fused: TritonSampling, tail: str, logits: Tensor) -> Tensor:
         """Tokens, faults and what is last in slots 1 and so on."""
         slots = torch.arange(len(logits), device=DEVICE) + 1
         last = torch.zeros(len(slots) + 1, dtype=torch.int64, device=DEVICE)
-        tails = fused.tails(last, len(slots))
-        fused.fill(self.shape, self.chance)
+        tails = fused.epilogues(last, len(slots))
+        fused.fill_epilogue(self.shape, self.chance)
         tokens, faults = tails[tail](logits, slots)
         return torch.stack((tokens, faults, last[1:])).cpu()
 
     def drawn_by_all(self, tail: str, ranks: int) -> tuple[Tensor, int]:
         """The same by one rank, which some ranks find too; and the bytes that these have sent."""
         vocab = self.logits.shape[1]
-        want = self.drawn(FusedSampling(vocab, DEVICE), tail, self.logits)
+        want = self.drawn(TritonSampling(vocab, DEVICE), tail, self.logits)
 
         def work(rank: Turns) -> Tensor:
-            mine = own_of(self.logits, vocabulary(rank.part, vocab))
-            return self.drawn(SplitFused(vocab, DEVICE, rank), tail, mine)
+            mine = own_of(self.logits, shard_vocab(rank.shard, vocab))
+            return self.drawn(VocabParallelTritonSampling(vocab, DEVICE, rank), tail, mine)
 
         every, sent = on_ranks(ranks, work)
         assert all(torch.equal(got, want) for got in every)
@@ -147,19 +147,19 @@ def test_many_rows_draw_the_tokens_of_all_logits(seed: int) -> None:
 @pytest.mark.parametrize("few", [0, 16])
 def test_several_draws_of_a_row(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Outside of a graph: greedy rows alone, and beside rows that are drawn; the first draw of a row is its last."""
-    monkeypatch.setattr(split_fused, "FEW", few)
+    monkeypatch.setattr(split_fused, "MAX_GATHERED_ROWS", few)
     vocab, slots = 150, np.array([3, 1, 4])
     logits = 2 * torch.randn(3, vocab, generator=torch.Generator().manual_seed(3)).to(DEVICE)
     owner, chance = np.array([0, 0, 0, 1, 2, 2]), np.random.default_rng(1).random(6)
     for shape in ([(0, 0, 0, 1)] * 3, [(1, 0, 20, 0.9), (0, 0, 0, 1), (0.8, 0.1, 0, 1)], [(1, 0, 0, 1)] * 3):
         asked = np.array(shape, dtype=np.float64), owner, chance, slots
         last = torch.zeros(5, dtype=torch.int64, device=DEVICE)
-        want = (*FusedSampling(vocab, DEVICE).draw(logits, *asked, last), last)
+        want = (*TritonSampling(vocab, DEVICE).draw(logits, *asked, last), last)
 
         def work(rank: Turns, asked: Any = asked) -> tuple[Tensor, ...]:
-            mine = own_of(logits, vocabulary(rank.part, vocab))
+            mine = own_of(logits, shard_vocab(rank.shard, vocab))
             last = torch.zeros(5, dtype=torch.int64, device=DEVICE)
-            return (*SplitFused(vocab, DEVICE, rank).draw_own(mine, *asked, last), last)
+            return (*VocabParallelTritonSampling(vocab, DEVICE, rank).draw_local(mine, *asked, last), last)
 
         for found in on_ranks(2, work)[0]:
             assert all(torch.equal(got, other) for got, other in zip(found, want, strict=True))
@@ -177,25 +177,27 @@ KINDS: tuple[dict[str, Any], ...] = (
 @pytest.mark.parametrize("kinds", [[0, 1, 2], [0, 3], [2, 4]])
 def test_the_sampler_of_a_rank_equals_that_of_all_logits(kinds: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole logits are gathered where some row asks for more than draws, and else not."""
-    monkeypatch.setattr(split_fused, "FEW", 0)
+    monkeypatch.setattr(split_fused, "MAX_GATHERED_ROWS", 0)
     vocab, slots = 300, len(KINDS)
     logits = 2 * torch.randn(len(kinds), vocab, generator=torch.Generator().manual_seed(4)).to(DEVICE)
 
-    def sampled(sampler: Sampler, given: Tensor) -> tuple[list[Sampled], list[int]]:
+    def sampled(sampler: Sampler, given: Tensor) -> tuple[list[SliceResult], list[int]]:
         last = torch.zeros(slots, dtype=torch.int64, device=DEVICE)
         for kind in kinds:
             params = SamplingParams(**KINDS[kind])
-            sampler.birth(Birth(kind, kind, -1, params.sampling(), kind * 9, 2, (5, 6), params.top))
+            sampler.init_slot(
+                SlotInit(kind, kind, -1, params.to_device_params(), kind * 9, 2, (5, 6), params.num_logprobs)
+            )
         rows = [(kind, 2, KINDS[kind].get("n", 1)) for kind in kinds]
-        return sampler.finish(sampler.sample(given, rows, last)), last.tolist()
+        return sampler.collect(sampler.sample(given, rows, last)), last.tolist()
 
     undivided = Sampler(slots, vocab, DEVICE, ())
-    undivided._fused = FusedSampling(vocab, DEVICE)
+    undivided._kernels = TritonSampling(vocab, DEVICE)
     want = sampled(undivided, logits)
 
     def work(rank: Turns) -> Any:
-        mine = own_of(logits, vocabulary(rank.part, vocab))
-        return sampled(FusedSplitSampler(slots, vocab, DEVICE, (), rank), mine)
+        mine = own_of(logits, shard_vocab(rank.shard, vocab))
+        return sampled(VocabParallelTritonSampler(slots, vocab, DEVICE, (), rank), mine)
 
     found, sent = on_ranks(2, work)
     assert found == [want] * 2
@@ -220,8 +222,8 @@ def test_rows_that_are_cut_hurt_no_tail_without_room_for_that(ranks: int) -> Non
     asked = Rows(logits, np.tile((0.8, 0.0, 5.0, 0.5), (rows, 1)), np.full(rows, 0.5))
 
     def work(rank: Turns) -> Tensor:
-        fused = SplitFused(vocab, DEVICE, rank) if ranks > 1 else FusedSampling(vocab, DEVICE)
-        given = own_of(logits, vocabulary(rank.part, vocab)) if ranks > 1 else logits
+        fused = VocabParallelTritonSampling(vocab, DEVICE, rank) if ranks > 1 else TritonSampling(vocab, DEVICE)
+        given = own_of(logits, shard_vocab(rank.shard, vocab)) if ranks > 1 else logits
         return asked.drawn(fused, "random", given)[0]
 
     for tokens in on_ranks(ranks, work)[0]:

@@ -14,17 +14,17 @@ from test_mixed_steps import Again
 from torch import Tensor
 
 from quire.data.kernels.triton import backend
-from quire.data.models import resolve
+from quire.data.models import resolve_model_class
 from quire.data.models.configs import named_config
 from quire.data.runner import graphs, recorder
 from quire.data.runner.model_runner import ModelRunner
 from quire.data.runner.stages import StageRunner
-from quire.data.weights.dummy import fill_dummy
-from quire.shard import meta_of
-from quire.vocabulary.layout import WHOLE, Part
+from quire.data.weights.dummy import fill_dummy_weights
+from quire.shard import meta_model
+from quire.vocabulary.layout import UNSHARDED, Shard
 from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.plan import Birth, Row, StepPlan
-from quire.vocabulary.stages import staged
+from quire.vocabulary.plan import SeqSlice, SlotInit, StepPlan
+from quire.vocabulary.stages import largest_stage_spec
 
 SLOTS, STAGES = 5, 3
 
@@ -44,20 +44,20 @@ class Ends:
         return x, delta
 
 
-def made(name: str, part: Part, attention: str, pipes: Any = None, replays: bool = False) -> ModelRunner:
+def made(name: str, part: Shard, attention: str, pipes: Any = None, replays: bool = False) -> ModelRunner:
     config = {**named_config(name), **SMALL[name], "num_hidden_layers": 3}
-    kind = resolve(config)
-    model = kind(config, torch.float32, DEVICE, part=part)
-    model.__dict__["undivided"] = meta_of(config, torch.float32, part)
-    fill_dummy(model, 3)
-    del model.__dict__["undivided"]
+    kind = resolve_model_class(config)
+    model = kind(config, torch.float32, DEVICE, shard=part)
+    model.__dict__["full_model"] = meta_model(config, torch.float32, part)
+    fill_dummy_weights(model, 3)
+    del model.__dict__["full_model"]
     for parameter in model.parameters():
         parameter.mul_(8)  # logits that differ
     model.prepare(64)
     spec = kind.spec(config)
     given = (model, spec, torch.float32, DEVICE, attention)
-    runner = ModelRunner(*given) if pipes is None else StageRunner(*given, part=part, pipes=pipes, graphs=replays)
-    bind(runner, staged(spec, part.stages), SLOTS)
+    runner = ModelRunner(*given) if pipes is None else StageRunner(*given, shard=part, pipes=pipes, use_graphs=replays)
+    bind(runner, largest_stage_spec(spec, part.pp_size), SLOTS)
     return runner
 
 
@@ -67,18 +67,20 @@ def answers(runners: list[ModelRunner]) -> list[list[int]]:
     def step(plan: StepPlan) -> list[int]:
         tickets = [runner.submit(plan) for runner in runners]
         results = [runner.collect(ticket) for runner, ticket in zip(runners, tickets)]
-        assert all(not one.tokens for result in results[:-1] for one in result.samples)
-        return [one.tokens[0] for one in results[-1].samples]
+        assert all(not one.tokens for result in results[:-1] for one in result.slice_results)
+        return [one.tokens[0] for one in results[-1].slice_results]
 
     lengths = {slot: 2 + 3 * slot for slot in range(1, SLOTS - 1)}
     drawn: dict[int, list[int]] = {}
     for slot, length in lengths.items():
-        birth = Birth(slot, slot, -1, SamplingParams(temperature=(slot % 2) * 0.8, seed=slot).sampling(), slot, length)
+        birth = SlotInit(
+            slot, slot, -1, SamplingParams(temperature=(slot % 2) * 0.8, seed=slot).to_device_params(), slot, length
+        )
         tokens = tuple(5 + (7 * slot + i * i) % 50 for i in range(length))
-        drawn[slot] = step(StepPlan((birth,), tuple(pages_of(slot)), (Row(slot, tokens, 0, 1),)))
+        drawn[slot] = step(StepPlan((birth,), tuple(pages_of(slot)), (SeqSlice(slot, tokens, 0, 1),)))
     for gone in (0, 1, 2):
         slots = list(lengths)[gone:]
-        rows = tuple(Row(slot, (drawn[slot][-1],), lengths[slot] + len(drawn[slot]) - 1, 1) for slot in slots)
+        rows = tuple(SeqSlice(slot, (drawn[slot][-1],), lengths[slot] + len(drawn[slot]) - 1, 1) for slot in slots)
         for slot, token in zip(slots, step(StepPlan((), (), rows))):
             drawn[slot].append(token)
     return list(drawn.values())
@@ -87,14 +89,14 @@ def answers(runners: list[ModelRunner]) -> list[list[int]]:
 @pytest.mark.parametrize("name", ["llama-125m", "opt-125m"])
 def test_stages_replay_what_one_computes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     again = Again()
-    monkeypatch.setattr(recorder, "Recorder", lambda device: again)
+    monkeypatch.setattr(recorder, "GraphCapturer", lambda device: again)
     for module in (graphs, backend):
         monkeypatch.setattr(module, "multiprocessors", lambda device: 9)
     pipes = [deque[Any]() for _ in range(STAGES + 1)]
     stages = [
-        made(name, Part(0, 1, stage, STAGES), "triton", Ends(pipes[stage], pipes[stage + 1]), replays=True)
+        made(name, Shard(0, 1, stage, STAGES), "triton", Ends(pipes[stage], pipes[stage + 1]), replays=True)
         for stage in range(STAGES)
     ]
-    assert answers(stages) == answers([made(name, WHOLE, "reference")])
+    assert answers(stages) == answers([made(name, UNSHARDED, "reference")])
     assert again.replays == 3 * (STAGES + 1), "each step of a token a row is a graph on every stage, and a tail"
     assert not any(pipes)

@@ -87,7 +87,7 @@ def test_runs(rows: list[tuple[int, int]], shape: Shape) -> None:
 def test_rows_in_parts() -> None:
     """Long rows, beside short ones: each part goes on from what the parts before it leave."""
     made = step([Row(3, 290), Row(0, 64), Row(41, 1), Row(79, 65)], Shape(6, 4, 3, 40))
-    assert scan_prompt.part_tokens(made.plan, len(made.x), 6) == 64
+    assert scan_prompt.scan_part_tokens(made.plan, len(made.x), 6) == 64
     check(made, "Triton")
 
 
@@ -100,14 +100,14 @@ def test_padding(name: str) -> None:
     assert plan.tiles is not None
     padded = StatePlan(
         *(torch.cat((numbers, more)) for numbers in (plan.offsets, plan.lengths)),
-        *(torch.cat((numbers, more + 3)) for numbers in (plan.starts, plan.reads)),
-        torch.cat((plan.writes, plan.writes[:2])), plan.run_tokens,
+        *(torch.cat((numbers, more + 3)) for numbers in (plan.starts, plan.read_pages)),
+        torch.cat((plan.write_pages, plan.write_pages[:2])), plan.page_tokens,
         torch.cat((plan.tiles, plan.tiles.new_tensor([[3, 0], [4, 0]]))),
     )  # fmt: skip
     check(made, name, padded)
     made = step([Row(3, 1)])
     slots, positions = torch.tensor([0, 0, 1], device=DEVICE), torch.tensor([0, 0, 3], device=DEVICE)
-    plan, want = StatePlan.single(made.batch.tables[0], slots, positions, made.shape.run), looped(made)
+    plan, want = StatePlan.for_decode(made.batch.tables[0], slots, positions, made.shape.run), looped(made)
     three = made.picked(torch.zeros(3, dtype=torch.int64, device=DEVICE))
     for got, wanted in zip(outputs(three, KERNELS[name], plan), (want.conv, want.scan)):
         near(got[2:], wanted)
@@ -167,7 +167,7 @@ def test_bits_do_not_depend_on_cuts_nor_neighbours(cuts: tuple[int, ...]) -> Non
 
 def test_no_rows() -> None:
     made, empty = step([Row(0, 1)]), torch.empty(0, dtype=torch.int64, device=DEVICE)
-    plan = StatePlan.single(made.batch.tables[0], empty, empty, made.shape.run)
+    plan = StatePlan.for_decode(made.batch.tables[0], empty, empty, made.shape.run)
     for kernels in KERNELS.values():
         assert [len(out) for out in outputs(made.picked(slice(0, 0)), kernels, plan)] == [0, 0]
 
@@ -175,6 +175,6 @@ def test_no_rows() -> None:
 def test_parts_that_lie_side_by_side_are_not_copied() -> None:
     both = torch.randn(5, 12, device=DEVICE)
     for B, C in ((both[:, :6], both[:, 6:]), (both[:, 6:], both[:, :6]), (both[:, :4], both[:, 4:8])):
-        assert torch.equal(scan._beside(B, C), torch.cat((B, C), dim=1))
-        assert torch.equal(scan._beside(B.half(), C.half()), torch.cat((B, C), dim=1).half().float())
-    assert scan._beside(both[:, :6], both[:, 6:]).data_ptr() == both.data_ptr()
+        assert torch.equal(scan._interleave_bc(B, C), torch.cat((B, C), dim=1))
+        assert torch.equal(scan._interleave_bc(B.half(), C.half()), torch.cat((B, C), dim=1).half().float())
+    assert scan._interleave_bc(both[:, :6], both[:, 6:]).data_ptr() == both.data_ptr()

@@ -16,15 +16,15 @@ from small_models import built
 from test_mixed_steps import CHUNKS, CPU, SLOTS, Chunk, rows_of, served, with_graphs
 
 from quire.config import EngineConfig
-from quire.control.memory import Size, build_memory
-from quire.data.kernels.states import CONV_TILE, pages_of
+from quire.control.memory import MemorySize, build_memory
+from quire.data.kernels.states import CONV_TILE, state_pages
 from quire.data.kernels.triton.backend import TritonBackend
 from quire.data.models.configs import named_config
-from quire.data.runner.inputs import Flat
+from quire.data.runner.inputs import FlatInputs
 from quire.data.runner.model_runner import ModelRunner
-from quire.data.runner.padded import Inputs
-from quire.vocabulary.plan import Table
-from quire.vocabulary.specs import Geometry
+from quire.data.runner.padded import MixedGraphInputs
+from quire.vocabulary.plan import TableWrite
+from quire.vocabulary.specs import KVCacheConfig
 
 LENGTH, RUN = 32, 4
 SMALL: dict[str, tuple[str, dict[str, Any]]] = {
@@ -42,27 +42,27 @@ SHAPE = {
 def a_model(name: str) -> tuple[Any, Any]:
     shape, more = SMALL[name]
     config = {**named_config(shape), **SHAPE, **more}
-    model, spec = built(config, lambda name, parameter: parameter.dim() > 1 and "decay" not in name)
+    model, spec = built(config, lambda name, parameter: parameter.dim() > 1 and "A_log" not in name)
     return model, spec.stored(4, 4)
 
 
-def a_runner(model: Any, spec: Any, attention: str, debug: bool = False) -> tuple[ModelRunner, Geometry]:
+def a_runner(model: Any, spec: Any, attention: str, debug: bool = False) -> tuple[ModelRunner, KVCacheConfig]:
     """Over poisoned pages, of which each group has its own."""
     config = EngineConfig(
         page_size=4, state_tokens=RUN, max_num_seqs=SLOTS - 1, max_num_batched_tokens=64, page_sizes="own", swap_gib=0
     )
-    geometry = build_memory(config, spec, Size(SLOTS * LENGTH, LENGTH, 4)).geometry
+    geometry = build_memory(config, spec, MemorySize(SLOTS * LENGTH, LENGTH, 4)).kv_config
     runner = ModelRunner(model, spec, torch.float32, DEVICE, attention, debug=debug)
     runner.bind(geometry)
-    for group, view in zip(geometry.groups, runner.store.views):
+    for group, view in zip(geometry.groups, runner.store.group_pages):
         view[group.ids.start :].fill_(torch.nan)
     return runner, geometry
 
 
-def named(geometry: Geometry, slot: int) -> list[Table]:
+def named(geometry: KVCacheConfig, slot: int) -> list[TableWrite]:
     widths = [group.table_width for group in geometry.groups]
     firsts = [group.ids.start + (slot - 1) * width for group, width in zip(geometry.groups, widths)]
-    return [Table(slot, g, 0, tuple(range(first, first + widths[g]))) for g, first in enumerate(firsts)]
+    return [TableWrite(slot, g, 0, tuple(range(first, first + widths[g]))) for g, first in enumerate(firsts)]
 
 
 @pytest.mark.share(2)
@@ -80,7 +80,7 @@ def test_replayed_steps_compute_what_eager_ones_do(
     expected, got = served([reference, runner], seed=len(name), named=partial(named, geometry))
     assert got == expected
     assert again.replays >= 3 * 6, "most steps are replayed, each as three graphs"
-    for group, mine, theirs in zip(geometry.groups, runner.store.views, reference.store.views):
+    for group, mine, theirs in zip(geometry.groups, runner.store.group_pages, reference.store.group_pages):
         own = slice(group.ids.start, group.ids.stop)
         torch.testing.assert_close(mine[own], theirs[own], atol=1e-4, rtol=1e-4, equal_nan=True)
         assert mine[0].isfinite().all(), "padding is finite"
@@ -89,29 +89,34 @@ def test_replayed_steps_compute_what_eager_ones_do(
 @given(chunks=CHUNKS, unsampled=st.integers(0, 5))
 def test_every_token_is_of_one_row(chunks: list[Chunk], unsampled: int) -> None:
     """Padding is a row too; and states are read and written as a plan for these rows alone has it."""
-    inputs, flat = Inputs([1, 8, 61], (), False, CPU, stateful=True), Flat.of(rows_of(chunks, unsampled))
-    sizes = inputs.fit(flat)
+    inputs, flat = (
+        MixedGraphInputs([1, 8, 61], (), False, CPU, has_states=True),
+        FlatInputs.from_slices(rows_of(chunks, unsampled)),
+    )
+    sizes = inputs.choose_sizes(flat)
     if sizes is None:
         return
     inputs.buffer.fill_(-7)
-    inputs.region(sizes).copy_(torch.from_numpy(inputs.filled(flat, sizes)))
+    inputs.region(sizes).copy_(torch.from_numpy(inputs.build_array(flat, sizes)))
     table = torch.arange(62 * 7).view(62, 7)
-    plan = inputs.states(sizes.tokens, sizes.singles, table, 512)
+    plan = inputs.state_plan(sizes.num_tokens, sizes.num_decode_rows, table, 512)
     rows, total = len(chunks), sum(count for _, count in chunks)
-    seen = np.zeros(sizes.tokens, dtype=int)
+    seen = np.zeros(sizes.num_tokens, dtype=int)
     for offset, length in zip(plan.offsets.tolist(), plan.lengths.tolist()):
         seen[offset : offset + length] += 1
     assert (seen == 1).all()
-    assert plan.lengths.sum() == sizes.tokens
-    covered = np.zeros(sizes.tokens, dtype=int)
+    assert plan.lengths.sum() == sizes.num_tokens
+    covered = np.zeros(sizes.num_tokens, dtype=int)
     assert plan.tiles is not None
     for row, first in plan.tiles.tolist():
         offset, length = int(plan.offsets[row]), int(plan.lengths[row])
         covered[offset + first : offset + min(first + CONV_TILE, length)] += 1
     assert (covered == 1).all()
     slots, starts, lengths = (torch.from_numpy(x) for x in (flat.slots, flat.starts, flat.lengths))
-    reads, writes = pages_of(table, slots, starts, lengths, 512, 2)
-    assert plan.reads[:rows].tolist() == reads.tolist()
-    assert plan.writes[:rows, :2].tolist() == writes.tolist()
-    assert plan.reads[rows:].tolist() == [-1] * (len(plan.reads) - rows), "padding reads nothing"
-    assert (plan.writes[rows:] == table[0, 0]).all(), f"padding of {sizes.tokens - total} tokens writes scratch alone"
+    reads, writes = state_pages(table, slots, starts, lengths, 512, 2)
+    assert plan.read_pages[:rows].tolist() == reads.tolist()
+    assert plan.write_pages[:rows, :2].tolist() == writes.tolist()
+    assert plan.read_pages[rows:].tolist() == [-1] * (len(plan.read_pages) - rows), "padding reads nothing"
+    assert (plan.write_pages[rows:] == table[0, 0]).all(), (
+        f"padding of {sizes.num_tokens - total} tokens writes scratch alone"
+    )

@@ -15,20 +15,20 @@ from quire.data.kernels.triton.attention import decode_scratch
 from quire.data.kernels.triton.backend import TritonBackend
 from quire.data.runner.inputs import build_batch
 from quire.data.runner.model_runner import ModelRunner
-from quire.data.runner.step import Step, token_step
+from quire.data.runner.step import StepContext, make_decode_context
 from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.plan import LAST, Birth, Row, StepPlan
+from quire.vocabulary.plan import LAST_SAMPLED, SeqSlice, SlotInit, StepPlan
 
 
 def plans() -> list[StepPlan]:
     """Two prompts, then one of them beside a third prompt's chunks, then all decoding."""
-    params = SamplingParams(temperature=0, max_tokens=20).sampling()
-    births = [Birth(slot, slot, -1, params, 0, prompt) for slot, prompt in ((1, 5), (2, 3), (3, 12))]
+    params = SamplingParams(temperature=0, max_tokens=20).to_device_params()
+    births = [SlotInit(slot, slot, -1, params, 0, prompt) for slot, prompt in ((1, 5), (2, 3), (3, 12))]
     rows = (
-        (Row(1, (5, 6, 7, 8, 9), 0, 1), Row(2, (11, 12, 13), 0, 1)),
-        (Row(1, (LAST,), 5, 1), Row(3, tuple(range(20, 29)), 0, 0)),
-        (Row(1, (LAST,), 6, 1), Row(2, (LAST,), 3, 1), Row(3, (30, 31, 32), 9, 1)),
-        (Row(3, (LAST,), 12, 1), Row(1, (LAST,), 7, 1), Row(2, (17,), 4, 1)),
+        (SeqSlice(1, (5, 6, 7, 8, 9), 0, 1), SeqSlice(2, (11, 12, 13), 0, 1)),
+        (SeqSlice(1, (LAST_SAMPLED,), 5, 1), SeqSlice(3, tuple(range(20, 29)), 0, 0)),
+        (SeqSlice(1, (LAST_SAMPLED,), 6, 1), SeqSlice(2, (LAST_SAMPLED,), 3, 1), SeqSlice(3, (30, 31, 32), 9, 1)),
+        (SeqSlice(3, (LAST_SAMPLED,), 12, 1), SeqSlice(1, (LAST_SAMPLED,), 7, 1), SeqSlice(2, (17,), 4, 1)),
     )
     return [StepPlan(tuple(births), tuple(pages_of(1, 2, 3)), rows[0]), *(StepPlan((), (), one) for one in rows[1:])]
 
@@ -39,14 +39,14 @@ def runners(request) -> tuple[ModelRunner, ModelRunner]:
     model, spec = a_model(request.param)
     both = a_runner(model, spec, "reference"), a_runner(model, spec, "triton")
     for plan in plans():
-        expected, got = ([sample.tokens for sample in r.collect(r.submit(plan)).samples] for r in both)
+        expected, got = ([sample.tokens for sample in r.collect(r.submit(plan)).slice_results] for r in both)
         assert got == expected
     return both
 
 
-def logits(runner: ModelRunner, rows: tuple[Row, ...], backend: TritonBackend | None = None) -> torch.Tensor:
-    batch = build_batch(rows, runner.store, runner.last)
-    step = Step.of(batch, runner.store.caches, backend or runner.backend)
+def logits(runner: ModelRunner, rows: tuple[SeqSlice, ...], backend: TritonBackend | None = None) -> torch.Tensor:
+    batch = build_batch(rows, runner.store, runner.last_sampled)
+    step = StepContext.from_batch(batch, runner.store.caches, backend or runner.backend)
     with torch.inference_mode():
         return runner.model.logits(runner.model(batch.tokens, step))
 
@@ -57,7 +57,7 @@ def assert_near(got: torch.Tensor, expected: torch.Tensor) -> None:
 
 def test_logits_of_a_mixed_step(runners: tuple[ModelRunner, ModelRunner]) -> None:
     """With `deterministic` one kernel computes prompts and single tokens; it equals the reference too."""
-    rows = (Row(2, (40,), 5, 1), Row(3, (41, 42, 43, 44), 13, 1), Row(1, (LAST,), 8, 1))
+    rows = (SeqSlice(2, (40,), 5, 1), SeqSlice(3, (41, 42, 43, 44), 13, 1), SeqSlice(1, (LAST_SAMPLED,), 8, 1))
     expected = logits(runners[0], rows)
     assert expected.std() > 0.1
     for deterministic in (False, True):
@@ -71,7 +71,7 @@ def test_the_step_that_graphs_capture(
 ) -> None:
     """Eager steps and captured ones launch the same: what a layer says of its attention counts in both."""
     reference, runner = runners
-    rows = (Row(1, (40,), 8, 1), Row(3, (41,), 13, 1), Row(2, (42,), 5, 1))
+    rows = (SeqSlice(1, (40,), 8, 1), SeqSlice(3, (41,), 13, 1), SeqSlice(2, (42,), 5, 1))
     plain = logits(reference, rows)
     tokens, slots, positions = torch.tensor(
         [(40, 1, 8), (41, 3, 13), (42, 2, 5), (0, 0, 0)], device=DEVICE
@@ -88,7 +88,7 @@ def test_the_step_that_graphs_capture(
             backend = TritonBackend(deterministic=deterministic)
             assert_near(logits(runner, rows, backend), expected)
             scratch = decode_scratch(4, cache.heads, cache.kv_heads, cache.head_dim, splits, DEVICE)
-            context = token_step(runner.store, backend, slots, positions, scratch, splits)
+            context = make_decode_context(runner.store, backend, slots, positions, scratch, splits)
             with torch.inference_mode():
                 got = runner.model.logits(runner.model(tokens, context))
             assert got.isfinite().all(), "padding is finite"
@@ -101,23 +101,25 @@ small = cache(lambda: a_model("gemma-2-2b"))
 def runner_of(attention: str) -> ModelRunner:
     model, spec = small()
     runner = a_runner(model, spec, attention)
-    runner.bind(replace(runner.store.geometry, both_ways=True))
-    runner.store.views[0][1:].fill_(torch.nan)
+    runner.bind(replace(runner.store.kv_config, both_ways=True))
+    runner.store.group_pages[0][1:].fill_(torch.nan)
     return runner
 
 
 def whole_plans() -> list[StepPlan]:
     """Prompts alone, beside rows that decode, behind tokens that are there; each of their last layers is asked for the
     last token alone, and one prompt scores all of its tokens."""
-    params = SamplingParams(temperature=0, max_tokens=20).sampling()
-    births = [Birth(slot, slot, -1, params, 0, prompt) for slot, prompt in ((1, 9), (2, 1), (3, 12), (4, 10))]
+    params = SamplingParams(temperature=0, max_tokens=20).to_device_params()
+    births = [SlotInit(slot, slot, -1, params, 0, prompt) for slot, prompt in ((1, 9), (2, 1), (3, 12), (4, 10))]
     tables = tuple(pages_of(1, 2, 3, 4))
     return [
-        StepPlan(tuple(births), tables, (Row(1, tuple(range(9)), 0, 1), Row(2, (11,), 0, 1))),
-        StepPlan((), (), (Row(1, (40,), 9, 1), Row(3, tuple(range(20, 32)), 0, 1), Row(2, (41, 42), 1, 1))),
-        StepPlan((), (), (Row(3, (43,), 12, 1), Row(1, (44,), 10, 1), Row(2, (45,), 3, 1))),
-        StepPlan((), (), (Row(4, tuple(range(6)), 0, 0), Row(3, (46,), 13, 1))),
-        StepPlan((), (), (Row(4, (6, 7, 8, 9), 6, 1), Row(1, (47,), 11, 1))),
+        StepPlan(tuple(births), tables, (SeqSlice(1, tuple(range(9)), 0, 1), SeqSlice(2, (11,), 0, 1))),
+        StepPlan(
+            (), (), (SeqSlice(1, (40,), 9, 1), SeqSlice(3, tuple(range(20, 32)), 0, 1), SeqSlice(2, (41, 42), 1, 1))
+        ),
+        StepPlan((), (), (SeqSlice(3, (43,), 12, 1), SeqSlice(1, (44,), 10, 1), SeqSlice(2, (45,), 3, 1))),
+        StepPlan((), (), (SeqSlice(4, tuple(range(6)), 0, 0), SeqSlice(3, (46,), 13, 1))),
+        StepPlan((), (), (SeqSlice(4, (6, 7, 8, 9), 6, 1), SeqSlice(1, (47,), 11, 1))),
     ]
 
 

@@ -19,25 +19,25 @@ from small_models import SMALL, a_model, a_runner
 from test_paged_attention import assert_close
 
 from quire import build, shard
-from quire.config import VENDORS, EngineConfig
-from quire.control.memory.layout import Size
-from quire.control.memory.virtual import virtual_geometry
+from quire.config import VENDOR_ATTENTIONS, EngineConfig
+from quire.control.memory.layout import MemorySize
+from quire.control.memory.virtual import build_virtual_kv_config
 from quire.data.kernels import vendor
 from quire.data.kernels.triton.vendor_backend import VendorBackend
-from quire.data.layers.rope import Rope
-from quire.data.layers.rotary import Rotary
+from quire.data.layers.rope import RopeConfig
+from quire.data.layers.rotary import RotaryEmbedding
 from quire.data.models.configs import named_config
 from quire.data.runner.virtual.opening import open_store
 from quire.data.runner.virtual.store import VirtualStore
 from quire.errors import StartupError
 from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.plan import Table
+from quire.vocabulary.plan import TableWrite
 from quire.vocabulary.specs import LayerSpec, ModelSpec
 
 DEVICE = torch.device("cuda", 0) if CUDA else torch.device("cpu")
 DTYPE = torch.bfloat16 if CUDA else torch.float32
 KV_HEADS, HEADS, DIM, MOST = 2, 6, 16, 160
-NAMES = VENDORS if CUDA else ("cudnn",)  # whose stand-in is all of them
+NAMES = VENDOR_ATTENTIONS if CUDA else ("cudnn",)  # whose stand-in is all of them
 SIZES = {
     "one": [(0, 90)],
     "a chunk": [(80, 70)],
@@ -49,8 +49,8 @@ SIZES = {
 @pytest.fixture
 def lower(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is long, and how many queries are worth a call."""
-    monkeypatch.setattr(vendor, "LONG", 64)
-    monkeypatch.setattr(vendor, "LEAST", 10)
+    monkeypatch.setattr(vendor, "MIN_CONTEXT", 64)
+    monkeypatch.setattr(vendor, "MIN_QUERIES", 10)
 
 
 @pytest.fixture(params=["layer", "sliced"])
@@ -62,12 +62,12 @@ def store(request: pytest.FixtureRequest) -> Iterator[VirtualStore]:
     config = EngineConfig(
         memory="virtual", virtual_layout=request.param, virtual_page_kib=kib, max_num_seqs=6, swap_gib=0.0
     )
-    geometry = virtual_geometry(config, spec, Size(2**18 if CUDA else 6 * 256, MOST, DTYPE.itemsize))
-    made = open_store(geometry, spec, DTYPE, DEVICE, False, views=True)
+    geometry = build_virtual_kv_config(config, spec, MemorySize(2**18 if CUDA else 6 * 256, MOST, DTYPE.itemsize))
+    made = open_store(geometry, spec, DTYPE, DEVICE, False, is_contiguous=True)
     made.buffer.fill_(torch.nan)
     ids, width = list(geometry.groups[0].ids), geometry.groups[0].table_width
     assert len(ids) >= 6 * width, "a page for each place"
-    made.replay(tuple(Table(i + 1, 0, 0, tuple(ids[i::6][:width])) for i in range(6)))
+    made.apply_page_ops(tuple(TableWrite(i + 1, 0, 0, tuple(ids[i::6][:width])) for i in range(6)))
     yield made
     gc.collect()  # what the interpreter keeps in circles
     made.close()
@@ -87,7 +87,7 @@ def step(backend: VendorBackend, store: VirtualStore, sizes: list[tuple[int, int
         return plan(*given)
 
     backend.kernel, backend.plan = counted, planned  # type: ignore[method-assign]
-    rotary = Rotary(Rope(kind="default", theta=10000.0, original_len=256), DIM, 256)
+    rotary = RotaryEmbedding(RopeConfig(kind="default", theta=10000.0, original_max_len=256), DIM, 256)
     rotary.prepare(DEVICE)
     assert_close(*two_steps(backend, store, store.caches[1], sizes, rotary, fused=True, asked=asked))
     return calls
@@ -109,7 +109,7 @@ def test_steps_equal_dense_attention(name: str, sizes: str, calls: list[int], as
 def test_what_is_long(store: VirtualStore) -> None:
     def long(*rows: tuple[int, int], **bounds: Any) -> bool:
         starts, lengths = np.array(rows, dtype=np.int64).reshape(-1, 2).T
-        return VendorBackend("flash").is_long(replace(store.caches[0], **bounds), lengths, starts + lengths)
+        return VendorBackend("flash").use_long_kernel(replace(store.caches[0], **bounds), lengths, starts + lengths)
 
     assert long((0, 4096))
     assert not long((0, 4096), window=5000), "layers with windows are for our kernel"
@@ -121,7 +121,7 @@ def test_what_is_long(store: VirtualStore) -> None:
     assert not long((4032, 64), *((0, 900),) * 9), "nearly all of the work is in short ones"
 
 
-@pytest.mark.parametrize("name", VENDORS)
+@pytest.mark.parametrize("name", VENDOR_ATTENTIONS)
 def test_over_pages_they_are_refused(name: str) -> None:
     with pytest.raises(StartupError, match=f"--attention is {name}.*the memory is paged"):
         a_runner(*a_model("llama-125m"), name)
@@ -133,22 +133,22 @@ def test_a_kernel_that_does_not_run_is_refused(kind: type[Exception], text: str,
         raise kind(text)
 
     backend = VendorBackend("cudnn")
-    backend.check(store.caches[0])
+    backend.check_cache(store.caches[0])
     backend.kernel = failing
     with pytest.raises(StartupError, match=rf"--attention is cudnn, .* run here: {text.splitlines()[0]}\. Use"):
-        backend.check(store.caches[0])
+        backend.check_cache(store.caches[0])
 
 
 @pytest.mark.skipif(CUDA, reason="there it runs")
 def test_varlen_attn_has_no_kernel_for_a_cpu(store: VirtualStore) -> None:
     with pytest.raises(StartupError, match=r"--attention is varlen, which this torch, .* can't run here: "):
-        VendorBackend("varlen").check(store.caches[0])
+        VendorBackend("varlen").check_cache(store.caches[0])
 
 
 def test_sizes_that_the_kernel_does_not_know(monkeypatch: pytest.MonkeyPatch, store: VirtualStore) -> None:
-    monkeypatch.setattr(vendor, "fits", lambda name, cache: False)
+    monkeypatch.setattr(vendor, "supports_heads", lambda name, cache: False)
     with pytest.raises(StartupError, match=r"--attention is cudnn, .* heads of 16 numbers of (16|32) bits"):
-        VendorBackend("cudnn").check(store.caches[0])
+        VendorBackend("cudnn").check_cache(store.caches[0])
 
 
 @pytest.mark.parametrize("contiguous", [False, True])
@@ -159,7 +159,7 @@ def test_what_the_benchmark_times(contiguous: bool) -> None:
     where = placed(2, 50, KV_HEADS, DIM, 16, 1, DTYPE, HEADS, contiguous, str(DEVICE))
     found = {name: torch.cat(call()) for name, call in chunked(where, 20).items()}
     ours = "prompt contiguous" if contiguous else "prompt paged"
-    assert [*found] == [ours, *(VENDORS if CUDA else ("flash", "cudnn")) * contiguous]
+    assert [*found] == [ours, *(VENDOR_ATTENTIONS if CUDA else ("flash", "cudnn")) * contiguous]
     for name in [*found][1:]:
         torch.testing.assert_close(found[name], found[ours], atol=0.02 if CUDA else 1e-5, rtol=0.02 if CUDA else 1e-5)
 
@@ -174,12 +174,12 @@ def test_an_engine_with_chunks_and_a_shared_prefix(tmp_path: Path, monkeypatch: 
         return kernel(q, keys, values, start, scale)
 
     monkeypatch.setitem(vendor.KERNELS, "cudnn", counted)
-    monkeypatch.setattr(vendor, "LONG", 24)
-    monkeypatch.setattr(vendor, "LEAST", 8)
+    monkeypatch.setattr(vendor, "MIN_CONTEXT", 24)
+    monkeypatch.setattr(vendor, "MIN_QUERIES", 8)
     (tmp_path / "config.json").write_text(json.dumps({**named_config("llama-125m"), **SMALL["llama-125m"]}))
     answers = []
     for attention in ("contiguous", "cudnn"):
-        monkeypatch.setattr(shard, "attention_of", lambda config, spec, device, dtype, chosen=attention: chosen)
+        monkeypatch.setattr(shard, "choose_attention", lambda config, spec, device, dtype, chosen=attention: chosen)
         config = EngineConfig(
             model=str(tmp_path), dummy_weights=True, skip_tokenizer_init=True, dtype="float32", device="cpu",
             memory="virtual", virtual_page_kib=4, virtual_layout="sliced", kv_tokens=1024, max_num_seqs=6,
@@ -190,9 +190,9 @@ def test_an_engine_with_chunks_and_a_shared_prefix(tmp_path: Path, monkeypatch: 
             params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
             engine.add(str(i), [(5 * j + (j > 40) * i) % 60 for j in range(length)], params)
         found: dict[str, list[int]] = {}
-        while engine.unfinished:
+        while engine.has_unfinished_requests:
             for output in engine.step():
-                found.setdefault(output.request, []).extend(output.tokens)
+                found.setdefault(output.request_id, []).extend(output.tokens)
         gc.collect()
         engine.close()
         answers.append(found)

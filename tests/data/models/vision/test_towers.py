@@ -15,8 +15,8 @@ from pictured_models import InternVLChat, Phi3Vision
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from quire.data.models.vision import VisionSettings, blocks, build_encoder, rows_of
-from quire.data.weights.loader import load
+from quire.data.models.vision import VisionSettings, blocks, build_encoder, encode_image
+from quire.data.weights.loader import load_weights
 
 TEXT = {
     "hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,
@@ -87,9 +87,9 @@ def without_text(folder: Path, *parts: str) -> None:
 
 def ours(config: dict[str, Any], folder: Path, prepare: bool = True, **said: Any) -> Any:
     """Our encoder, loaded, of as many parameters as its settings say."""
-    encoder = build_encoder(VisionSettings.read(config, said), torch.float32, torch.device("cpu"))
+    encoder = build_encoder(VisionSettings.from_config(config, said), torch.float32, torch.device("cpu"))
     assert sum(parameter.numel() for parameter in encoder.parameters()) == encoder.settings.parameters
-    load(encoder, folder)
+    load_weights(encoder, folder)
     if prepare:
         encoder.prepare()
     return encoder
@@ -111,14 +111,14 @@ def pixels(tiles: int, side: int, seed: int = 0) -> Tensor:
 
 def opened(encoder: Any, height: int, width: int, *alone: bool) -> tuple[Any, Any]:
     """How a picture of that size is cut, and its tiles as the tower sees them."""
-    grid = encoder.tiling.grid(height, width, *alone)
-    seen = encoder.open(pixels(encoder.tiling.parts(grid), encoder.tiling.tile), grid)
-    assert len(seen) == encoder.tiling.parts(grid) <= encoder.tiling.most_parts
+    grid = encoder.tiling.choose_grid(height, width, *alone)
+    seen = encoder.preprocess(pixels(encoder.tiling.num_parts(grid), encoder.tiling.tile_size), grid)
+    assert len(seen) == encoder.tiling.num_parts(grid) <= encoder.tiling.max_parts
     return grid, seen
 
 
 def check(encoder: Any, rows: Tensor, expected: Tensor, grid: Any) -> None:
-    assert len(rows) == encoder.tiling.rows(grid) <= encoder.tiling.most_rows
+    assert len(rows) == encoder.tiling.num_embeds(grid) <= encoder.tiling.max_embeds
     torch.testing.assert_close(rows, expected, **CLOSE)
 
 
@@ -139,7 +139,7 @@ def test_llava(options: dict[str, Any], tmp_path: Path) -> None:
                 seen[None], torch.tensor([[height, width]]), batch_num_images=torch.tensor([1 if alone else 2]),
                 vision_feature_layer=layer, vision_feature_select_strategy="full", vision_aspect_ratio="anyres_max_4",
             ).pooler_output[0]  # fmt: skip
-            check(encoder, encoder.join(encoder.encode(seen), grid), found, grid)
+            check(encoder, encoder.assemble(encoder.encode(seen), grid), found, grid)
 
 
 INTERN: dict[str, dict[str, Any]] = {
@@ -158,7 +158,7 @@ def test_internvl(case: str, tmp_path: Path) -> None:
         grid, seen = opened(encoder, height, width)
         with torch.no_grad():
             found = theirs.model.get_image_features(seen).pooler_output.flatten(0, 1)
-            check(encoder, encoder.join(encoder.encode(seen), grid), found, grid)
+            check(encoder, encoder.assemble(encoder.encode(seen), grid), found, grid)
 
 
 def test_internvl_under_its_published_names(tmp_path: Path) -> None:
@@ -174,12 +174,12 @@ def test_internvl_under_its_published_names(tmp_path: Path) -> None:
     }  # fmt: skip
     save_file(published(load_file(tmp_path / "model.safetensors")), tmp_path / "model.safetensors")
     encoder = ours(config, tmp_path, size=28)
-    grid = encoder.tiling.grid(30, 80)
-    assert encoder.tiling.most_parts == 7
+    grid = encoder.tiling.choose_grid(30, 80)
+    assert encoder.tiling.max_parts == 7
     assert grid[:2] == (1, 3)
     bytes_ = pixels(3, 28)
     with torch.no_grad():
-        got, want = (rows_of(model, bytes_, grid, 2) for model in (encoder, expected))
+        got, want = (encode_image(model, bytes_, grid, 2) for model in (encoder, expected))
     torch.testing.assert_close(got, want, **CLOSE)
 
 
@@ -205,17 +205,17 @@ def test_mllama(more: dict[str, Any], tmp_path: Path) -> None:
     encoder = ours(config, tmp_path)
     seen_grids = set()
     for height, width in [*SIZES, (31, 62), (31, 93), (31, 124), (62, 31), (62, 62), (93, 31), (124, 31), (500, 9)]:
-        grid = encoder.tiling.grid(height, width)
+        grid = encoder.tiling.choose_grid(height, width)
         count = grid.rows * grid.columns
-        seen = encoder.open(pixels(count, 31), grid)
-        assert len(seen) == encoder.tiling.parts(grid) == 1
+        seen = encoder.preprocess(pixels(count, 31), grid)
+        assert len(seen) == encoder.tiling.num_parts(grid) == 1
         padded = torch.zeros(1, 1, 4, 3, 31, 31)
         padded[0, 0, :count] = seen[0]
         mask = (torch.arange(4) < count).long()[None, None]
         with torch.no_grad():
-            states = theirs.model.vision_model(padded, torch.tensor([[encoder.tiling.shape(grid)]]), mask)
+            states = theirs.model.vision_model(padded, torch.tensor([[encoder.tiling.aspect_ratio_id(grid)]]), mask)
             found = theirs.model.multi_modal_projector(states.last_hidden_state)[0, 0, :count].flatten(0, 1)
-            check(encoder, encoder.join(encoder.encode(seen, grid), grid), found, grid)
+            check(encoder, encoder.assemble(encoder.encode(seen, grid), grid), found, grid)
         seen_grids.add(grid[:2])
     assert len(seen_grids) == 8, "every shape of four tiles"
 
@@ -229,13 +229,13 @@ def test_phi3(order: str, tmp_path: Path) -> None:
     encoder = ours(config, tmp_path, num_crops=4)
     for height, width in SIZES:
         shown = theirs.shown(height, width)
-        assert shown.parts <= encoder.tiling.most_parts == 5
+        assert shown.parts <= encoder.tiling.max_parts == 5
         with torch.no_grad():
             found = theirs.rows(shown)
         if order == "glb_sub":
             cut, end, whole = found.split((len(found) - 7, 1, 6))
             found = torch.cat((whole, end, cut))
-        check(encoder, rows_of(encoder, shown.tiles, shown.grid, at_once=2), found, shown.grid)
+        check(encoder, encode_image(encoder, shown.tiles, shown.grid, at_once=2), found, shown.grid)
 
 
 @pytest.mark.parametrize("family", [llava, paligemma, internvl, mllama])
@@ -256,8 +256,8 @@ def test_names_before_the_newer_ones(family: Callable[[], nn.Module], tmp_path: 
 
 def test_a_connector_in_shares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     encoder = ours(saved(llava(), tmp_path), tmp_path)
-    grid = encoder.tiling.grid(90, 60)
-    cut = pixels(encoder.tiling.parts(grid), 31)
-    whole = rows_of(encoder, cut, grid, 9)
-    monkeypatch.setattr(blocks, "AT_ONCE", 5)
-    torch.testing.assert_close(rows_of(encoder, cut, grid, 9), whole, atol=1e-6, rtol=1e-6)
+    grid = encoder.tiling.choose_grid(90, 60)
+    cut = pixels(encoder.tiling.num_parts(grid), 31)
+    whole = encode_image(encoder, cut, grid, 9)
+    monkeypatch.setattr(blocks, "PROJECTOR_ROWS", 5)
+    torch.testing.assert_close(encode_image(encoder, cut, grid, 9), whole, atol=1e-6, rtol=1e-6)

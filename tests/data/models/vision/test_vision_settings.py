@@ -13,7 +13,7 @@ import torch
 from quire.data.models import read_spec
 from quire.data.models.configs import named_config
 from quire.data.models.vision import VisionSettings, build_encoder
-from quire.data.models.vision.shapes import PREPARED, VISION
+from quire.data.models.vision.shapes import PREPROCESSOR_CONFIGS, VISION_CONFIGS
 from quire.data.weights.checkpoint import read_preprocessor_config
 from quire.errors import StartupError
 
@@ -25,7 +25,7 @@ WIDTHS = {
 
 def whole(name: str) -> dict[str, Any]:
     """A published config with the text's width, where the family has it."""
-    config = deepcopy(VISION[name])
+    config = deepcopy(VISION_CONFIGS[name])
     text = {"llava-onevision-7b": "text_config", "internvl2-8b": "llm_config", "phi-3-vision": None}
     where = text.get(name, "text_config")
     (config if where is None else config.setdefault(where, {}))["hidden_size"] = WIDTHS[name]
@@ -43,21 +43,21 @@ def whole(name: str) -> dict[str, Any]:
     ],
 )
 def test_published_ones(name: str, millions: int, most_rows: int, parts: int) -> None:
-    settings = VisionSettings.read(whole(name), PREPARED[name])
-    assert settings.width == WIDTHS[name]
+    settings = VisionSettings.from_config(whole(name), PREPROCESSOR_CONFIGS[name])
+    assert settings.hidden == WIDTHS[name]
     assert round(settings.parameters / 1e6) == millions
-    assert (settings.most_rows, settings.tiling.most_parts) == (most_rows, parts)
+    assert (settings.max_rows, settings.tiling.max_parts) == (most_rows, parts)
     encoder = build_encoder(settings, torch.bfloat16, torch.device("meta"))
-    assert encoder.whole == settings.cross == (name == "llama-3.2-11b-vision")
-    assert settings.both_ways == (name == "paligemma2-10b")
+    assert encoder.encodes_whole_image == settings.uses_cross_attention == (name == "llama-3.2-11b-vision")
+    assert settings.bidirectional == (name == "paligemma2-10b")
     spec = settings.spec(7_000_000_000)
-    assert (spec.most_rows, spec.both_ways) == (most_rows, settings.both_ways)
-    assert spec.activations == settings.activation_bytes(min(8, settings.tiling.most_parts), 2)
-    assert spec.part_rows == (0 if settings.cross else most_rows // parts)
+    assert (spec.max_embeds, spec.bidirectional_prompt) == (most_rows, settings.bidirectional)
+    assert spec.activations == settings.activation_bytes(min(8, settings.tiling.max_parts), 2)
+    assert spec.part_embeds == (0 if settings.uses_cross_attention else most_rows // parts)
     assert 0 < spec.part_bytes < 200 << 20
-    opened = settings.tiling.most_parts * 3 * settings.tower.image**2 * 2
-    assert spec.begun_bytes == (0 if encoder.whole or settings.tiling.most_parts == 1 else opened)
-    assert set(encoder.names()) == {name for name, _ in encoder.named_parameters()}
+    opened = settings.tiling.max_parts * 3 * settings.tower.image_size**2 * 2
+    assert spec.partial_image_bytes == (0 if encoder.encodes_whole_image or settings.tiling.max_parts == 1 else opened)
+    assert set(encoder.weight_sources()) == {name for name, _ in encoder.named_parameters()}
 
 
 @pytest.mark.parametrize(
@@ -72,13 +72,16 @@ def test_a_part_counts_as_about_the_tokens_that_take_as_long(name: str, expected
 
 
 def test_preprocessor_config_may_be_missing() -> None:
-    for name in VISION:
-        bare, said = VisionSettings.read(whole(name)), VisionSettings.read(whole(name), PREPARED[name])
+    for name in VISION_CONFIGS:
+        bare, said = (
+            VisionSettings.from_config(whole(name)),
+            VisionSettings.from_config(whole(name), PREPROCESSOR_CONFIGS[name]),
+        )
         assert bare.tiling == said.tiling
         assert bare.tower == said.tower
 
 
-LLAVA, INTERN, PHI3, GEMMA, LLAMA = VISION
+LLAVA, INTERN, PHI3, GEMMA, LLAMA = VISION_CONFIGS
 HOSTILE: list[tuple[str, str, Any, str]] = [
     (LLAVA, "architectures", ["GPT2LMHeadModel"], "'GPT2LMHeadModel' reads no pictures"),
     (LLAVA, "vision_config", {}, "has no vision_config"),
@@ -139,7 +142,7 @@ def test_hostile_ones(name: str, field: str, value: Any, words: str) -> None:
         section = section[part]
     section[last] = value
     with pytest.raises(StartupError) as refused:
-        VisionSettings.read(config, PREPARED[name])
+        VisionSettings.from_config(config, PREPROCESSOR_CONFIGS[name])
     assert words in str(refused.value)
     assert len(str(refused.value)) < 1000
 
@@ -163,7 +166,7 @@ def test_hostile_ones(name: str, field: str, value: Any, words: str) -> None:
 )
 def test_hostile_preprocessors(name: str, said: dict[str, Any], words: str) -> None:
     with pytest.raises(StartupError, match=words):
-        VisionSettings.read(whole(name), said)
+        VisionSettings.from_config(whole(name), said)
 
 
 def test_preprocessor_configs_old_and_new(tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ def test_the_calls_in_their_order() -> None:
     names = [name for name, *_ in api.log]
     assert names == ["Init", "DeviceGet", "DeviceGetAttribute", "MemGetAllocationGranularity",
                      "DevicePrimaryCtxRetain", "CtxSetCurrent"]  # fmt: skip
-    assert (driver._kind.location.id, driver._access.location.id, driver.device.index) == (3, 3, 3)
+    assert (driver._allocation_prop.location.id, driver._access_desc.location.id, driver.device.index) == (3, 3, 3)
     at = driver.reserve(5 * PAGE - 1)
     assert at % PAGE == 0
     driver.create(4)
@@ -146,7 +146,7 @@ def test_the_calls_in_their_order() -> None:
     assert api.log[mark:] == [
         ("MemMap", at, PAGE, 0, "h1", 0),
         ("MemMap", at + PAGE, PAGE, 0, "h2", 0),
-        ("MemSetAccess", at, 2 * PAGE, [driver._access], 1),
+        ("MemSetAccess", at, 2 * PAGE, [driver._access_desc], 1),
         ("MemsetD8", at, 0, PAGE),
         ("MemsetD8", at + PAGE, 0, PAGE),
         ("CtxSynchronize",),

@@ -14,7 +14,7 @@ import torch
 from quire.data.runner.virtual import DriverError, open_driver
 from quire.data.runner.virtual.cuda import CudaDriver
 from quire.data.runner.virtual.driver import Driver
-from quire.data.runner.virtual.latencies import bandwidth, measure
+from quire.data.runner.virtual.latencies import bandwidth, measure_latencies
 
 pytestmark = pytest.mark.gpu
 PAGE = 2 << 20
@@ -71,7 +71,7 @@ def test_cycles_leave_nothing() -> None:
 
 def test_latencies() -> None:
     work = torch.randn(4096, 4096, device="cuda")
-    rows = measure(CudaDriver(PAGE), pages=64, load=lambda: work @ work)
+    rows = measure_latencies(CudaDriver(PAGE), pages=64, load=lambda: work @ work)
     assert {row.kind for row in rows} == {"reserve", "create", "map", "access", "unmap", "release", "free"}
     assert bandwidth(rows) > 1
 

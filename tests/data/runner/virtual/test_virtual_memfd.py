@@ -16,9 +16,9 @@ import pytest
 import torch
 from stored import leftovers
 
-from quire.data.runner.virtual import DriverError, FakeDriver, Run, latencies, map_all, open_driver
-from quire.data.runner.virtual.latencies import Latency, bandwidth, measure
-from quire.data.runner.virtual.memfd import MemfdDriver, check_regions
+from quire.data.runner.virtual import DriverError, FakeDriver, PageRun, latencies, map_all, open_driver
+from quire.data.runner.virtual.latencies import CallLatency, bandwidth, measure_latencies
+from quire.data.runner.virtual.memfd import MemfdDriver, check_map_count
 from quire.errors import StartupError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memfd is Linux's")
@@ -56,11 +56,11 @@ def test_neighbours_are_one_mapping() -> None:
 
 
 def test_too_many_mappings_are_refused() -> None:
-    check_regions(500, limit=1000)
+    check_map_count(500, limit=1000)
     with pytest.raises(StartupError, match=r"501 mappings.*max_map_count = 1,000.*to 1,002 with sysctl"):
-        check_regions(501, limit=1000)
+        check_map_count(501, limit=1000)
     with pytest.raises(StartupError, match="max_map_count"):
-        check_regions(1 << 40)
+        check_map_count(1 << 40)
 
 
 @pytest.mark.parametrize("page", [0, -4096, 1000, 4097, 240_000])
@@ -142,12 +142,12 @@ def test_a_map_that_the_system_refuses_changes_nothing(monkeypatch: pytest.Monke
         at = driver.reserve(2**20)
         driver.create(8)
         driver.map(at, 7)
-        group = [Run(at + (2 + 2 * i) * driver.page, 2 * i, 2) for i in range(3)]
+        group = [PageRun(at + (2 + 2 * i) * driver.page, 2 * i, 2) for i in range(3)]
         with monkeypatch.context() as patch:
             patch.setattr(driver, "_libc", Refusing(driver._libc, k))
             with pytest.raises(DriverError, match="mmap failed: Cannot allocate memory, mapping 2 pages at"):
                 map_all(driver, group)
-        assert set(driver.places.mapped) == {at}
+        assert set(driver.mapping_table.page_by_address) == {at}
         assert mappings(at, at + 9 * driver.page) == ["rw-s", "---p"]
         map_all(driver, group)
         driver.close()
@@ -206,10 +206,10 @@ def test_tensors_over_nothing(dtype: torch.dtype) -> None:
 def test_every_kind_of_call_is_measured() -> None:
     loads = []
     driver = MemfdDriver(64 << 10)
-    rows = measure(driver, pages=32, runs=(1, 4), load=lambda: loads.append(1))
+    rows = measure_latencies(driver, pages=32, run_lengths=(1, 4), load=lambda: loads.append(1))
     calls = {(row.kind, row.run, row.loaded): row.calls for row in rows}
     many = {(kind, run, loaded): 32 // run for kind in ("map", "unmap") for run in (1, 4) for loaded in (False, True)}
-    once = {("reserve", 1, False): latencies.RESERVES, ("free", 1, False): latencies.RESERVES,
+    once = {("reserve", 1, False): latencies.NUM_RESERVATIONS, ("free", 1, False): latencies.NUM_RESERVATIONS,
             ("create", 1, False): 1, ("release", 1, False): 1}  # fmt: skip
     assert calls == many | once
     assert len(loads) == 2 * (32 + 8)
@@ -222,8 +222,8 @@ def test_every_kind_of_call_is_measured() -> None:
 
 def test_bandwidth_counts_map_and_access() -> None:
     """2 MiB in 2 us and 38 us, as CUDA's own calls take in the paper, are 52 GB/s."""
-    rows = [Latency(kind, 2 << 20, 1, False, 9, 1.0, p50) for kind, p50 in (("map", 2.0), ("access", 38.0))]
-    assert bandwidth([*rows, Latency("unmap", 2 << 20, 1, False, 9, 1.0, 34.0)]) == pytest.approx(52.4288)
+    rows = [CallLatency(kind, 2 << 20, 1, False, 9, 1.0, p50) for kind, p50 in (("map", 2.0), ("access", 38.0))]
+    assert bandwidth([*rows, CallLatency("unmap", 2 << 20, 1, False, 9, 1.0, 34.0)]) == pytest.approx(52.4288)
 
 
 # The driver that checks: every rule broken is an assertion with a message, and nothing has changed then.
@@ -269,27 +269,27 @@ def test_maps_that_break_the_rules(kind: Callable[[int], FakeDriver | MemfdDrive
 def test_what_is_held_stays(driver: FakeDriver) -> None:
     at = driver.reserve(4 * PAGE)
     driver.map(at, 0, 4)
-    step, swap = driver.hold(at + PAGE + 1, 2), driver.hold(at, 2 * PAGE)
+    step, swap = driver.pin(at + PAGE + 1, 2), driver.pin(at, 2 * PAGE)
     driver.unmap(at + 2 * PAGE)
-    driver.let_go(swap)
+    driver.unpin(swap)
     driver.unmap(at)
     with pytest.raises(AssertionError, match="is held"):
         driver.unmap(at + PAGE)
-    driver.let_go(step)
-    driver.let_go(step)
+    driver.unpin(step)
+    driver.unpin(step)
     driver.unmap(at + PAGE)
-    driver.hold(at + 3 * PAGE, PAGE)
+    driver.pin(at + 3 * PAGE, PAGE)
     driver.fence()
     driver.unmap(at + 3 * PAGE)
     with pytest.raises(AssertionError, match="nothing is mapped"):
-        driver.hold(at, 1)
+        driver.pin(at, 1)
 
 
 def test_one_kernel_goes_through_one_address(driver: FakeDriver) -> None:
     at = driver.reserve(4 * PAGE)
     for place in range(2):
         driver.map(at + place * PAGE, 3)
-    assert [driver.references(page) for page in (2, 3)] == [0, 2]
+    assert [driver.num_mappings_of(page) for page in (2, 3)] == [0, 2]
     with driver.kernel():
         driver.write(at, 8)
         driver.read(at, 8)
@@ -313,16 +313,16 @@ def test_addresses_and_the_end() -> None:
     assert all(address % driver.page == 0 for address in buffers)
     assert all(after - before > 100 * 2**30 + driver.page for before, after in pairwise(buffers))
     driver.create(4)
-    assert (driver.handles, driver.physical()) == (4, 4 * 2**21)
+    assert (driver.num_pages, driver.physical()) == (4, 4 * 2**21)
     with pytest.raises(AssertionError, match="once"):
         driver.create(1)
     driver.map(buffers[119] + 100 * 2**30, 3)
-    token = driver.hold(buffers[119] + 100 * 2**30, 1)
+    token = driver.pin(buffers[119] + 100 * 2**30, 1)
     with pytest.raises(AssertionError, match="held"):
         driver.close()
-    driver.let_go(token)
+    driver.unpin(token)
     driver.close()
     driver.close()
-    assert (driver.handles, driver.physical(), driver.counters.mapped) == (0, 0, 0)
+    assert (driver.num_pages, driver.physical(), driver.counters.mapped) == (0, 0, 0)
     with pytest.raises(AssertionError, match="after close"):
         driver.reserve(1)

@@ -15,13 +15,13 @@ from stored import PAGE, store_of
 from quire.data.runner.virtual import DriverError
 from quire.data.runner.virtual.memfd import MemfdDriver
 from quire.data.runner.virtual.store import VirtualStore
-from quire.vocabulary.plan import Table
+from quire.vocabulary.plan import TableWrite
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memfd is Linux's")
 
 
 def geometry(name: str = "virtual-16"):
-    return VIRTUAL[name](Build(tokens=128, max_seqs=3, host=4, device_page=PAGE)).geometry
+    return VIRTUAL[name](Build(tokens=128, max_seqs=3, host=4, device_page=PAGE)).kv_config
 
 
 class Failing(MemfdDriver):
@@ -37,7 +37,7 @@ class Failing(MemfdDriver):
 
 
 def lying(store: VirtualStore, slot: int) -> list[int]:
-    return store.lying[0][slot].tolist()
+    return store.mapped_pages[0][slot].tolist()
 
 
 @pytest.mark.parametrize("k", range(1, 9))
@@ -45,16 +45,16 @@ def test_a_map_that_fails_half_way_leaves_no_half_page(k: int) -> None:
     """Whole pages are mapped before it, none of its own; and the same journal does the rest."""
     driver = Failing(PAGE)
     store = store_of(geometry(), driver)
-    parts, mapped = store.geometry.groups[0].parts, driver.counters.mapped
+    parts, mapped = store.kv_config.groups[0].parts, driver.counters.mapped
     assert parts == 4
     driver.left = k
-    journal = (Table(1, 0, 0, (3, 2)),)
+    journal = (TableWrite(1, 0, 0, (3, 2)),)
     with pytest.raises(DriverError, match="it was asked to"):
-        store.replay(journal)
+        store.apply_page_ops(journal)
     whole = (k - 1) // parts
     assert lying(store, 1) == [3, 0, 0] if whole else [0, 0, 0]
     assert driver.counters.mapped - mapped == whole * parts
-    store.replay(journal)
+    store.apply_page_ops(journal)
     assert lying(store, 1) == [3, 2, 0]
     store.close()
 
@@ -64,9 +64,9 @@ import sys
 sys.path[:0] = {path!r}
 from memories import VIRTUAL, Build
 from stored import PAGE, store_of
-from quire.vocabulary.plan import Table
-store = store_of(VIRTUAL["virtual-16"](Build(tokens=128, max_seqs=3, device_page=PAGE)).geometry)
-store.replay((Table(1, 0, 0, (1,)), Table(2, 0, 0, (2, 3, 4))))
+from quire.vocabulary.plan import TableWrite
+store = store_of(VIRTUAL["virtual-16"](Build(tokens=128, max_seqs=3, device_page=PAGE)).kv_config)
+store.apply_page_ops((TableWrite(1, 0, 0, (1,)), TableWrite(2, 0, 0, (2, 3, 4))))
 keys, values = store.caches[1].keys, store.caches[1].values
 print(float(keys[1, 0, :16].sum() + values[2, 0, :48].sum() + keys[0].sum()), flush=True)
 {overrun}

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from quire.data.kernels.cpu.linear import ACTIVATIONS
 from quire.data.kernels.cpu.loading import library
-from quire.data.kernels.cpu.rows import NAMES, columns_of
+from quire.data.kernels.cpu.rows import DTYPE_SUFFIXES, split_columns
 
 
-def gate(gate_up: Tensor, activation: str, *, out: Tensor | None = None, pdl: bool = False) -> Tensor:
+def act_and_mul(gate_up: Tensor, activation: str, *, out: Tensor | None = None, pdl: bool = False) -> Tensor:
     """gate_up [T, 2 I] -> act(gate_up[:, :I]) * gate_up[:, I:] in `out` [T, I], a fresh tensor if None.
 
     `activation` is a name of linear's ACTIVATIONS. Row strides are free. `pdl` is for GPUs.
@@ -20,9 +20,9 @@ def gate(gate_up: Tensor, activation: str, *, out: Tensor | None = None, pdl: bo
     out = torch.empty((rows, size), dtype=gate_up.dtype) if out is None else out
     assert (gate_up.shape[1], out.shape, out.dtype) == (2 * size, (rows, size), gate_up.dtype), "two halves in, one out"
     assert gate_up.stride(1) == out.stride(1) == 1, "rows are contiguous"
-    kind, (part, parts) = ACTIVATIONS[activation], columns_of(size)
+    kind, (part, parts) = ACTIVATIONS[activation], split_columns(size)
     strides = gate_up.stride(0), out.stride(0)
-    _call(f"gate_{NAMES[gate_up.dtype]}", rows * parts, gate_up, out, size, part, *strides, kind)
+    _run(f"gate_{DTYPE_SUFFIXES[gate_up.dtype]}", rows * parts, gate_up, out, size, part, *strides, kind)
     return out
 
 
@@ -33,8 +33,8 @@ def act(x: Tensor, activation: str, bias: Tensor | None = None, *, pdl: bool = F
     assert bias is None or (bias.is_contiguous() and (bias.shape, bias.dtype) == ((size,), x.dtype)), (
         "one bias a column"
     )
-    kind, (part, parts) = ACTIVATIONS[activation], columns_of(size)
-    _call(f"act_{NAMES[x.dtype]}", rows * parts, x, bias, size, part, x.stride(0), kind)
+    kind, (part, parts) = ACTIVATIONS[activation], split_columns(size)
+    _run(f"act_{DTYPE_SUFFIXES[x.dtype]}", rows * parts, x, bias, size, part, x.stride(0), kind)
     return x
 
 
@@ -42,12 +42,12 @@ def softcap(x: Tensor, cap: float, *, pdl: bool = False) -> Tensor:
     """x [R, V] = cap * tanh(x / cap), in place; returns x. Row strides are free."""
     rows, size = x.shape
     assert x.stride(1) == 1, "rows are contiguous"
-    part, parts = columns_of(size)
-    _call(f"softcap_{NAMES[x.dtype]}", rows * parts, x, size, part, x.stride(0), float(cap))
+    part, parts = split_columns(size)
+    _run(f"softcap_{DTYPE_SUFFIXES[x.dtype]}", rows * parts, x, size, part, x.stride(0), float(cap))
     return x
 
 
-def _call(name: str, chunks: int, *args: Tensor | int | float | None) -> None:
+def _run(name: str, chunks: int, *args: Tensor | int | float | None) -> None:
     found = library()
     assert found is not None, "layers choose this where there is a library"
     found.call(name, chunks, *args)

@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 HERE = Path(__file__).parent
 
 
-class Made(NamedTuple):
+class BuildResult(NamedTuple):
     """The libraries; and what the compiler refused, a line for each that is left out."""
 
     libraries: list[Path]
-    refused: list[str]
+    failures: list[str]
 
 
 def compiler() -> tuple[str, ...] | None:
@@ -43,12 +43,13 @@ def variants() -> Any:
     return module
 
 
-def build(target: Path, objects: Path, here: bool = False) -> Made:
+def build(target: Path, objects: Path, native_only: bool = False) -> BuildResult:
     """The libraries, in `target`, where no others stay; none without a compiler. What is in `objects` from before is
-    compiled again where a source, a header, the flags or the compiler changed. `here`: of those only what this machine
+    compiled again where a source, a header, the flags or the compiler changed. `native_only`: of those only what this
+    machine
     runs, if it says what it has."""
     cxx, kinds = compiler(), variants()
-    has = kinds.features() if here else None
+    has = kinds.cpu_features() if native_only else None
     target.mkdir(parents=True, exist_ok=True)
     made, refused = [], []
     if cxx is None:
@@ -56,34 +57,40 @@ def build(target: Path, objects: Path, here: bool = False) -> Made:
     else:
         objects.mkdir(parents=True, exist_ok=True)
         with ThreadPoolExecutor(os.cpu_count()) as threads:
-            common = said_by(cxx) + b"".join(path.read_bytes() for path in sorted((HERE / "native").glob("*.h")))
+            common = compiler_version(cxx) + b"".join(
+                path.read_bytes() for path in sorted((HERE / "native").glob("*.h"))
+            )
             tasks = {
                 variant.name: [
-                    threads.submit(compiled, source, (*cxx, *kinds.FLAGS, *variant.flags), common, objects)
+                    threads.submit(
+                        compile_source, source, (*cxx, *kinds.COMPILE_FLAGS, *variant.flags), common, objects
+                    )
                     for source in sorted((HERE / "native").glob("*.cpp"))
                 ]
-                for variant in kinds.variants()
+                for variant in kinds.machine_variants()
                 if not has or variant.needs <= has
             }
         for name, parts in tasks.items():
             try:
-                made.append(linked(target / f"{name}.so", (*cxx, *kinds.LINKED), [part.result() for part in parts]))
+                made.append(
+                    link_library(target / f"{name}.so", (*cxx, *kinds.LINK_FLAGS), [part.result() for part in parts])
+                )
             except subprocess.CalledProcessError as error:
                 lines = [line for line in error.stderr.splitlines() if "error" in line.lower()] or [str(error)]
                 refused.append(f"{name} is left out: {lines[0][:200]}")
     for path in target.glob("*.so"):
         if path not in made:
             path.unlink()
-    (target / "sources").write_text(kinds.sources())
-    return Made(made, refused)
+    (target / "sources").write_text(kinds.source_digest())
+    return BuildResult(made, refused)
 
 
-def said_by(cxx: tuple[str, ...]) -> bytes:
+def compiler_version(cxx: tuple[str, ...]) -> bytes:
     """Which compiler it is."""
     return subprocess.run([*cxx, "--version"], capture_output=True, check=False).stdout
 
 
-def compiled(source: Path, command: tuple[str, ...], common: bytes, objects: Path) -> Path:
+def compile_source(source: Path, command: tuple[str, ...], common: bytes, objects: Path) -> Path:
     """The object of a source; the one from before if nothing changed. CalledProcessError where the compiler refuses."""
     digest = hashlib.sha256(b"\0".join((common, source.read_bytes(), *map(str.encode, command)))).hexdigest()
     path = objects / f"{source.stem}-{digest[:24]}.o"
@@ -97,7 +104,7 @@ def compiled(source: Path, command: tuple[str, ...], common: bytes, objects: Pat
     return path
 
 
-def linked(path: Path, command: tuple[str, ...], objects: list[Path]) -> Path:
+def link_library(path: Path, command: tuple[str, ...], objects: list[Path]) -> Path:
     """The library; one that a process has open stays what it is there."""
     fresh = path.with_suffix(f".{os.getpid()}")
     subprocess.run([*command, "-o", str(fresh), *map(str, objects)], check=True, capture_output=True, text=True)
@@ -107,8 +114,8 @@ def linked(path: Path, command: tuple[str, ...], objects: list[Path]) -> Path:
 
 def main() -> None:
     began = time.monotonic()
-    made = build(HERE / "built", HERE / "built" / "objects", here="--all" not in sys.argv[1:])
-    for line in made.refused:
+    made = build(HERE / "built", HERE / "built" / "objects", native_only="--all" not in sys.argv[1:])
+    for line in made.failures:
         print(f"CPU kernels: {line}")
     names = ", ".join(path.stem for path in made.libraries)
     print(f"CPU kernels: {names or 'none; quire computes with stock torch'} ({time.monotonic() - began:.1f} s)")

@@ -29,7 +29,7 @@ class Cores(NamedTuple):
         return f"{self.physical} core{'s' * (self.physical != 1)}{shared}{quota}"
 
 
-def cores(root: Path = Path("/"), allowed: Set[int] | None = None) -> Cores | None:
+def available_cores(root: Path = Path("/"), allowed: Set[int] | None = None) -> Cores | None:
     """Those of this process; None where the system doesn't say which CPUs it may use. `root`: where /sys and /proc
     are."""
     if allowed is None:
@@ -37,15 +37,15 @@ def cores(root: Path = Path("/"), allowed: Set[int] | None = None) -> Cores | No
             return None
         allowed = os.sched_getaffinity(0)
     siblings = {
-        _text(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") or cpu for cpu in allowed
+        _read_text(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") or cpu for cpu in allowed
     }
-    return Cores(len(allowed), len(siblings), min(_quotas(root), default=None))
+    return Cores(len(allowed), len(siblings), min(_cgroup_quotas(root), default=None))
 
 
-def _quotas(root: Path) -> Iterator[float]:
+def _cgroup_quotas(root: Path) -> Iterator[float]:
     """Those of the process's control groups and of the groups above them, versions 1 and 2."""
     mount = root / "sys/fs/cgroup"
-    for line in _text(root / "proc/self/cgroup").splitlines():
+    for line in _read_text(root / "proc/self/cgroup").splitlines():
         _, _, rest = line.partition(":")
         controllers, _, group = rest.partition(":")
         if not controllers:
@@ -57,16 +57,16 @@ def _quotas(root: Path) -> Iterator[float]:
         path = Path(group.lstrip("/"))
         for top in tops:
             for folder in (top / path, *(top / above for above in path.parents)):  # a container may see its own only
-                quota, period = _limit(folder)
+                quota, period = _cpu_limit(folder)
                 if quota > 0 and period > 0:
                     yield quota / period
 
 
-def _limit(folder: Path) -> tuple[int, int]:
+def _cpu_limit(folder: Path) -> tuple[int, int]:
     """Microseconds, and of how many; 0 where there is no limit."""
-    words = _text(folder / "cpu.max").split() or [
-        _text(folder / "cpu.cfs_quota_us"),
-        _text(folder / "cpu.cfs_period_us"),
+    words = _read_text(folder / "cpu.max").split() or [
+        _read_text(folder / "cpu.cfs_quota_us"),
+        _read_text(folder / "cpu.cfs_period_us"),
     ]
     try:
         return int(words[0]), int(words[1])
@@ -74,7 +74,7 @@ def _limit(folder: Path) -> tuple[int, int]:
         return 0, 0
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="ascii", errors="replace").strip()
     except OSError:

@@ -16,7 +16,7 @@ from torch import Tensor
 SCRATCH = 1 << 20
 """Bytes that each thread has for itself while a kernel runs."""
 
-MOST_CHUNKS = (1 << 24) - 1
+MAX_CHUNKS = (1 << 24) - 1
 
 Argument = Tensor | int | float | None
 
@@ -31,7 +31,7 @@ class Operation(ctypes.Structure):
     )  # fmt: skip
 
 
-class Recorded(NamedTuple):
+class RecordedOp(NamedTuple):
     """An operation on a tape: `kernel` is its address, `reads` that of `bytes` bytes, or 0."""
 
     kernel: int
@@ -41,20 +41,20 @@ class Recorded(NamedTuple):
     bytes: int = 0
 
 
-class Tape:
+class RecordedOps:
     """Operations in order, which run as one program; and the tensors that they use, kept alive."""
 
     def __init__(self) -> None:
-        self.operations: list[Recorded] = []
-        self.kept: list[Tensor] = []
+        self.operations: list[RecordedOp] = []
+        self.tensors: list[Tensor] = []
         self.program: ctypes.Array[Operation] | None = None
 
-    def add(self, operation: Recorded, tensors: Sequence[Tensor]) -> None:
+    def add(self, operation: RecordedOp, tensors: Sequence[Tensor]) -> None:
         assert self.program is None, "a program that has run grows no more"
         self.operations.append(operation)
-        self.kept += tensors
+        self.tensors += tensors
 
-    def ready(self) -> ctypes.Array[Operation]:
+    def as_program(self) -> ctypes.Array[Operation]:
         if self.program is None:
             entries = [Operation(op.kernel, ctypes.addressof(op.args), op.chunks, op.reads or None, op.bytes)
                        for op in self.operations]  # fmt: skip
@@ -62,10 +62,10 @@ class Tape:
         return self.program
 
 
-class Recording(local):
+class ThreadRecording(local):
     """What the thread that looks records, if anything."""
 
-    tape: Tape | None = None
+    recorded_ops: RecordedOps | None = None
 
 
 class Library:
@@ -74,7 +74,7 @@ class Library:
 
     def __init__(self, path: Path, threads: int, cpus: Sequence[int] = ()) -> None:
         """`cpus`: where each thread runs, the caller first; none: anywhere."""
-        self.path, self.threads, self.recording = path, 0, Recording()
+        self.path, self.threads, self.thread_recording = path, 0, ThreadRecording()
         self.native = ctypes.CDLL(str(path))
         address, number = ctypes.c_void_p, ctypes.c_int64
         self.native.quire_pool.restype = address
@@ -87,13 +87,13 @@ class Library:
         self.resize(threads, cpus)
 
     @property
-    def tape(self) -> Tape | None:
+    def recorded_ops(self) -> RecordedOps | None:
         """What this thread records on; None: what it calls is run. Each thread has its own."""
-        return self.recording.tape
+        return self.thread_recording.recorded_ops
 
-    @tape.setter
-    def tape(self, tape: Tape | None) -> None:
-        self.recording.tape = tape
+    @recorded_ops.setter
+    def recorded_ops(self, tape: RecordedOps | None) -> None:
+        self.thread_recording.recorded_ops = tape
 
     def resize(self, threads: int, cpus: Sequence[int] = ()) -> None:
         """Other threads in place of those that are there, if any. OSError, and nothing has changed, where the system
@@ -106,10 +106,10 @@ class Library:
             if pool is None:
                 raise OSError(f"the system has no {threads} threads to give")
             if self.threads:
-                self.end()
+                self.close_pool()
             self.pool, self.threads = pool, threads
-            self.end = finalize(self, self.native.quire_close, pool)
-            self.end.atexit = False  # a thread may be in a program still; the process's end is theirs too
+            self.close_pool = finalize(self, self.native.quire_close, pool)
+            self.close_pool.atexit = False  # a thread may be in a program still; the process's end is theirs too
 
     def address(self, kernel: str) -> int:
         if kernel not in self.addresses:
@@ -122,22 +122,22 @@ class Library:
         """Run a kernel; or, while this thread records a tape, put it there. Tensors are passed as where their numbers
         begin. `reads` is one that the chunks read one part after another, as much each: on a tape it is brought to the
         cache by threads that have nothing to do before."""
-        assert 1 <= chunks <= MOST_CHUNKS, f"{kernel} in {chunks} chunks"
-        packed = packed_for(kernel, args)
+        assert 1 <= chunks <= MAX_CHUNKS, f"{kernel} in {chunks} chunks"
+        packed = pack_args(kernel, args)
         address = self.addresses.get(kernel) or self.address(kernel)
-        tape = self.recording.tape
+        tape = self.thread_recording.recorded_ops
         if tape is not None:
             kept = (ctypes.c_char * len(packed)).from_buffer_copy(packed)
             begin, size = (0, 0) if reads is None else (reads.data_ptr(), reads.nbytes)
-            operation = Recorded(address, kept, chunks, begin, size)
+            operation = RecordedOp(address, kept, chunks, begin, size)
             tape.add(operation, [arg for arg in args if isinstance(arg, Tensor)])
             return
         with self.lock:
             assert self.threads, "it isn't closed"
             self.native.quire_call(self.pool, address, packed, chunks)
 
-    def run(self, tape: Tape) -> None:
-        program = tape.ready()
+    def run(self, recorded_ops: RecordedOps) -> None:
+        program = recorded_ops.as_program()
         with self.lock:
             assert self.threads, "it isn't closed"
             self.native.quire_run(self.pool, program, len(program))
@@ -145,11 +145,11 @@ class Library:
     def close(self) -> None:
         """End its threads. It runs nothing more."""
         with self.lock:
-            self.end()
+            self.close_pool()
             self.threads = 0
 
 
-def packed_for(kernel: str, args: Sequence[Argument]) -> bytes:
+def pack_args(kernel: str, args: Sequence[Argument]) -> bytes:
     """8 bytes each. This is most of what a call costs in Python: types are compared, as isinstance takes twice as
     long."""
     kinds, values = "", []

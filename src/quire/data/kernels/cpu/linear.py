@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quire.data.kernels.cpu.library import SCRATCH, Library
 from quire.data.kernels.cpu.loading import library
-from quire.data.kernels.cpu.memory import memory
+from quire.data.kernels.cpu.memory import weight_arena
 
 PANEL, KTILE, BLOCK = 32, 32, 256  # as in native/linear.h
 DTYPES = {torch.bfloat16: "bf16", torch.float32: "f32"}
@@ -24,16 +24,16 @@ ACTIVATIONS = {
 }  # fmt: skip
 """What configs call them -> native/lanes.h."""
 
-MOST_ROWS = 256  # of a chunk: with a panel, what a core's cache holds
+MAX_CHUNK_ROWS = 256  # of a chunk: with a panel, what a core's cache holds
 TILED_ROWS = 384  # likewise, where tiles multiply them; of long rows as many as
 TILED_BYTES = 1 << 19  # hold, but 64 at least
-CHUNKS = 8  # of a thread, at least, where there are as many panels, and other threads
-LITTLE = 1 << 16  # bytes of a weight that are not cut for another thread: 3 to 5 us
-READING_ROWS = 64  # of a product whose time is that of reading its weight
-ROWS_CHUNK = 16  # rows of an embedding
+CHUNKS_PER_THREAD = 8  # of a thread, at least, where there are as many panels, and other threads
+MIN_CHUNK_BYTES = 1 << 16  # bytes of a weight that are not cut for another thread: 3 to 5 us
+MEMORY_BOUND_ROWS = 64  # of a product whose time is that of reading its weight
+LOOKUP_ROWS = 16  # rows of an embedding
 
 
-class Packed:
+class PackedLinear:
     """A weight [rows, columns], packed, and its bias; called with x, their product (see `linear`), activated if so.
     `gated`: the weight is two stacked ones, gate and up. `deterministic`: a row's bits don't depend on the number of
     rows; else they may where that is faster."""
@@ -44,14 +44,14 @@ class Packed:
         self, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, gated: bool = False,
         deterministic: bool = False,
     ) -> None:  # fmt: skip
-        own = _own()
+        own = _library()
         self.rows, self.columns = weight.shape
         self.activation = 0 if activation is None else ACTIVATIONS[activation]
         self.dtype, self.gated, self.deterministic = weight.dtype, gated, deterministic
         kind = DTYPES[self.dtype]
         width = -(-self.columns // KTILE) * KTILE if kind == "bf16" else self.columns
         panels = -(-self.rows // 2 // (PANEL // 2)) if gated else -(-self.rows // PANEL)
-        self.data = memory().take(panels * PANEL, width, self.dtype)
+        self.data = weight_arena().allocate(panels * PANEL, width, self.dtype)
         weight = weight if weight.stride(1) == 1 else weight.contiguous()
         own.call(f"pack_{kind}", panels, weight, self.data, self.rows, self.columns, weight.stride(0), int(gated))
         self.bias: Tensor | None = None
@@ -68,7 +68,7 @@ class Packed:
         return len(self.data) // PANEL
 
 
-def _own() -> Library:
+def _library() -> Library:
     own = library()
     assert own is not None, "supports() said so"
     return own
@@ -78,10 +78,10 @@ def supports(weight: Tensor) -> bool:
     """Whether the weight can be packed and multiplied here."""
     if library() is None or weight.device.type != "cpu" or weight.dtype not in DTYPES:
         return False
-    return 12 * _staged(weight.shape[1] * weight.element_size() // 4 + KTILE, weight.dtype) <= SCRATCH
+    return 12 * _staged_bytes(weight.shape[1] * weight.element_size() // 4 + KTILE, weight.dtype) <= SCRATCH
 
 
-def linear(x: Tensor, packed: Packed, out: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, packed: PackedLinear, out: Tensor | None = None) -> Tensor:
     """x [..., columns] -> x W^T + bias [..., rows], summed in fp32 and rounded once; activated before that, if so. Of a
     gated weight [..., rows / 2]: activation(gate) * up. `out`, of the same shape in two dimensions: where it goes."""
     if x.dim() != 2:
@@ -95,31 +95,31 @@ def linear(x: Tensor, packed: Packed, out: Tensor | None = None) -> Tensor:
         out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
     if not rows:
         return out
-    own = _own()
-    span, groups = _parts(rows, packed, own.threads)
+    own = _library()
+    span, groups = _split_work(rows, packed, own.threads)
     own.call(
         f"linear_{DTYPES[x.dtype]}", -(-rows // span) * groups, x, packed.data, packed.bias, out, rows, packed.columns,
         width, x.stride(0), out.stride(0), span, groups, packed.panels, packed.activation, int(packed.gated),
-        int(packed.deterministic), int(pairs()), reads=packed.data if rows <= READING_ROWS else None,
+        int(packed.deterministic), int(has_fast_bf16_dot()), reads=packed.data if rows <= MEMORY_BOUND_ROWS else None,
     )  # fmt: skip
     return out
 
 
-def _parts(rows: int, packed: Packed, threads: int) -> tuple[int, int]:
+def _split_work(rows: int, packed: PackedLinear, threads: int) -> tuple[int, int]:
     """Rows of a chunk at most, and in how many groups panels are cut."""
     steps = packed.data.shape[1] * packed.dtype.itemsize // 4
-    if packed.dtype == torch.bfloat16 and packed.columns % KTILE == 0 and _own().native.linear_has_tiles():
+    if packed.dtype == torch.bfloat16 and packed.columns % KTILE == 0 and _library().native.linear_has_tiles():
         most = min(TILED_ROWS, max(64, TILED_BYTES // (2 * packed.columns) // 32 * 32))
     else:
-        most = min(MOST_ROWS, SCRATCH // _staged(steps, packed.dtype))
+        most = min(MAX_CHUNK_ROWS, SCRATCH // _staged_bytes(steps, packed.dtype))
     parts = -(-rows // most)
     size = packed.data.numel() * packed.dtype.itemsize * -(-rows // 64)
-    chunks = threads * CHUNKS if threads > 1 else 1
-    return -(-rows // parts), max(1, min(packed.panels, chunks // parts, size // LITTLE))
+    chunks = threads * CHUNKS_PER_THREAD if threads > 1 else 1
+    return -(-rows // parts), max(1, min(packed.panels, chunks // parts, size // MIN_CHUNK_BYTES))
 
 
 @lru_cache(maxsize=1)
-def pairs() -> bool:
+def has_fast_bf16_dot() -> bool:
     """Whether vdpbf16ps is faster than fp32: on AMD, where it multiplies twice as many numbers. Intel's takes two
     cycles, and numbers that shifts have made fp32 are multiplied 1.6 times as fast."""
     try:
@@ -128,18 +128,18 @@ def pairs() -> bool:
         return False
 
 
-def _staged(steps: int, dtype: torch.dtype) -> int:
+def _staged_bytes(steps: int, dtype: torch.dtype) -> int:
     """Bytes of a thread's memory that a row takes: its numbers in fp32, and sums."""
     return -(-steps // BLOCK) * (BLOCK + 8) * (16 // dtype.itemsize) + 4 * PANEL
 
 
-def rows_of(packed: Packed, ids: Tensor, scale: float = 1.0) -> Tensor:
+def lookup_rows(packed: PackedLinear, ids: Tensor, scale: float = 1.0) -> Tensor:
     """ids [T] int64, below the number of rows -> those rows of the weight [T, columns], times `scale`."""
     assert not packed.gated, "gate and up are no embedding"
     out = torch.empty(len(ids), packed.columns, dtype=packed.dtype, device=ids.device)
     if len(ids):
-        chunks = -(-len(ids) // ROWS_CHUNK)
+        chunks = -(-len(ids) // LOOKUP_ROWS)
         kernel = f"packed_rows_{DTYPES[packed.dtype]}"
-        args = ids, packed.data, out, len(ids), packed.columns, out.stride(0), scale, ROWS_CHUNK
-        _own().call(kernel, chunks, *args)
+        args = ids, packed.data, out, len(ids), packed.columns, out.stride(0), scale, LOOKUP_ROWS
+        _library().call(kernel, chunks, *args)
     return out

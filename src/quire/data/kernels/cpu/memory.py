@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-MAPPED = 1 << 25  # bytes of packed weights that are allocated at once
-ALIGNED = 64
+BLOCK_BYTES = 1 << 25  # bytes of packed weights that are allocated at once
+ALIGNMENT = 64
 POPULATE_WRITE = 23  # of madvise, since Linux 5.14
-PIECE = 1 << 25  # bytes that are asked for at once
-MOST_AHEAD = 1 << 30
+PREFAULT_BYTES = 1 << 25  # bytes that are asked for at once
+MAX_PREFAULT_BYTES = 1 << 30
 
 
-class Memory:
+class WeightArena:
     """Blocks, each of several weights, or of one large one. A block is given back with the last of its weights, but for
     the one that is being filled."""
 
@@ -28,60 +28,60 @@ class Memory:
         self.block: mmap.mmap | None = None
         self.used = 0
         self.thread: Thread | None = None
-        self.ready = 0
+        self.prefaulted = 0
         """Bytes that the thread has made ready, or that were taken of these."""
 
-    def ahead(self, size: int) -> None:
+    def prefault(self, size: int) -> None:
         """The next block has so many bytes, MOST_AHEAD at most, and a thread makes them ready."""
-        self.settle()
+        self.finish_block()
         try:
-            self.block, self.used = _mapped(min(size, MOST_AHEAD) // mmap.PAGESIZE * mmap.PAGESIZE), 0
+            self.block, self.used = _map_block(min(size, MAX_PREFAULT_BYTES) // mmap.PAGESIZE * mmap.PAGESIZE), 0
         except (OSError, ValueError):  # there isn't so much; or it's nothing
             return
         self.thread = Thread(target=self._touch, args=(self.block,), name="quire-memory", daemon=True)
         self.thread.start()
 
     def _touch(self, block: mmap.mmap) -> None:
-        while self.thread is not None and self.ready < len(block):
-            size = min(PIECE, len(block) - self.ready)
-            if _advise(block, self.ready, size, POPULATE_WRITE):
+        while self.thread is not None and self.prefaulted < len(block):
+            size = min(PREFAULT_BYTES, len(block) - self.prefaulted)
+            if _advise(block, self.prefaulted, size, POPULATE_WRITE):
                 return
-            self.ready += size
+            self.prefaulted += size
 
-    def settle(self) -> None:
+    def finish_block(self) -> None:
         """All weights of a model are packed: what is left of a block that was begun for them is given back."""
         thread, self.thread = self.thread, None
         if thread is None:
             return
         thread.join()
-        self.ready = 0
+        self.prefaulted = 0
         if self.block is not None:
             begin = -(-self.used // mmap.PAGESIZE) * mmap.PAGESIZE
             if begin < len(self.block):
                 self.block.madvise(mmap.MADV_DONTNEED, begin)
             self.block, self.used = None, 0
 
-    def leave(self) -> None:
+    def drop_block(self) -> None:
         """A model was dropped: the block that is being filled goes with the last of its weights too."""
-        self.settle()
+        self.finish_block()
         self.block, self.used = None, 0
 
-    def take(self, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    def allocate(self, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
         """[rows, columns], not written yet."""
         import torch
 
         size = rows * columns * dtype.itemsize
         if self.block is None or self.used + size > len(self.block):
-            if size >= MAPPED:
-                return torch.frombuffer(_mapped(size), dtype=torch.uint8).view(dtype).view(rows, columns)
-            self.settle()
-            self.block, self.used = _mapped(MAPPED), 0
+            if size >= BLOCK_BYTES:
+                return torch.frombuffer(_map_block(size), dtype=torch.uint8).view(dtype).view(rows, columns)
+            self.finish_block()
+            self.block, self.used = _map_block(BLOCK_BYTES), 0
         found = torch.frombuffer(self.block, dtype=torch.uint8, count=size, offset=self.used)
-        self.used += -(-size // ALIGNED) * ALIGNED
+        self.used += -(-size // ALIGNMENT) * ALIGNMENT
         return found.view(dtype).view(rows, columns)
 
 
-def _mapped(size: int) -> mmap.mmap:
+def _map_block(size: int) -> mmap.mmap:
     """Memory that takes no room until it is written, at a page's start."""
     block = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -96,6 +96,6 @@ def _advise(block: mmap.mmap, begin: int, size: int, advice: int) -> bool:
 
 
 @lru_cache(maxsize=1)
-def memory() -> Memory:
+def weight_arena() -> WeightArena:
     """The process's own."""
-    return Memory()
+    return WeightArena()

@@ -6,25 +6,25 @@ import torch
 
 from quire.data.kernels.cpu.loading import library
 
-NAMES = {torch.bfloat16: "bf16", torch.float32: "f32"}
+DTYPE_SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "f32"}
 """The dtypes of kernels, as their names end."""
 
-NUMBERS = 1 << 15
+CHUNK_NUMBERS = 1 << 15
 """Of a chunk: a few microseconds of work, beside the tenth of one that a chunk costs."""
 
 
-def take(device: torch.device, dtype: torch.dtype) -> bool:
+def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether there are kernels for tensors like this."""
-    return device.type == "cpu" and dtype in NAMES and library() is not None
+    return device.type == "cpu" and dtype in DTYPE_SUFFIXES and library() is not None
 
 
-def parts_of(rows: int, size: int) -> tuple[int, int]:
+def split_rows(rows: int, size: int) -> tuple[int, int]:
     """Rows of a chunk, and how many chunks that makes."""
-    per = max(1, NUMBERS // size)
+    per = max(1, CHUNK_NUMBERS // size)
     return per, -(-rows // per)
 
 
-def columns_of(size: int) -> tuple[int, int]:
+def split_columns(size: int) -> tuple[int, int]:
     """The same within each row."""
-    part = min(size, NUMBERS // 4)
+    part = min(size, CHUNK_NUMBERS // 4)
     return part, -(-size // part)

@@ -6,11 +6,12 @@ from __future__ import annotations
 from torch import Tensor
 
 from quire.data.kernels.cpu.loading import library
-from quire.data.kernels.cpu.rows import NAMES
+from quire.data.kernels.cpu.rows import DTYPE_SUFFIXES
 
 
 def sample(
-    logits: Tensor, shapes: Tensor | None, owners: Tensor | None, chances: Tensor | None, slots: Tensor, last: Tensor,
+    logits: Tensor, params: Tensor | None, draw_rows: Tensor | None, uniforms: Tensor | None, slots: Tensor,
+    last_sampled: Tensor,
     tokens: Tensor, faults: Tensor,
 ) -> None:  # fmt: skip
     """Draws tokens [D] from the rows owners [D] (rising; None: one draw a row) of logits [R, V], and the lowest id of
@@ -24,9 +25,10 @@ def sample(
     found = library()
     assert found is not None, "a sampler chooses this where there is a library"
     assert logits.stride(1) == 1, "a row's logits must be contiguous"
-    for tensor in (shapes, owners, chances, slots, last, tokens, faults):
+    for tensor in (params, draw_rows, uniforms, slots, last_sampled, tokens, faults):
         assert tensor is None or tensor.is_contiguous(), "plain vectors"
     found.call(
-        f"sample_{NAMES[logits.dtype]}", rows, logits, shapes, owners, chances, slots, last, tokens, faults,
+        f"sample_{DTYPE_SUFFIXES[logits.dtype]}", rows, logits, params, draw_rows, uniforms, slots, last_sampled,
+        tokens, faults,
         logits.stride(0), vocab, len(tokens),
     )  # fmt: skip

@@ -19,9 +19,9 @@ class Variant(NamedTuple):
     needs: frozenset[str]
 
 
-FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra", "-Wno-psabi")
+COMPILE_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra", "-Wno-psabi")
 """What the compiler is told of each source of every variant; and of a library:"""
-LINKED = ("-shared", "-pthread")
+LINK_FLAGS = ("-shared", "-pthread")
 
 _V3 = frozenset({"avx", "avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe"})
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
@@ -46,7 +46,7 @@ VARIANTS = {
 """By machine, the best first."""
 
 
-def variants() -> tuple[Variant, ...]:
+def machine_variants() -> tuple[Variant, ...]:
     """This machine's; the threads are POSIX's."""
     if os.name != "posix":
         return ()
@@ -54,19 +54,19 @@ def variants() -> tuple[Variant, ...]:
     return VARIANTS.get({"amd64": "x86_64", "arm64": "aarch64"}.get(machine, machine), ())
 
 
-def sources() -> str:
+def source_digest() -> str:
     """The digest of the kernels' sources and of what the compiler is told here: libraries that were built from others
     take other arguments, or give other numbers."""
     files = sorted((Path(__file__).parent / "native").glob("*.[ch]*"))
     parts = [text for path in files for text in (path.name.encode(), path.read_bytes())]
-    told = FLAGS, LINKED, [(variant.name, variant.flags) for variant in variants()]
+    told = COMPILE_FLAGS, LINK_FLAGS, [(variant.name, variant.flags) for variant in machine_variants()]
     return hashlib.sha256(b"\0".join([*parts, repr(told).encode()])).hexdigest()
 
 
 CPUINFO = Path("/proc/cpuinfo")
 
 
-def features() -> frozenset[str]:
+def cpu_features() -> frozenset[str]:
     """What each of the machine's CPUs says that it has, in Linux's words; empty where it says nothing."""
     if sys.platform == "darwin" and platform.machine() == "arm64":
         return frozenset({"asimd", "asimdhp", "asimddp"})  # from the first on

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.data.kernels.triton.launch import cdiv, power_of_2
-from quire.data.kernels.triton.quick import quick
+from quire.data.kernels.triton.quick import fast_launch
 
 # What configs call them -> what the kernels call them.
 ACTIVATIONS = {
@@ -43,7 +43,7 @@ def activate(x, KIND: tl.constexpr):
         return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
 
 
-@quick
+@fast_launch
 @triton.jit
 def _gate(
     gate_up, out, x_stride, out_stride,
@@ -63,7 +63,7 @@ def _gate(
     tl.store(out + row * out_stride + columns, result.to(out.dtype.element_ty), mask=mask)
 
 
-@quick
+@fast_launch
 @triton.jit
 def _act(
     x, bias, x_stride,
@@ -86,7 +86,7 @@ def _act(
     tl.store(place, activate(values, KIND).to(x.dtype.element_ty), mask=mask)
 
 
-@quick
+@fast_launch
 @triton.jit
 def _softcap(x, x_stride, cap, SIZE: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr):
     if PDL:
@@ -101,7 +101,7 @@ def _softcap(x, x_stride, cap, SIZE: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: 
     tl.store(place, values.to(x.dtype.element_ty), mask=mask)
 
 
-def configuration(rows: int, size: int) -> tuple[int, int]:
+def launch_config(rows: int, size: int) -> tuple[int, int]:
     """(numbers a program, warps): many small programs for few rows, 16 bytes a thread for many. On an H200 all blocks
     from 512 to 4096 are within 2 % of each other at 8192 rows of 14336, and all from 128 to 2048 within 0.1 us at one.
     """
@@ -109,7 +109,7 @@ def configuration(rows: int, size: int) -> tuple[int, int]:
     return block, min(max(block // 256, 1), 4)
 
 
-def gate(gate_up: Tensor, activation: str, *, out: Tensor | None = None, pdl: bool = False) -> Tensor:
+def act_and_mul(gate_up: Tensor, activation: str, *, out: Tensor | None = None, pdl: bool = False) -> Tensor:
     """gate_up [T, 2 I] -> act(gate_up[:, :I]) * gate_up[:, I:] in `out` [T, I], a fresh tensor if None.
 
     `activation` is a name of ACTIVATIONS. Row strides are free. pdl: programmatic dependent launch, on GPUs of
@@ -119,7 +119,7 @@ def gate(gate_up: Tensor, activation: str, *, out: Tensor | None = None, pdl: bo
     out = torch.empty((rows, size), dtype=gate_up.dtype, device=gate_up.device) if out is None else out
     assert (gate_up.shape[1], out.shape) == (2 * size, (rows, size)), "two halves in, one out"
     assert gate_up.stride(1) == out.stride(1) == 1, "rows are contiguous"
-    block, warps = configuration(rows, size)
+    block, warps = launch_config(rows, size)
     blocks = cdiv(size, block)
     _gate[(rows * blocks,)](
         gate_up, out, gate_up.stride(0), out.stride(0), size, block, blocks, ACTIVATIONS[activation], pdl,
@@ -133,7 +133,7 @@ def act(x: Tensor, activation: str, bias: Tensor | None = None, *, pdl: bool = F
     rows, size = x.shape
     assert x.stride(1) == 1, "rows are contiguous"
     assert bias is None or (bias.is_contiguous() and bias.shape == (size,)), "one bias a column"
-    block, warps = configuration(rows, size)
+    block, warps = launch_config(rows, size)
     blocks = cdiv(size, block)
     _act[(rows * blocks,)](
         x, bias, x.stride(0), size, block, blocks, ACTIVATIONS[activation], bias is not None, pdl,
@@ -146,7 +146,7 @@ def softcap(x: Tensor, cap: float, *, pdl: bool = False) -> Tensor:
     """x [R, V] = cap * tanh(x / cap), in place; returns x. Row strides are free."""
     rows, size = x.shape
     assert x.stride(1) == 1, "rows are contiguous"
-    block, warps = configuration(rows, size)
+    block, warps = launch_config(rows, size)
     blocks = cdiv(size, block)
     _softcap[(rows * blocks,)](
         x, x.stride(0), cap, size, block, blocks, pdl, num_warps=warps, **({"launch_pdl": True} if pdl else {})

@@ -19,11 +19,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.data.kernels.batch import LayerCache
 from quire.data.kernels.triton.launch import power_of_2, shared_memory
-from quire.data.kernels.triton.quick import quick
+from quire.data.kernels.triton.quick import fast_launch
 
 MAX_SPLITS = 32
-RESIDENT = {2: 4, 3: 3}  # programs a multiprocessor holds -> stages of their pipelines, which shared memory allows then
-LOWEST = tl.constexpr(-1.0e30)  # below every score yet finite: the difference of two is 0, where -inf would give NaN
+STAGES_BY_RESIDENCY = {
+    2: 4,
+    3: 3,
+}  # programs a multiprocessor holds -> stages of their pipelines, which shared memory allows then
+MIN_SCORE = tl.constexpr(-1.0e30)  # below every score yet finite: the difference of two is 0, where -inf would give NaN
 
 
 class SplitScratch(NamedTuple):
@@ -49,24 +52,24 @@ def choose_splits(batch: int, kv_heads: int, multiprocessors: int) -> int:
     best, most = 1, 0.0
     for doublings in range(MAX_SPLITS.bit_length()):
         programs = max(1, batch * kv_heads) << doublings
-        worth = 0.9**doublings * max(fullness(programs, multiprocessors * n) for n in RESIDENT)
+        worth = 0.9**doublings * max(wave_occupancy(programs, multiprocessors * n) for n in STAGES_BY_RESIDENCY)
         if worth > most:
             best, most = 1 << doublings, worth
     return best
 
 
-def representatives(most: int, cache: LayerCache, device: torch.device) -> list[int]:
+def representative_batches(most: int, cache: LayerCache, device: torch.device) -> list[int]:
     """Batches of up to `most` rows such that whatever kernel a batch needs, one of these needs it too."""
     found: dict[tuple[int, ...], int] = {}
-    padded = _padded(cache.heads // cache.kv_heads, cache.head_dim)
+    padded = _padded_tile(cache.heads // cache.kv_heads, cache.head_dim)
     for batch in range(1, most + 1):
         splits = choose_splits(batch, cache.kv_heads, multiprocessors(device))
-        shape = _shape(*padded, cache.dtype.itemsize, batch * cache.kv_heads * splits, device)
+        shape = _tile_config(*padded, cache.dtype.itemsize, batch * cache.kv_heads * splits, device)
         found.setdefault((splits, *shape), batch)
     return list(found.values())
 
 
-def fullness(programs: int, places: int) -> float:
+def wave_occupancy(programs: int, places: int) -> float:
     """How full `programs` fill their waves of `places`."""
     return programs / (-(-programs // places) * places)
 
@@ -91,7 +94,7 @@ def token_offsets(
         return page * stride * UNIT + (at % PAGE) * TOKEN_STRIDE
 
 
-def factors(scale: float, softcap: float | None) -> tuple[float, float]:
+def softmax_factors(scale: float, softcap: float | None) -> tuple[float, float]:
     """(inner, outer) such that the softmax of a product x of query and key is over exp2(outer * capped(x, inner)); the
     outer factor costs nothing where it joins the subtraction of the maximum."""
     log2e = math.log2(math.e)
@@ -99,7 +102,7 @@ def factors(scale: float, softcap: float | None) -> tuple[float, float]:
 
 
 @triton.jit
-def capped(scores, inner, CAPPED: tl.constexpr):
+def apply_softcap(scores, inner, CAPPED: tl.constexpr):
     """tanh(inner / 2 * scores), or the scores as they are."""
     if CAPPED:
         scores = 2.0 * tl.sigmoid(scores * inner) - 1.0
@@ -107,7 +110,7 @@ def capped(scores, inner, CAPPED: tl.constexpr):
 
 
 @triton.jit
-def extent(length, WINDOW: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
+def context_extent(length, WINDOW: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
     """(oldest position seen, start of its tile, tokens a part, parts) of a context of `length` tokens."""
     oldest = 0
     if WINDOW is not None:
@@ -120,7 +123,7 @@ def extent(length, WINDOW: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexp
 
 
 # Where indices lie is no reason to compile a kernel once more, in the middle of a step.
-@quick
+@fast_launch
 @triton.jit(do_not_specialize=["stride"], do_not_specialize_on_alignment=["slots", "lengths", "rows"])
 def _decode(
     q, keys, values, tables, slots, lengths, rows, out, sums, maxima, divisors,
@@ -138,7 +141,7 @@ def _decode(
     slot = tl.load(slots + row)
     length = tl.load(lengths + row).to(tl.int32)
     length = tl.where(slot == 0, 0, length)  # padding sees nothing and gets zeros
-    oldest, first, chunk, active = extent(length, WINDOW, CHUNK, BLOCK, SPLITS)
+    oldest, first, chunk, active = context_extent(length, WINDOW, CHUNK, BLOCK, SPLITS)
     begin = first + split * chunk
     end = tl.minimum(begin + chunk, length)
     idle = (split > 0) & (begin >= end)
@@ -157,7 +160,7 @@ def _decode(
     base = tl.load(table) if CONTIGUOUS else 0
     keys += head.to(tl.int64) * HEAD_STRIDE
     values += head.to(tl.int64) * HEAD_STRIDE
-    best = tl.full([GROUP_PAD], LOWEST, tl.float32)
+    best = tl.full([GROUP_PAD], MIN_SCORE, tl.float32)
     weight = tl.zeros([GROUP_PAD], tl.float32)
     total = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
     # The page ids of the next tile are read a turn ahead: only then does the compiler pipeline the loads behind them.
@@ -176,7 +179,7 @@ def _decode(
             live &= (d < DIM)[None, :]
         places = keys + offsets[:, None] + d[None, :]
         key = tl.load(places, mask=live, other=0.0)
-        scores = capped(tl.dot(query, tl.trans(key), input_precision="ieee"), inner, CAPPED)
+        scores = apply_softcap(tl.dot(query, tl.trans(key), input_precision="ieee"), inner, CAPPED)
         scores = tl.where(seen[None, :], scores, float("-inf"))
         new = tl.maximum(best, tl.max(scores, 1) * outer)
         weights = tl.exp2(scores * outer - new[:, None])
@@ -201,7 +204,7 @@ def _decode(
         tl.store(divisors + spot * GROUP + g, weight, mask=g < GROUP)
 
 
-@quick
+@fast_launch
 @triton.jit(do_not_specialize_on_alignment=["slots", "lengths", "rows"])
 def _join(
     sums, maxima, divisors, slots, lengths, rows, out, out_row,
@@ -224,12 +227,12 @@ def _join(
     d = tl.arange(0, DIM_PAD)
     inside = (splits < SPLITS)[:, None] & (d < DIM)[None, :]
     part = ((row.to(tl.int64) * KV_HEADS + head) * SPLITS + splits) * GROUP + g
-    best = tl.load(maxima + part, mask=splits < SPLITS, other=LOWEST)
+    best = tl.load(maxima + part, mask=splits < SPLITS, other=MIN_SCORE)
     weight = tl.load(divisors + part, mask=splits < SPLITS, other=0.0)
     total = tl.load(sums + (part * DIM)[:, None] + d[None, :], mask=inside, other=0.0)
-    active = extent(length, WINDOW, CHUNK, BLOCK, SPLITS)[3]
+    active = context_extent(length, WINDOW, CHUNK, BLOCK, SPLITS)[3]
     live = (splits < active) & (active > 1)
-    best = tl.where(live, best, LOWEST)
+    best = tl.where(live, best, MIN_SCORE)
     shrink = tl.exp2(best - tl.max(best, 0))
     whole = tl.sum(tl.where(live, weight, 0.0) * shrink, 0)
     total = tl.sum(tl.where(live[:, None], total, 0.0) * shrink[:, None], 0)
@@ -238,11 +241,12 @@ def _join(
     tl.store(target, result.to(out.dtype.element_ty), mask=(d < DIM) & (active > 1))
 
 
-def cache_layout(cache: LayerCache) -> dict[str, object]:
+def layout_constants(cache: LayerCache) -> dict[str, object]:
     """What kernels are compiled for, of a cache's layout."""
     return {
-        "PAGE": None if cache.contiguous else cache.page_tokens, "UNIT": cache.unit, "HEAD_STRIDE": cache.head_stride,
-        "TOKEN_STRIDE": cache.token_stride, "VALUES_AFTER": cache.values_after, "CONTIGUOUS": cache.contiguous,
+        "PAGE": None if cache.contiguous else cache.page_tokens, "UNIT": cache.page_alignment,
+        "HEAD_STRIDE": cache.head_stride,
+        "TOKEN_STRIDE": cache.token_stride, "VALUES_AFTER": cache.value_offset, "CONTIGUOUS": cache.contiguous,
     }  # fmt: skip
 
 
@@ -267,8 +271,8 @@ def decode(
         scratch = decode_scratch(batch, heads, kv_heads, dim, splits, q.device)
     else:
         assert splits == 1 or scratch.sums.numel() >= batch * heads * splits * dim, "scratch is too small"
-    group_pad, dim_pad = _padded(group, dim)
-    block, warps, stages = _shape(group_pad, dim_pad, q.element_size(), batch * kv_heads * splits, q.device)
+    group_pad, dim_pad = _padded_tile(group, dim)
+    block, warps, stages = _tile_config(group_pad, dim_pad, q.element_size(), batch * kv_heads * splits, q.device)
     parts = [x.view(torch.float32) for x in scratch]
     named = slots if rows is None else rows
     shared = {
@@ -278,9 +282,9 @@ def decode(
     }  # fmt: skip
     _decode[(kv_heads, splits, batch)](
         q, cache.keys, cache.values, tables, slots, lengths, named, out, *parts, q.stride(0), q.stride(1),
-        out.stride(0), tables.stride(0), cache.page_units, *factors(cache.scale, cache.softcap),
+        out.stride(0), tables.stride(0), cache.page_stride_units, *softmax_factors(cache.scale, cache.softcap),
         GROUP_PAD=group_pad, CAPPED=cache.softcap is not None, num_warps=warps, num_stages=stages,
-        **cache_layout(cache), **shared,
+        **layout_constants(cache), **shared,
     )  # fmt: skip
     if splits > 1:
         _join[(group, kv_heads, batch)](
@@ -290,12 +294,14 @@ def decode(
     return out
 
 
-def _padded(group: int, dim: int) -> tuple[int, int]:
+def _padded_tile(group: int, dim: int) -> tuple[int, int]:
     """Rows and columns of a tile of queries."""
     return max(16, power_of_2(group)), max(16, power_of_2(dim))
 
 
-def _shape(group_pad: int, dim_pad: int, itemsize: int, programs: int, device: torch.device) -> tuple[int, int, int]:
+def _tile_config(
+    group_pad: int, dim_pad: int, itemsize: int, programs: int, device: torch.device
+) -> tuple[int, int, int]:
     """Tokens a tile, warps, stages of the pipeline. Two warps hide latencies as well as four and join less; stages are
     as many as leave room for all programs at once, or for the most. Many waves of programs are short ones, whose starts
     are hidden best behind many others: small tiles of one warp. (H200, between large products, which slow its clock:
@@ -304,13 +310,13 @@ def _shape(group_pad: int, dim_pad: int, itemsize: int, programs: int, device: t
     count = multiprocessors(device)
     if itemsize == 4:
         block, warps, stages = 32, 4, 2
-    elif dim_pad == 128 and programs > 3 * max(RESIDENT) * count:
+    elif dim_pad == 128 and programs > 3 * max(STAGES_BY_RESIDENCY) * count:
         block, warps, stages = 32, 1, 4
     elif dim_pad == 256:  # 133 rows of 300 and 500 tokens: 3.92 and 4.02 TB/s; 3.58 and 3.93 as for smaller heads
         block, warps, stages = 16, 1, 3
     else:
-        most = next((n for n in sorted(RESIDENT) if programs <= count * n), max(RESIDENT))
-        block, warps, stages = min(max(8192 // dim_pad, 32), 128), 2, RESIDENT[most]
+        most = next((n for n in sorted(STAGES_BY_RESIDENCY) if programs <= count * n), max(STAGES_BY_RESIDENCY))
+        block, warps, stages = min(max(8192 // dim_pad, 32), 128), 2, STAGES_BY_RESIDENCY[most]
     while stages > 1 and program_bytes(group_pad, dim_pad, itemsize, block, stages) > shared_memory(device):
         stages -= 1
     return block, warps, stages

@@ -15,7 +15,7 @@ from torch import Tensor
 from quire.data.kernels.states import CONV_TILE, StateCache, StatePlan
 from quire.data.kernels.triton.activation import ACTIVATIONS, activate
 from quire.data.kernels.triton.launch import cdiv, power_of_2
-from quire.data.kernels.triton.quick import quick
+from quire.data.kernels.triton.quick import fast_launch
 
 SINGLE_BLOCK = 256
 """Channels of a program that has one row's single token."""
@@ -32,7 +32,7 @@ def _input(x, old, read, at, columns, mask, x_stride, BEHIND: tl.constexpr, FIRS
     return values
 
 
-@quick
+@fast_launch
 @triton.jit(do_not_specialize_on_alignment=["offsets", "lengths", "starts", "reads", "writes", "tiles"])
 def _conv(
     x, weight, bias, out, states, offsets, lengths, starts, reads, writes, tiles,
@@ -85,7 +85,7 @@ def _conv(
                 tl.store(states + page * page_stride + columns * (TAPS - 1) + k, last, mask=inside)
 
 
-@quick
+@fast_launch
 @triton.jit(do_not_specialize_on_alignment=["reads", "writes"])
 def _conv_single(
     x, weight, bias, out, states, reads, writes, x_stride, out_stride, page_stride, width,
@@ -150,14 +150,25 @@ def causal_conv(
         return out
     blocks = cdiv(inner, block)
     options |= {"INNER": inner, "TAPS": taps, "BLOCK": block, "BLOCKS": blocks, "BIAS": bias is not None, "KIND": kind}
-    strides = x.stride(0), out.stride(0), states.stride(0), plan.writes.stride(0)
+    strides = x.stride(0), out.stride(0), states.stride(0), plan.write_pages.stride(0)
     if plan.tiles is None:
         _conv_single[(programs * blocks,)](
-            x, weight, bias, out, states, plan.reads, plan.writes, *strides, PDL=pdl, num_warps=block // 32, **options
+            x,
+            weight,
+            bias,
+            out,
+            states,
+            plan.read_pages,
+            plan.write_pages,
+            *strides,
+            PDL=pdl,
+            num_warps=block // 32,
+            **options,
         )
         return out
     _conv[(programs * blocks,)](
-        x, weight, bias, out, states, plan.offsets, plan.lengths, plan.starts, plan.reads, plan.writes, plan.tiles,
-        *strides, RUN=plan.run_tokens, TILE=CONV_TILE, PDL=pdl, num_warps=8, **options,
+        x, weight, bias, out, states, plan.offsets, plan.lengths, plan.starts, plan.read_pages, plan.write_pages,
+        plan.tiles,
+        *strides, RUN=plan.page_tokens, TILE=CONV_TILE, PDL=pdl, num_warps=8, **options,
     )  # fmt: skip
     return out

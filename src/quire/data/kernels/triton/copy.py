@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.data.kernels.triton.launch import cdiv, power_of_2
-from quire.data.kernels.triton.quick import quick
+from quire.data.kernels.triton.quick import fast_launch
 
 # Bytes that a program moves at once, two or eight 16-byte accesses a thread. Measured on an H200: many small programs
 # copy best within the device (4.1 TB/s read and written, pages of 2 MiB), few with much in flight best over PCIe.
@@ -24,7 +24,7 @@ WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 # Compiled once for a page size: neither the number of pairs nor where their indices lie makes another variant, which
 # would be compiled in the middle of a step.
-@quick
+@fast_launch
 @triton.jit(do_not_specialize=["pairs", "tiles", "across"], do_not_specialize_on_alignment=["dst", "src"])
 def _copy(
     target, source, dst, src, pairs, units, tiles, across, UNIT: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr

@@ -21,14 +21,14 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.data.kernels.triton.activation import ACTIVATIONS, activate
-from quire.data.kernels.triton.experts_one import one_token
+from quire.data.kernels.triton.experts_one import fused_moe_one_token
 from quire.data.kernels.triton.launch import cdiv, power_of_2, shared_memory
 from quire.data.kernels.triton.linear import E4M3
-from quire.data.kernels.triton.quick import quick
-from quire.data.kernels.triton.tiles import GROUP
+from quire.data.kernels.triton.quick import fast_launch
+from quire.data.kernels.triton.tiles import SCALE_GROUP
 
 
-class Tile(NamedTuple):
+class ExpertTile(NamedTuple):
     """What one program computes at a time, and how."""
 
     pairs: int
@@ -38,15 +38,19 @@ class Tile(NamedTuple):
     warps: int
 
 
-FEW, SOME, MANY = Tile(16, 32, 256, 4, 4), Tile(32, 64, 128, 4, 4), Tile(128, 64, 64, 4, 8)
-MOST_UNSORTED = 256
+SMALL_TILE, MEDIUM_TILE, LARGE_TILE = (
+    ExpertTile(16, 32, 256, 4, 4),
+    ExpertTile(32, 64, 128, 4, 4),
+    ExpertTile(128, 64, 64, 4, 8),
+)
+MAX_UNSORTED_PAIRS = 256
 """Pairs that each program looks through by itself, at most."""
 
-SIDE = 8
+GROUP_TILES = 8
 """Tiles of pairs that go through a weight side by side, so that it is read from memory once for all of them."""
 
 
-@quick
+@fast_launch
 @triton.jit
 def _route(
     logits, weights, chosen, stride,
@@ -76,28 +80,28 @@ def _route(
         tl.store(weights + row * TOP + j, tl.where(wrong, float("nan"), weight))
 
 
-def route(logits: Tensor, top: int, normalised: bool, *, pdl: bool = False) -> tuple[Tensor, Tensor]:
-    """logits [T, experts] -> the softmax's `top` largest, fp32, divided by their sum if `normalised`, and whose they
+def topk_softmax(logits: Tensor, top_k: int, renormalize: bool, *, pdl: bool = False) -> tuple[Tensor, Tensor]:
+    """logits [T, experts] -> the softmax's `top_k` largest, fp32, divided by their sum if `renormalize`, and whose they
     are, int64, the largest first: [T, top] each."""
     tokens, experts = logits.shape
     assert logits.stride(1) == 1, "rows are contiguous"
-    weights = torch.empty((tokens, top), dtype=torch.float32, device=logits.device)
-    chosen = torch.empty((tokens, top), dtype=torch.int64, device=logits.device)
+    weights = torch.empty((tokens, top_k), dtype=torch.float32, device=logits.device)
+    chosen = torch.empty((tokens, top_k), dtype=torch.int64, device=logits.device)
     if tokens:
         _route[(tokens,)](
             logits, weights, chosen, logits.stride(0),
-            EXPERTS=experts, PADDED=power_of_2(experts), TOP=top, NORMALISED=normalised, PDL=pdl, num_warps=1,
-            **_early(pdl),
+            EXPERTS=experts, PADDED=power_of_2(experts), TOP=top_k, NORMALISED=renormalize, PDL=pdl, num_warps=1,
+            **_pdl_options(pdl),
         )  # fmt: skip
     return weights, chosen
 
 
-def _early(pdl: bool) -> dict[str, Any]:
+def _pdl_options(pdl: bool) -> dict[str, Any]:
     return {"launch_pdl": True} if pdl else {}
 
 
 @triton.jit
-def _found(chosen, bounds, pairs, tile, EXPERTS: tl.constexpr, PADDED: tl.constexpr, PAIRS: tl.constexpr,
+def _find_pairs(chosen, bounds, pairs, tile, EXPERTS: tl.constexpr, PADDED: tl.constexpr, PAIRS: tl.constexpr,
            BLOCK_M: tl.constexpr):  # fmt: skip
     """(expert, pairs, which of them are real) of a tile; EXPERTS or more where there is none. Sorted pairs (PAIRS 0)
     are given as an order, `chosen`, with its `bounds`; others, at most PAIRS, as their experts."""
@@ -138,7 +142,7 @@ def _add(acc, rows, v, inside, scale, GROUP: tl.constexpr):
     return acc
 
 
-@quick
+@fast_launch
 @triton.jit(do_not_specialize=["pairs", "tiles"], do_not_specialize_on_alignment=["chosen", "bounds"])
 def _experts(
     x, weight, scale, shares, out, chosen, bounds, pairs, tiles, x_stride, size, depth,
@@ -155,7 +159,7 @@ def _experts(
     first = index // (SIDE * across) * SIDE
     beside = tl.minimum(tiles - first, SIDE)
     tile, left = first + index % (SIDE * across) % beside, index % (SIDE * across) // beside * BLOCK_N
-    expert, pair, real = _found(chosen, bounds, pairs, tile, EXPERTS, PADDED, PAIRS, BLOCK_M)
+    expert, pair, real = _find_pairs(chosen, bounds, pairs, tile, EXPERTS, PADDED, PAIRS, BLOCK_M)
     if expert < EXPERTS:
         n, k = left + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
         source = pair
@@ -186,7 +190,7 @@ def _experts(
         tl.store(place, acc.to(out.dtype.element_ty), mask=(n < size)[:, None] & real[None, :])
 
 
-@quick
+@fast_launch
 @triton.jit
 def _sum(
     parts, out, SIZE: tl.constexpr, TOP: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr
@@ -202,31 +206,33 @@ def _sum(
     tl.store(out + row * SIZE + columns, total.to(out.dtype.element_ty), mask=columns < SIZE)
 
 
-def tile_of(pairs: int, experts: int, deterministic: bool, x: Tensor, *weights: Tensor, group: int = 0) -> Tile:
+def choose_tile(
+    pairs: int, experts: int, deterministic: bool, x: Tensor, *weights: Tensor, group: int = 0
+) -> ExpertTile:
     """By the pairs that an expert has, if all have as many; `deterministic`: whatever their number. As many stages as
     the device has room for, and no deeper than the `group` of numbers that have a scale in common, if there is one."""
     few, many = pairs <= 16 * experts, pairs > 64 * experts
-    tile = SOME if deterministic else FEW if few else MANY if many else SOME
+    tile = MEDIUM_TILE if deterministic else SMALL_TILE if few else LARGE_TILE if many else MEDIUM_TILE
     tile = tile._replace(depth=min(tile.depth, group or tile.depth))
     widest = max(weight.element_size() for weight in weights)
     stage = (2 * tile.columns * widest + tile.pairs * x.element_size()) * tile.depth
     return tile._replace(stages=max(1, min(tile.stages, shared_memory(x.device) // stage)))
 
 
-def _group(weight: Tensor, scale: Tensor | None) -> int:
+def _scale_group(weight: Tensor, scale: Tensor | None) -> int:
     """Numbers of a row that have a scale in common: -1 for a weight that isn't in FP8, 0 for all of a row."""
     assert (weight.dtype == E4M3) == (scale is not None), f"a weight in {weight.dtype}, and its scale {scale}"
     if scale is None:
         return -1
     experts, rows, depth = weight.shape
-    fits = len(scale) in (1, cdiv(depth, GROUP)) and scale.shape[1] == experts * rows
+    fits = len(scale) in (1, cdiv(depth, SCALE_GROUP)) and scale.shape[1] == experts * rows
     assert fits, f"the scale {tuple(scale.shape)} does not fit the weight {tuple(weight.shape)}"
     assert scale.is_contiguous(), "the scale must be dense"
-    return 0 if len(scale) == 1 else GROUP
+    return 0 if len(scale) == 1 else SCALE_GROUP
 
 
-def mixture(
-    x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, activation: str,
+def fused_moe(
+    x: Tensor, weights: Tensor, expert_ids: Tensor, gate_up: Tensor, down: Tensor, activation: str,
     scales: tuple[Tensor | None, Tensor | None] = (None, None), *, deterministic: bool = False, pdl: bool = False,
 ) -> Tensor:  # fmt: skip
     """x [T, hidden], weights and chosen [T, top] (fp32, int64), gate_up [experts, 2 * inner, hidden], down [experts,
@@ -236,22 +242,22 @@ def mixture(
     May be captured. `deterministic`: a row's bits don't depend on the number of rows. pdl: programmatic dependent
     launch, on GPUs of capability 9 and more.
     """
-    (tokens, hidden), top, (experts, inner) = x.shape, chosen.shape[1], (len(gate_up), down.shape[2])
+    (tokens, hidden), top, (experts, inner) = x.shape, expert_ids.shape[1], (len(gate_up), down.shape[2])
     assert gate_up.shape == (experts, 2 * inner, hidden), "gates and ups of one size"
     assert down.shape == (experts, hidden, inner), "experts of one size"
     assert x.stride(1) == 1, "rows are contiguous"
-    assert all(tensor.is_contiguous() for tensor in (gate_up, down, weights, chosen)), "weights are dense"
+    assert all(tensor.is_contiguous() for tensor in (gate_up, down, weights, expert_ids)), "weights are dense"
     pairs, out = tokens * top, torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
     if not pairs:
         return out
-    groups = _group(gate_up, scales[0]), _group(down, scales[1])
+    groups = _scale_group(gate_up, scales[0]), _scale_group(down, scales[1])
     if tokens == 1 and not deterministic:
-        return one_token(x, weights, chosen, gate_up, down, activation, scales, groups, pdl)
-    few, order, bounds = pairs <= MOST_UNSORTED, chosen, chosen
+        return fused_moe_one_token(x, weights, expert_ids, gate_up, down, activation, scales, groups, pdl)
+    few, order, bounds = pairs <= MAX_UNSORTED_PAIRS, expert_ids, expert_ids
     if not few:
-        sorted_, order = chosen.flatten().sort(stable=True)
+        sorted_, order = expert_ids.flatten().sort(stable=True)
         bounds = torch.searchsorted(sorted_, torch.arange(experts + 1, device=x.device))
-    tile = tile_of(pairs, experts, deterministic, x, gate_up, down, group=max(*groups, 0))
+    tile = choose_tile(pairs, experts, deterministic, x, gate_up, down, group=max(*groups, 0))
     tiles = min(pairs, pairs // tile.pairs + experts)
     between, parts = x.new_empty(pairs, inner), x.new_empty(pairs, hidden, dtype=torch.float32)
     products = ((x, gate_up, between, ACTIVATIONS[activation]), (between, down, parts, None))
@@ -260,13 +266,13 @@ def mixture(
         _experts[(tiles * cdiv(size, tile.columns),)](
             source, weight, target if scale is None else scale, weights, target, order, bounds, pairs, tiles,
             source.stride(0), size, weight.shape[2],
-            EXPERTS=experts, PADDED=power_of_2(experts), PAIRS=MOST_UNSORTED if few else 0, TOP=top,
-            BLOCK_M=tile.pairs, BLOCK_N=tile.columns, BLOCK_K=tile.depth, SIDE=SIDE, GROUP=group, KIND=kind,
-            PDL=pdl, num_warps=tile.warps, num_stages=tile.stages, **_early(pdl),
+            EXPERTS=experts, PADDED=power_of_2(experts), PAIRS=MAX_UNSORTED_PAIRS if few else 0, TOP=top,
+            BLOCK_M=tile.pairs, BLOCK_N=tile.columns, BLOCK_K=tile.depth, SIDE=GROUP_TILES, GROUP=group, KIND=kind,
+            PDL=pdl, num_warps=tile.warps, num_stages=tile.stages, **_pdl_options(pdl),
         )  # fmt: skip
     block = min(power_of_2(hidden), 1024)
     blocks = cdiv(hidden, block)
     _sum[(tokens * blocks,)](
-        parts, out, SIZE=hidden, TOP=top, BLOCK=block, BLOCKS=blocks, PDL=pdl, num_warps=4, **_early(pdl)
+        parts, out, SIZE=hidden, TOP=top, BLOCK=block, BLOCKS=blocks, PDL=pdl, num_warps=4, **_pdl_options(pdl)
     )
     return out

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from quire.data.kernels.triton.activation import ACTIVATIONS, activate
 from quire.data.kernels.triton.launch import cdiv
-from quire.data.kernels.triton.linear import _few_rows
-from quire.data.kernels.triton.quick import quick
-from quire.data.kernels.triton.tiles import few_rows, grouped
+from quire.data.kernels.triton.linear import _weight_rows
+from quire.data.kernels.triton.quick import fast_launch
+from quire.data.kernels.triton.tiles import few_rows_tile, grouped_tile
 
 
 @triton.jit
@@ -38,7 +38,7 @@ def _sums(
     return acc
 
 
-@quick
+@fast_launch
 @triton.jit(do_not_specialize_on_alignment=["chosen"])
 def _one_token(
     x, weight, scale, shares, out, chosen, size, depth,
@@ -54,14 +54,14 @@ def _one_token(
     if KIND is not None:
         across = tl.cdiv(size, BLOCK_N // 2)
         pair, index = index // across, index % across
-        lines = tl.load(chosen + pair) * (2 * size) + _few_rows(index, size, BLOCK_N, KIND)
+        lines = tl.load(chosen + pair) * (2 * size) + _weight_rows(index, size, BLOCK_N, KIND)
         tiles = weight + lines[:, None] * depth + k[None, :]
         acc = _sums(x, tiles, scale + lines, EXPERTS * 2 * size, depth, BLOCK_N, BLOCK_K, EVEN, STAGES, GROUP)
         gate, up = tl.split(tl.reshape(acc, (BLOCK_N // 2, 2)))
         n = index * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
         tl.store(out + pair * size + n, (activate(gate, KIND) * up).to(out.dtype.element_ty), mask=n < size)
     else:
-        total, rows = tl.zeros((BLOCK_N,), tl.float32), _few_rows(index, size, BLOCK_N, KIND)
+        total, rows = tl.zeros((BLOCK_N,), tl.float32), _weight_rows(index, size, BLOCK_N, KIND)
         for pair in tl.static_range(TOP):
             lines = tl.load(chosen + pair) * size + rows
             tiles = weight + lines[:, None] * depth + k[None, :]
@@ -73,24 +73,24 @@ def _one_token(
         tl.store(out + n, total.to(out.dtype.element_ty), mask=n < size)
 
 
-def one_token(
-    x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, activation: str,
+def fused_moe_one_token(
+    x: Tensor, weights: Tensor, expert_ids: Tensor, gate_up: Tensor, down: Tensor, activation: str,
     scales: tuple[Tensor | None, Tensor | None], groups: tuple[int, int], pdl: bool,
 ) -> Tensor:  # fmt: skip
     """`kernels.triton.experts.mixture` of a single token; `groups`: numbers of a row that have a scale in common."""
-    (experts, hidden, inner), top = down.shape, chosen.shape[1]
+    (experts, hidden, inner), top = down.shape, expert_ids.shape[1]
     between, out = x.new_empty(top, inner), x.new_empty(1, hidden)
     products = ((x, gate_up, between, ACTIVATIONS[activation]), (between, down, out, None))
     for (source, weight, target, kind), scale, group in zip(products, scales, groups):
         size, depth = target.shape[1], weight.shape[2]
         of_all = size if kind is None else top * 2 * size
-        tile = few_rows(1, of_all, depth, fp8=scale is not None)
+        tile = few_rows_tile(1, of_all, depth, fp8=scale is not None)
         if group > 0:
-            tile = grouped(tile, depth)
+            tile = grouped_tile(tile, depth)
         options: dict[str, Any] = {"num_warps": tile.warps, **({"launch_pdl": True} if pdl else {})}
         programs = cdiv(size, tile.columns) if kind is None else top * cdiv(size, tile.columns // 2)
         _one_token[(programs,)](
-            source, weight, target if scale is None else scale, weights, target, chosen, size, depth,
+            source, weight, target if scale is None else scale, weights, target, expert_ids, size, depth,
             EXPERTS=experts, TOP=top, BLOCK_N=tile.columns, BLOCK_K=tile.depth, EVEN=depth % tile.depth == 0,
             STAGES=tile.stages, GROUP=group, KIND=kind, PDL=pdl, **options,
         )  # fmt: skip

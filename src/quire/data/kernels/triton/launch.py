@@ -19,37 +19,38 @@ def power_of_2(number: int) -> int:
 
 
 @lru_cache
-def early(device: torch.device) -> bool:
+def supports_pdl(device: torch.device) -> bool:
     """Kernels may be launched before their predecessors end (programmatic dependent launch, Hopper and later): they
     start, fetch what no kernel of the step writes, and wait there."""
     return torch.cuda.get_device_capability(device)[0] >= 9
 
 
-GLUON = ("3.6", "3.7")
+GLUON_VERSIONS = ("3.6", "3.7")
 """Versions of Triton whose Gluon, marked experimental, compiles `prompt_hopper` as it was tested."""
 
 
 @lru_cache
-def hopper(device: torch.device) -> bool:
+def supports_hopper_kernel(device: torch.device) -> bool:
     """Groups of warps can be given roles and multiply asynchronously, as `prompt_hopper` has them do: on NVIDIA's
     Hopper alone, and by Gluon, which isn't interpreted. Where this is false that module may not even import."""
-    return _has_roles(device) and _known() and not triton.knobs.runtime.interpret
+    return _is_hopper(device) and _gluon_supported() and not triton.knobs.runtime.interpret
 
 
-def left_out(device: torch.device) -> str | None:
+def hopper_notice(device: torch.device) -> str | None:
     """What to say at start where only the version of Triton keeps a Hopper GPU from its own kernel."""
-    if not _has_roles(device) or _known():
+    if not _is_hopper(device) or _gluon_supported():
         return None
-    return f"long prompts are computed as on other GPUs: Triton {triton.__version__} isn't one of {', '.join(GLUON)}"
+    known = ", ".join(GLUON_VERSIONS)
+    return f"long prompts are computed as on other GPUs: Triton {triton.__version__} isn't one of {known}"
 
 
-def _has_roles(device: torch.device) -> bool:
+def _is_hopper(device: torch.device) -> bool:
     here = device.type == "cuda" and torch.version.hip is None
     return here and torch.cuda.get_device_capability(device) == (9, 0)
 
 
-def _known() -> bool:
-    return ".".join(triton.__version__.split(".")[:2]) in GLUON
+def _gluon_supported() -> bool:
+    return ".".join(triton.__version__.split(".")[:2]) in GLUON_VERSIONS
 
 
 @lru_cache

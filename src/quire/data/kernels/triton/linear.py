@@ -19,21 +19,21 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quire.data.kernels.triton.activation import ACTIVATIONS, activate
-from quire.data.kernels.triton.launch import cdiv, early, shared_memory
-from quire.data.kernels.triton.quick import quick
-from quire.data.kernels.triton.tiles import GROUP, Tile, any_rows, few_rows, grouped
+from quire.data.kernels.triton.launch import cdiv, shared_memory, supports_pdl
+from quire.data.kernels.triton.quick import fast_launch
+from quire.data.kernels.triton.tiles import SCALE_GROUP, LinearTile, any_rows_tile, few_rows_tile, grouped_tile
 from quire.errors import StartupError
 
 MAX_ROWS = 32  # at 64 the library's products are faster on an H200, but for the head
-SHARED = 200_000  # bytes of shared memory that the largest tiles need
+MIN_SHARED_MEMORY = 200_000  # bytes of shared memory that the largest tiles need
 E4M3 = torch.float8_e4m3fn
 
 
 def supports(weight: Tensor, rows: int) -> bool:
-    """Whether `linear` and `gated` take this weight, and `rows` rows are few enough for them to be worth it."""
+    """Whether `linear` and `gated_linear` take this weight, and `rows` rows are few enough for them to be worth it."""
     half = weight.dtype in (torch.bfloat16, torch.float16, E4M3)
     dense = weight.is_contiguous() and weight.shape[1] % 16 == 0
-    return half and dense and rows <= MAX_ROWS and shared_memory(weight.device) >= SHARED
+    return half and dense and rows <= MAX_ROWS and shared_memory(weight.device) >= MIN_SHARED_MEMORY
 
 
 def linear(
@@ -43,36 +43,44 @@ def linear(
 
     1 <= M <= MAX_ROWS; K % 16 == 0; the last dimensions dense, the stride of x's rows free. `scale`: of an FP8 weight.
     """
-    tile = few_rows(len(x), *weight.shape, **_kind(scale))
+    tile = few_rows_tile(len(x), *weight.shape, **_fp8_option(scale))
     return _launch(x, weight, bias, scale, tile, None, pdl)
 
 
-def gated(x: Tensor, weight: Tensor, activation: str, scale: Tensor | None = None, *, pdl: bool = False) -> Tensor:
+def gated_linear(
+    x: Tensor, weight: Tensor, activation: str, scale: Tensor | None = None, *, pdl: bool = False
+) -> Tensor:
     """x [M, K], weight [2 I, K] (the gate's rows, then up's) -> act(gate) * up [M, I], rounded once; else as `linear`.
 
     `activation`: one of ACTIVATIONS.
     """
-    tile = few_rows(len(x), *weight.shape, **_kind(scale))
+    tile = few_rows_tile(len(x), *weight.shape, **_fp8_option(scale))
     return _launch(x, weight, None, scale, tile, ACTIVATIONS[activation], pdl)
 
 
-def _kind(scale: Tensor | None) -> dict[str, bool]:
+def _fp8_option(scale: Tensor | None) -> dict[str, bool]:
     return {} if scale is None else {"fp8": True}
 
 
 def _launch(
-    x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None, tile: Tile, activation: str | None, pdl: bool
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    tile: LinearTile,
+    activation: str | None,
+    pdl: bool,
 ) -> Tensor:
     """A tile of no rows is for one row of x, without tensor cores."""
     rows, depth = x.shape
     size = len(weight) if activation is None else len(weight) // 2
     assert 1 <= rows <= max(tile.rows, 1), f"{rows} rows are not few"
     assert depth % 16 == 0, f"{depth} is not a multiple of 16"
-    group = _check(x, weight, scale)
+    group = _check_operands(x, weight, scale)
     if group > 0:
-        tile = grouped(tile, depth)
+        tile = grouped_tile(tile, depth)
     out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
-    early = min(tile.early, depth // tile.depth)
+    early = min(tile.prefetch, depth // tile.depth)
     even = (depth - early * tile.depth) % tile.depth == 0
     options = {"BLOCK_N": tile.columns, "BLOCK_K": tile.depth, "EARLY": early, "EVEN": even, "num_warps": tile.warps}
     options |= {"GROUP": group, "BIAS": bias is not None, "KIND": activation, "PDL": pdl}
@@ -86,7 +94,7 @@ def _launch(
     return out
 
 
-def _check(x: Tensor, weight: Tensor, scale: Tensor | None) -> int:
+def _check_operands(x: Tensor, weight: Tensor, scale: Tensor | None) -> int:
     """Numbers that have a scale in common: -1 for a weight that isn't in FP8, 0 for all of a row."""
     assert weight.shape[1] == x.shape[1], f"x {tuple(x.shape)} does not fit the weight {tuple(weight.shape)}"
     assert weight.is_contiguous(), "the weight must be dense"
@@ -94,14 +102,14 @@ def _check(x: Tensor, weight: Tensor, scale: Tensor | None) -> int:
     assert (weight.dtype == E4M3) == (scale is not None), f"a weight in {weight.dtype}, and its scale {scale}"
     if scale is None:
         return -1
-    fits = len(scale) in (1, cdiv(x.shape[1], GROUP)) and scale.shape[1] == len(weight)
+    fits = len(scale) in (1, cdiv(x.shape[1], SCALE_GROUP)) and scale.shape[1] == len(weight)
     assert fits, f"the scale {tuple(scale.shape)} does not fit the weight {tuple(weight.shape)}"
     assert scale.is_contiguous(), "the scale must be dense"
-    return 0 if len(scale) == 1 else GROUP
+    return 0 if len(scale) == 1 else SCALE_GROUP
 
 
 @triton.jit
-def _few_rows(index, size, BLOCK_N: tl.constexpr, KIND: tl.constexpr):
+def _weight_rows(index, size, BLOCK_N: tl.constexpr, KIND: tl.constexpr):
     """The rows of the weight of program `index`: BLOCK_N; with a KIND of activation gate's and up's take turns."""
     n = index * BLOCK_N + tl.arange(0, BLOCK_N)
     if KIND is None:
@@ -127,7 +135,7 @@ def _add(acc, w, v, scale, start, size, GROUP: tl.constexpr, KIND: tl.constexpr)
     return acc
 
 
-@quick
+@fast_launch
 @triton.jit(do_not_specialize=["rows"])
 def _few(
     x, weight, scale, bias, out, rows, size, depth, x_stride,
@@ -138,7 +146,7 @@ def _few(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     k = tl.arange(0, BLOCK_K)
-    lines = _few_rows(tl.program_id(0), size, BLOCK_N, KIND)
+    lines = _weight_rows(tl.program_id(0), size, BLOCK_N, KIND)
     tiles = weight + lines[:, None] * depth + k[None, :]
     scale += lines
     body = depth - EARLY * BLOCK_K
@@ -172,7 +180,7 @@ def _few(
     tl.store(out + m[None, :] * size + n[:, None], acc.to(out.dtype.element_ty), mask=mask)
 
 
-@quick
+@fast_launch
 @triton.jit
 def _one(
     x, weight, scale, bias, out, size, depth,
@@ -183,7 +191,7 @@ def _one(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     k = tl.arange(0, BLOCK_K)
-    lines = _few_rows(tl.program_id(0), size, BLOCK_N, KIND)
+    lines = _weight_rows(tl.program_id(0), size, BLOCK_N, KIND)
     tiles = weight + lines[:, None] * depth + k[None, :]
     scale += lines
     body = depth - EARLY * BLOCK_K
@@ -220,7 +228,7 @@ def _one(
     tl.store(out + n, acc.to(out.dtype.element_ty), mask=n < size)
 
 
-def invariant(
+def batch_invariant_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None, *, pdl: bool = False
 ) -> Tensor:
     """x [M, K], weight [N, K], bias [N] -> x weight^T + bias [M, N]; a row's bits depend on nothing but that row.
@@ -229,16 +237,16 @@ def invariant(
     the same bits in tiles of every size used here, and on either side of the product, which the tests compare.
     """
     rows, depth = x.shape
-    size, group = len(weight), _check(x, weight, scale)
+    size, group = len(weight), _check_operands(x, weight, scale)
     if supports(weight, rows):
-        tile = few_rows(max(rows, 2), size, depth, **_kind(scale))
+        tile = few_rows_tile(max(rows, 2), size, depth, **_fp8_option(scale))
         return _launch(x, weight, bias, scale, tile, None, pdl)
     out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
     bulk = group < 0 and _bulk_copies(x, weight, out) and rows > 64
-    tile = any_rows(rows, size, x.dtype, bulk)
+    tile = any_rows_tile(rows, size, x.dtype, bulk)
     if group > 0:
-        tile = grouped(tile, depth)._replace(stages=tile.stages)
-    if group >= 0 and shared_memory(x.device) < SHARED:
+        tile = grouped_tile(tile, depth)._replace(stages=tile.stages)
+    if group >= 0 and shared_memory(x.device) < MIN_SHARED_MEMORY:
         tile = tile._replace(stages=2)
     tiles = cdiv(rows, tile.rows) * cdiv(size, tile.columns)
     added = out if bias is None else bias
@@ -257,12 +265,13 @@ def invariant(
     return out
 
 
-def check_invariant(weight: Tensor) -> None:
-    """StartupError where `invariant`'s tiles don't fit the GPU."""
+def check_batch_invariant(weight: Tensor) -> None:
+    """StartupError where `batch_invariant_linear`'s tiles don't fit the GPU."""
     shared = shared_memory(weight.device)
-    if weight.dtype != torch.float32 and shared < SHARED:
+    if weight.dtype != torch.float32 and shared < MIN_SHARED_MEMORY:
         raise StartupError(
-            f"--deterministic needs {SHARED:,} bytes of shared memory a program, and this GPU has {shared:,}",
+            f"--deterministic needs {MIN_SHARED_MEMORY:,} bytes of shared memory a program, and this GPU has "
+            f"{shared:,}",
             "Serve without it, or in --dtype float32",
         )
 
@@ -271,7 +280,7 @@ def _bulk_copies(*tensors: Tensor) -> bool:
     """Whether Hopper's tensor copies can move tiles of these: rows at multiples of 16 bytes."""
     aligned = all(t.data_ptr() % 16 == 0 and t.stride(0) * t.element_size() % 16 == 0 for t in tensors)
     half = tensors[0].dtype in (torch.bfloat16, torch.float16)
-    return aligned and (half and early(tensors[0].device) if tensors[0].is_cuda else True)
+    return aligned and (half and supports_pdl(tensors[0].device) if tensors[0].is_cuda else True)
 
 
 @lru_cache
@@ -280,7 +289,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 @triton.jit
-def _place(index, rows, size, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def _tile_origin(index, rows, size, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Tiles in groups of eight rows of tiles, so that tiles computed together share what they read."""
     down = tl.cdiv(rows, BLOCK_M)
     group = 8 * tl.cdiv(size, BLOCK_N)
@@ -289,7 +298,7 @@ def _place(index, rows, size, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     return (first + index % group % height) * BLOCK_M, index % group // height * BLOCK_N
 
 
-@quick
+@fast_launch
 @triton.jit(do_not_specialize=["rows"])
 def _tile(
     x, weight, scale, bias, out, rows, size, depth, x_stride,
@@ -297,7 +306,7 @@ def _tile(
     BIAS: tl.constexpr,
 ):  # fmt: skip
     """One tile a program."""
-    top, left = _place(tl.program_id(0), rows, size, BLOCK_M, BLOCK_N)
+    top, left = _tile_origin(tl.program_id(0), rows, size, BLOCK_M, BLOCK_N)
     m, n = top + tl.arange(0, BLOCK_M), left + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     real = m < rows
@@ -331,7 +340,7 @@ def _tiles(
     """Every PROGRAMS-th tile a program. Past their ends, descriptors read zeros and write nothing."""
     count = tl.cdiv(rows, BLOCK_M) * tl.cdiv(size, BLOCK_N)
     for index in tl.range(tl.program_id(0), count, PROGRAMS, flatten=True):
-        top, left = _place(index, rows, size, BLOCK_M, BLOCK_N)
+        top, left = _tile_origin(index, rows, size, BLOCK_M, BLOCK_N)
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for start in range(0, depth, BLOCK_K):
             acc = tl.dot(inputs.load([top, start]), weights.load([left, start]).T, acc, input_precision="ieee")

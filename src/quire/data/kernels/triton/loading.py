@@ -26,7 +26,7 @@ from triton.runtime.jit import JITFunction
 LOCKS = 1024  # files; kernels that share one wait for each other
 
 
-def in_any_thread() -> None:
+def serialize_module_loading() -> None:
     """From now on one thread at a time loads a module, and gets what was in it then as an object of its own. Compiling
     modules isn't held up. Once for a process; without effect where Triton has no such function."""
     load, lock = getattr(build, "_load_module_from_path", None), threading.Lock()
@@ -41,7 +41,7 @@ def in_any_thread() -> None:
     build._load_module_from_path = load_alone
 
 
-def once_for_all() -> None:
+def lock_compilation() -> None:
     """From now on a kernel that this process compiles isn't compiled by others that have called this, and have the same
     cache on disk: they wait until it is there. Once for a process."""
     compiled = JITFunction._do_compile
@@ -49,7 +49,7 @@ def once_for_all() -> None:
         return
 
     def compiled_once(self: Any, key: Any, *more: Any, **options: Any) -> Any:
-        with _locked(f"{self.cache_key} {key}"):
+        with _compile_lock(f"{self.cache_key} {key}"):
             return compiled(self, key, *more, **options)
 
     compiled_once.once_for_all = True  # type: ignore[attr-defined]
@@ -57,7 +57,7 @@ def once_for_all() -> None:
 
 
 @contextmanager
-def _locked(name: str) -> Iterator[None]:
+def _compile_lock(name: str) -> Iterator[None]:
     """Nobody else is here, in any process, with this name. Where the disk has no locks, without one."""
     number = int.from_bytes(sha256(name.encode()).digest()[:4], "little") % LOCKS
     folder = os.path.join(triton.knobs.cache.dir, "quire-locks")

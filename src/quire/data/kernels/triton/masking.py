@@ -6,12 +6,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.data.kernels.triton.quick import quick
+from quire.data.kernels.triton.quick import fast_launch
 
 BLOCK = 4096  # tokens of a program
 
 
-@quick
+@fast_launch
 @triton.jit
 def _mask(logits, places, bits, vocab, row_stride, words, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
@@ -25,10 +25,10 @@ def _mask(logits, places, bits, vocab, row_stride, words, BLOCK: tl.constexpr): 
         tl.store(logits + row * row_stride + token, least, mask=there & barred)
 
 
-def mask_logits(logits: Tensor, places: Tensor, bits: Tensor) -> None:
+def mask_logits(logits: Tensor, mask_rows: Tensor, bits: Tensor) -> None:
     """Put -inf in logits [R, V], whose rows are contiguous, where the row's mask has no bit: the mask of row r is
     bits[places[r]], int32 [M, ceil(V / 32)], the lowest bit of a word first. places [R] int64; rows of -1 stay."""
     rows, vocab = logits.shape
     if rows:
         grid = (rows, -(-vocab // BLOCK))
-        _mask[grid](logits, places, bits, vocab, logits.stride(0), bits.shape[1], BLOCK=BLOCK)
+        _mask[grid](logits, mask_rows, bits, vocab, logits.stride(0), bits.shape[1], BLOCK=BLOCK)

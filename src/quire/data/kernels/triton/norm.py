@@ -13,14 +13,14 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.data.kernels.triton.launch import power_of_2
-from quire.data.kernels.triton.quick import quick
+from quire.data.kernels.triton.quick import fast_launch
 
 
 @triton.jit
-def residual(place, added, added_scale, eps, inside, SIZE: tl.constexpr, BEHIND: tl.constexpr):
+def add_residual(place, added, added_scale, eps, inside, SIZE: tl.constexpr, POST_NORM: tl.constexpr):
     """x[place] += added, in place; BEHIND: it is normalised before."""
     values = tl.load(place, mask=inside, other=0.0)
-    if BEHIND:
+    if POST_NORM:
         wide = added.to(tl.float32)
         added_variance = tl.sum(wide * wide, axis=0) / SIZE
         added = (wide * tl.rsqrt(added_variance + eps) * added_scale).to(values.dtype)
@@ -30,7 +30,7 @@ def residual(place, added, added_scale, eps, inside, SIZE: tl.constexpr, BEHIND:
 
 
 @triton.jit
-def normed(values, scale, shift, eps, inside, SIZE: tl.constexpr, LAYER: tl.constexpr):
+def normalize(values, scale, shift, eps, inside, SIZE: tl.constexpr, LAYER: tl.constexpr):
     """A row's norm, in fp32. LAYER: subtract the mean and add the bias."""
     values = values.to(tl.float32)
     if LAYER:
@@ -43,11 +43,11 @@ def normed(values, scale, shift, eps, inside, SIZE: tl.constexpr, LAYER: tl.cons
     return result
 
 
-@quick
+@fast_launch
 @triton.jit
 def _norm(
-    x, delta, behind, weight, bias, out, x_stride, delta_stride, out_stride, eps,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, DELTA: tl.constexpr, BEHIND: tl.constexpr, LAYER: tl.constexpr,
+    x, delta, post_norm_weight, weight, bias, out, x_stride, delta_stride, out_stride, eps,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, DELTA: tl.constexpr, POST_NORM: tl.constexpr, LAYER: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """A row a program. BEHIND: delta is normalised before it is added. LAYER: subtract the mean and add the bias."""
@@ -59,22 +59,22 @@ def _norm(
     shift, added_scale = scale, scale  # unless there are others
     if LAYER:
         shift = tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
-    if BEHIND:
-        added_scale = tl.load(behind + columns, mask=inside, other=0.0).to(tl.float32)
+    if POST_NORM:
+        added_scale = tl.load(post_norm_weight + columns, mask=inside, other=0.0).to(tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     place = x + row * x_stride + columns
     if DELTA:
         added = tl.load(delta + row * delta_stride + columns, mask=inside, other=0.0)
-        values = residual(place, added, added_scale, eps, inside, SIZE, BEHIND)
+        values = add_residual(place, added, added_scale, eps, inside, SIZE, POST_NORM)
     else:
         values = tl.load(place, mask=inside, other=0.0)
-    result = normed(values, scale, shift, eps, inside, SIZE, LAYER)
+    result = normalize(values, scale, shift, eps, inside, SIZE, LAYER)
     tl.store(out + row * out_stride + columns, result.to(out.dtype.element_ty), mask=inside)
 
 
-def warps_of(block: int) -> int:
+def num_warps_for(block: int) -> int:
     """Warps for a row padded to `block` numbers: 32 numbers a thread. Of 2 to 32 warps, 4 were the fastest on an H200
     for one row of 4096 (bf16, 1.4 us) and within 1 % of it for 8192 rows, where several rows a program gained nothing.
     The number of rows has no say: a row's sum is to be the same in every batch. Never more warps than the numbers fill:
@@ -84,16 +84,17 @@ def warps_of(block: int) -> int:
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, *, delta: Tensor | None = None, behind: Tensor | None = None,
+    x: Tensor, weight: Tensor, eps: float, *, delta: Tensor | None = None, post_norm_weight: Tensor | None = None,
     out: Tensor | None = None, pdl: bool = False,
 ) -> Tensor:  # fmt: skip
     """x [T, size] -> x / sqrt(mean(x^2) + eps) * weight in `out`, a fresh tensor if None. Weights of any dtype.
 
-    With `delta` [T, size], x += delta in place first; with `behind`, a weight, delta's own norm is added in its place.
+    With `delta` [T, size], x += delta in place first; with `post_norm_weight`, a weight, delta's own norm is added in
+    its place.
     Row strides are free. Without delta and out, x may be [..., size]. pdl: programmatic dependent launch, on GPUs of
     capability 9 and more; weights are read before the kernel waits for its predecessor.
     """
-    return _launch(x, weight, None, eps, delta, behind, out, pdl)
+    return _launch(x, weight, None, eps, delta, post_norm_weight, out, pdl)
 
 
 def layer_norm(
@@ -105,7 +106,7 @@ def layer_norm(
 
 
 def _launch(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, delta: Tensor | None, behind: Tensor | None,
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, delta: Tensor | None, post_norm_weight: Tensor | None,
     out: Tensor | None, pdl: bool,
 ) -> Tensor:  # fmt: skip
     if x.dim() != 2 and delta is None and out is None:
@@ -114,20 +115,21 @@ def _launch(
     out = torch.empty((rows, size), dtype=x.dtype, device=x.device) if out is None else out
     for tensor in (x, out) if delta is None else (x, out, delta):
         assert (tensor.shape, tensor.stride(1)) == (x.shape, 1), "rows of one shape, each contiguous"
-    assert delta is not None or behind is None, "no norm without what it is of"
-    for vector in (weight, bias, behind):
+    assert delta is not None or post_norm_weight is None, "no norm without what it is of"
+    for vector in (weight, bias, post_norm_weight):
         assert vector is None or (vector.shape, vector.stride()) == ((size,), (1,)), "one weight and one bias a column"
     block = power_of_2(size)
     _norm[(rows,)](
-        x, delta, behind, weight, bias, out, x.stride(0), 0 if delta is None else delta.stride(0), out.stride(0), eps,
-        size, block, delta is not None, behind is not None, bias is not None, pdl,
-        num_warps=warps_of(block), **({"launch_pdl": True} if pdl else {}),
+        x, delta, post_norm_weight, weight, bias, out, x.stride(0), 0 if delta is None else delta.stride(0),
+        out.stride(0), eps,
+        size, block, delta is not None, post_norm_weight is not None, bias is not None, pdl,
+        num_warps=num_warps_for(block), **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     return out
 
 
 @triton.jit
-def _normed(place, scale, eps, inside, SIZE: tl.constexpr):
+def _normalize_part(place, scale, eps, inside, SIZE: tl.constexpr):
     """As `_norm` has it, of a row's numbers from `place` on."""
     values = tl.load(place, mask=inside, other=0.0)
     wide = values.to(tl.float32)
@@ -135,7 +137,7 @@ def _normed(place, scale, eps, inside, SIZE: tl.constexpr):
     return (wide * tl.rsqrt(variance + eps) * scale).to(values.dtype)
 
 
-@quick
+@fast_launch
 @triton.jit
 def _parts(
     x, first, second, third, out, pair, x_stride, eps,
@@ -153,13 +155,15 @@ def _parts(
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     place = x + row * x_stride
-    tl.store(out + row * SIZE + columns, _normed(place + columns, scale, eps, inside, SIZE), mask=inside)
+    tl.store(out + row * SIZE + columns, _normalize_part(place + columns, scale, eps, inside, SIZE), mask=inside)
     target = pair + row * (2 * PAIR) + few
-    tl.store(target, _normed(place + SIZE + few, left, eps, real, PAIR).to(tl.float32), mask=real)
-    tl.store(target + PAIR, _normed(place + SIZE + PAIR + few, right, eps, real, PAIR).to(tl.float32), mask=real)
+    tl.store(target, _normalize_part(place + SIZE + few, left, eps, real, PAIR).to(tl.float32), mask=real)
+    tl.store(
+        target + PAIR, _normalize_part(place + SIZE + PAIR + few, right, eps, real, PAIR).to(tl.float32), mask=real
+    )
 
 
-def rms_norms(
+def rms_norm_parts(
     x: Tensor, weights: tuple[Tensor, Tensor, Tensor], eps: float, *, pdl: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The norms of the three parts of rows x [T, size + 2 pair], of weights [size], [pair], [pair], in one launch: each
@@ -174,6 +178,6 @@ def rms_norms(
         block = power_of_2(size)
         _parts[(rows,)](
             x, *weights, out, both, x.stride(0), eps, size, block, pair, power_of_2(pair), pdl,
-            num_warps=warps_of(block), **({"launch_pdl": True} if pdl else {}),
+            num_warps=num_warps_for(block), **({"launch_pdl": True} if pdl else {}),
         )  # fmt: skip
     return out, both[:, :pair], both[:, pair:]

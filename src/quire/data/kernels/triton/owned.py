@@ -18,46 +18,47 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.data.kernels.peer_sizes import BYTES, MOST
-from quire.data.kernels.triton.carried import PIECES, awaited, rows_at
+from quire.data.kernels.peer_sizes import KERNEL_BYTES, MAX_PEERS
+from quire.data.kernels.triton.carried import MAX_PIECES, wait_for_flag
+from quire.data.kernels.triton.carried import region_offset as carried_region_offset
 from quire.data.kernels.triton.launch import cdiv, power_of_2
-from quire.data.kernels.triton.norm import warps_of
-from quire.data.kernels.triton.quick import quick
-from quire.data.kernels.triton.reduce import Peers, at, finish, rounded, scales
+from quire.data.kernels.triton.norm import num_warps_for
+from quire.data.kernels.triton.quick import fast_launch
+from quire.data.kernels.triton.reduce import PeerBuffers, load_norm_weights, peer_address, round_sum, store_row
 
 PARTS, SUMS = 0, 1  # what is sent: to a row's owner, and by it
 
 
-def flag_at(phase: int, piece: int, rank: int) -> int:
+def flag_offset(phase: int, piece: int, rank: int) -> int:
     """Bytes from the begin of a rank's memory to the flag of a piece that `rank` sends."""
-    return BYTES + ((phase * PIECES + piece) * MOST + rank) * 8
+    return KERNEL_BYTES + ((phase * MAX_PIECES + piece) * MAX_PEERS + rank) * 8
 
 
-def region_at(peers: Peers, phase: int) -> int:
+def region_offset(peers: PeerBuffers, phase: int) -> int:
     """The same, to the region of parts or of sums."""
-    return rows_at(peers, phase)
+    return carried_region_offset(peers, phase)
 
 
-def owned(rows: slice, owner: int, ranks: int) -> slice:
+def owned_rows(rows: slice, owner: int, ranks: int) -> slice:
     """Of a piece of rows those that a rank owns; the last ranks may have fewer, or none."""
     share = cdiv(rows.stop - rows.start, ranks)
     begin = min(rows.start + owner * share, rows.stop)
     return slice(begin, min(begin + share, rows.stop))
 
 
-def places(ranks: int, piece: int, rows: slice) -> tuple[int, int]:
+def parts_layout(ranks: int, piece: int, rows: slice) -> tuple[int, int]:
     """Where parts of `rows`, one of the pieces of `piece` rows, lie in their owner's region of parts: the row from
     which on, and how many rows each of the other ranks has there, in rank order."""
     return rows.start // piece * cdiv(piece, ranks) * (ranks - 1), cdiv(rows.stop - rows.start, ranks)
 
 
-def reach(ranks: int, piece: int, rows: int) -> int:
+def region_rows(ranks: int, piece: int, rows: int) -> int:
     """The rows that the longer of the regions holds, of so many rows in pieces of `piece`."""
     whole, rest = divmod(rows, piece)
     return max(rows, (whole * cdiv(piece, ranks) + cdiv(rest, ranks)) * (ranks - 1))
 
 
-@quick
+@fast_launch
 @triton.jit(do_not_specialize=["me", "parts", "sums", "begin", "first", "share"])
 def _add_up(
     delta, table, me, parts, sums, begin, first, share, SIZE: tl.constexpr, BLOCK: tl.constexpr, RANKS: tl.constexpr
@@ -67,7 +68,7 @@ def _add_up(
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
     place = (begin + program) * SIZE + columns
-    mine, theirs = tl.load(delta + place, mask=inside, other=0.0), at(table, me, parts, delta)
+    mine, theirs = tl.load(delta + place, mask=inside, other=0.0), peer_address(table, me, parts, delta)
     for r in tl.static_range(RANKS):
         row = first + program + tl.where(me < r, r - 1, r).to(tl.int64) * share
         other = tl.load(theirs + row * SIZE + columns, mask=inside & (me != r), other=0.0, cache_modifier=".cg")
@@ -76,7 +77,7 @@ def _add_up(
             total = part
         else:
             total += part
-    tl.store(at(table, me, sums, delta) + place, rounded(total, delta), mask=inside)
+    tl.store(peer_address(table, me, sums, delta) + place, round_sum(total, delta), mask=inside)
 
 
 @triton.jit
@@ -96,12 +97,12 @@ def _give_up(said, call, error, me, owner, RANKS: tl.constexpr):
 
 
 @triton.jit
-def _length(number, piece, rows):
+def _piece_rows(number, piece, rows):
     """Rows of a piece."""
     return tl.minimum(rows - number * piece, piece)
 
 
-@quick
+@fast_launch
 @triton.jit(do_not_specialize=["me", "polls", "parts_said", "sums_said", "call", "piece", "rows"])
 def _await_own(
     table, error, me, polls, parts_said, sums_said, call, piece, rows, RANKS: tl.constexpr, MOST: tl.constexpr
@@ -109,20 +110,21 @@ def _await_own(
     """Wait for the sums that this rank itself takes and sends, in one program. Those of _finish fill the GPU while they
     wait for others' sums, and if they did so on every GPU, _add_up would find room on none."""
     for number in range((rows + piece - 1) // piece):
-        length = _length(number, piece, rows)
+        length = _piece_rows(number, piece, rows)
         if me * tl.cdiv(length, RANKS) < length:
             mine = tl.load(table + me) + number * (MOST * 8)
-            seen = awaited((mine + sums_said + me * 8).to(tl.pointer_type(tl.int64)), call, error, polls)
+            seen = wait_for_flag((mine + sums_said + me * 8).to(tl.pointer_type(tl.int64)), call, error, polls)
             if seen != call:
                 _give_up(mine + parts_said, call, error, me, me, RANKS)
 
 
-@quick
+@fast_launch
 @triton.jit(do_not_specialize=["me", "polls", "parts_said", "sums_said", "sums", "call", "piece", "rows"])
 def _finish(
-    x, delta, behind, weight, bias, out, table, error, me, polls, parts_said, sums_said, sums, call, piece, rows,
+    x, delta, post_norm_weight, weight, bias, out, table, error, me, polls, parts_said, sums_said, sums, call, piece,
+    rows,
     x_stride, delta_stride, out_stride, eps,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, BEHIND: tl.constexpr, LAYER: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, POST_NORM: tl.constexpr, LAYER: tl.constexpr,
     RANKS: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
     """A row a program; `piece` rows have a flag of each owner in common. `parts_said` and `sums_said`: where the flags
@@ -130,46 +132,54 @@ def _finish(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
-    scale, shift, added_scale = scales(weight, bias, behind, columns, inside, NORM, BEHIND, LAYER)
+    scale, shift, added_scale = load_norm_weights(
+        weight, bias, post_norm_weight, columns, inside, NORM, POST_NORM, LAYER
+    )
     number = row // piece
-    owner = row % piece // tl.cdiv(_length(number, piece, rows), RANKS)
+    owner = row % piece // tl.cdiv(_piece_rows(number, piece, rows), RANKS)
     mine = tl.load(table + me) + number * (MOST * 8)
-    seen = awaited((mine + sums_said + owner * 8).to(tl.pointer_type(tl.int64)), call, error, polls)
+    seen = wait_for_flag((mine + sums_said + owner * 8).to(tl.pointer_type(tl.int64)), call, error, polls)
     if seen != call:
         _give_up(mine + parts_said, call, error, me, owner, RANKS)
     tl.debug_barrier()
-    total = tl.load(at(table, me, sums, delta) + row * SIZE + columns, mask=inside, other=0.0, cache_modifier=".cg")
-    finish(total, row, x, out, delta, scale, shift, added_scale, x_stride, delta_stride, out_stride, eps,
-           SIZE, BLOCK, NORM, BEHIND, LAYER)  # fmt: skip
+    total = tl.load(
+        peer_address(table, me, sums, delta) + row * SIZE + columns, mask=inside, other=0.0, cache_modifier=".cg"
+    )
+    store_row(total, row, x, out, delta, scale, shift, added_scale, x_stride, delta_stride, out_stride, eps,
+           SIZE, BLOCK, NORM, POST_NORM, LAYER)  # fmt: skip
 
 
-def add_up(peers: Peers, delta: Tensor, own: slice, first: int, share: int) -> None:
+def reduce_owned(peers: PeerBuffers, delta: Tensor, own: slice, first: int, share: int) -> None:
     """The sums of rows `own` of delta [T, size], dense, this rank's share of a piece, into its region of sums, once all
-    parts are there, in their `places`. As many programs as rows: none of them waits, and the sooner all have ended, the
+    parts are there, in their `parts_layout`. As many programs as rows: none of them waits, and the sooner all have
+    ended, the
     sooner the next product has all of the GPU."""
     size = delta.shape[1]
     assert delta.is_contiguous(), "rows are dense, as they were sent"
     block = power_of_2(size)
     _add_up[(own.stop - own.start,)](
-        delta, peers.table, peers.rank, region_at(peers, PARTS), region_at(peers, SUMS), own.start, first, share,
-        size, block, peers.ranks, num_warps=warps_of(block),
+        delta, peers.table, peers.rank, region_offset(peers, PARTS), region_offset(peers, SUMS), own.start, first,
+        share,
+        size, block, peers.ranks, num_warps=num_warps_for(block),
     )  # fmt: skip
 
 
-def add_norm(
-    peers: Peers, call: int, piece: int, x: Tensor | None, delta: Tensor, weight: Tensor | None, bias: Tensor | None,
-    eps: float, behind: Tensor | None, out: Tensor | None,
+def all_reduce_norm_owned(
+    peers: PeerBuffers, call: int, piece: int, x: Tensor | None, delta: Tensor, weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float, post_norm_weight: Tensor | None, out: Tensor | None,
 ) -> None:  # fmt: skip
     """As carried.add_norm, of the sums that come: delta, whose parts were sent, is written without x alone. In two
-    launches, the first of which leaves nearly all of the GPU to `add_up`."""
+    launches, the first of which leaves nearly all of the GPU to `reduce_owned`."""
     rows, size = delta.shape
     assert delta.is_contiguous(), "rows are dense, as they were sent"
-    assert rows <= PIECES * piece, f"{rows} rows are more than {PIECES} pieces of {piece}"
-    block, said = power_of_2(size), (flag_at(PARTS, 0, 0), flag_at(SUMS, 0, 0))
+    assert rows <= MAX_PIECES * piece, f"{rows} rows are more than {MAX_PIECES} pieces of {piece}"
+    block, said = power_of_2(size), (flag_offset(PARTS, 0, 0), flag_offset(SUMS, 0, 0))
     whose = (peers.table, peers.error, peers.rank, peers.polls)
-    _await_own[(1,)](*whose, *said, call, piece, rows, peers.ranks, MOST, num_warps=1)
+    _await_own[(1,)](*whose, *said, call, piece, rows, peers.ranks, MAX_PEERS, num_warps=1)
     _finish[(rows,)](
-        x, delta, behind, weight, bias, out, *whose, *said, region_at(peers, SUMS), call, piece, rows,
+        x, delta, post_norm_weight, weight, bias, out, *whose, *said, region_offset(peers, SUMS), call, piece, rows,
         0 if x is None else x.stride(0), delta.stride(0), 0 if out is None else out.stride(0), eps,
-        size, block, x is not None, behind is not None, bias is not None, peers.ranks, MOST, num_warps=warps_of(block),
+        size, block, x is not None, post_norm_weight is not None, bias is not None, peers.ranks, MAX_PEERS,
+        num_warps=num_warps_for(block),
     )  # fmt: skip

@@ -14,17 +14,23 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.data.kernels.batch import LayerCache
-from quire.data.kernels.triton.attention import LOWEST, cache_layout, capped, factors, token_offsets
+from quire.data.kernels.triton.attention import (
+    MIN_SCORE,
+    apply_softcap,
+    layout_constants,
+    softmax_factors,
+    token_offsets,
+)
 from quire.data.kernels.triton.launch import power_of_2
-from quire.data.kernels.triton.quick import quick
+from quire.data.kernels.triton.quick import fast_launch
 
 
 def tile_queries(heads: int, kv_heads: int, head_dim: int, itemsize: int, small: bool = False) -> int:
-    """Queries a tile: what `prompt` expects of `make_tiles` for these shapes."""
-    return max(1, _shape(head_dim, itemsize, small)[0] // (heads // kv_heads))
+    """Queries a tile: what `prefill` expects of `make_prefill_tiles` for these shapes."""
+    return max(1, _tile_config(head_dim, itemsize, small)[0] // (heads // kv_heads))
 
 
-def make_tiles(
+def make_prefill_tiles(
     slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray, offsets: np.ndarray, queries: int
 ) -> np.ndarray:
     """Tiles of R rows, int32 [n, 4]: slot, first token of the step, queries, position of the first; longest first.
@@ -65,7 +71,7 @@ def _sweep(
             key = tl.load(places, mask=live, other=0.0)
         else:
             key = tl.load(places)
-        scores = capped(tl.dot(query, tl.trans(key), input_precision="ieee"), inner, CAPPED)
+        scores = apply_softcap(tl.dot(query, tl.trans(key), input_precision="ieee"), inner, CAPPED)
         if MASKED:
             seen = at[None, :] <= position[:, None]
             if WINDOW is not None:
@@ -91,7 +97,7 @@ def _sweep(
     return best, weight, total
 
 
-@quick
+@fast_launch
 @triton.jit(do_not_specialize=["stride"], do_not_specialize_on_alignment=["tiles"])
 def _prompt(
     q, keys, values, tables, tiles, out, q_row, q_head, out_row, table_width, stride, inner, outer,
@@ -122,7 +128,7 @@ def _prompt(
     values += head.to(tl.int64) * HEAD_STRIDE
     table = tables + slot.to(tl.int64) * table_width
     base = tl.load(table) if CONTIGUOUS else 0
-    best = tl.full([BLOCK_M], LOWEST, tl.float32)
+    best = tl.full([BLOCK_M], MIN_SCORE, tl.float32)
     weight = tl.zeros([BLOCK_M], tl.float32)
     total = tl.zeros([BLOCK_M, DIM_PAD], tl.float32)
     whole_end = (earliest + 1) // BLOCK_N * BLOCK_N  # every query sees all tiles before it, but for the window's edge
@@ -155,15 +161,16 @@ def _prompt(
     tl.store(out + (at * out_row + heads * DIM)[:, None] + d[None, :], result, mask=inside)
 
 
-def prompt(
+def prefill(
     q: Tensor, cache: LayerCache, tables: Tensor, tiles: Tensor, out: Tensor | None = None, *, small: bool = False,
-    whole: bool = False,
+    bidirectional: bool = False,
 ) -> Tensor:  # fmt: skip
     """Causal attention of the queries in `tiles` (see make_tiles, on the device): q [T, heads, dim] -> out [T, heads,
     dim]; rows of out that no tile names stay as they are. A tile of slot 0 is padding: it sees nothing, and zeros come
     out, of none if it has no queries.
 
-    With `whole` the position of a tile is that of the last key, which all of its queries see, and all before it.
+    With `bidirectional` the position of a tile is that of the last key, which all of its queries see, and all before
+    it.
 
     The keys and values of all queries are in their pages already. `small` tiles waste less on rows of one token. The
     bits of a query's result depend on the size of tiles, and on nothing else of the step.
@@ -173,20 +180,20 @@ def prompt(
     out = torch.empty((q.shape[0], heads, dim), dtype=q.dtype, device=q.device) if out is None else out
     assert out.stride()[1:] == (dim, 1), "a token's results are contiguous"
     assert q.stride(2) == 1, "heads are rows of `dim` numbers"
-    block_m, block_n, warps, stages, registers = _shape(dim, q.element_size(), small)
+    block_m, block_n, warps, stages, registers = _tile_config(dim, q.element_size(), small)
     assert group <= block_m, "more query heads a key head than a tile has rows"
     _prompt[(tiles.shape[0] * cache.kv_heads,)](
         q, cache.keys, cache.values, tables, tiles, out, q.stride(0), q.stride(1), out.stride(0), tables.stride(0),
-        cache.page_units, *factors(cache.scale, cache.softcap),
+        cache.page_stride_units, *softmax_factors(cache.scale, cache.softcap),
         KV_HEADS=cache.kv_heads, GROUP=group, DIM=dim, DIM_PAD=max(16, power_of_2(dim)),
-        WINDOW=None if whole else cache.window, CHUNK=None if whole else cache.chunk,
-        CAPPED=cache.softcap is not None, BLOCK_M=block_m, BLOCK_N=block_n, FOLLOW=not whole,
-        num_warps=warps, num_stages=stages, maxnreg=registers, **cache_layout(cache),
+        WINDOW=None if bidirectional else cache.window, CHUNK=None if bidirectional else cache.chunk,
+        CAPPED=cache.softcap is not None, BLOCK_M=block_m, BLOCK_N=block_n, FOLLOW=not bidirectional,
+        num_warps=warps, num_stages=stages, maxnreg=registers, **layout_constants(cache),
     )  # fmt: skip
     return out
 
 
-def _shape(head_dim: int, itemsize: int, small: bool) -> tuple[int, int, int, int, int | None]:
+def _tile_config(head_dim: int, itemsize: int, small: bool) -> tuple[int, int, int, int, int | None]:
     """Rows and keys a tile, warps, stages of the pipeline, registers a thread (None: as many as the compiler likes)."""
     if itemsize == 4:  # 16 keys where more would need more shared memory than small GPUs have
         return 64, 32 if head_dim <= 128 else 16, 4, 1, None

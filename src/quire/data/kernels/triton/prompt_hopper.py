@@ -1,10 +1,10 @@
-"""Attention of long prompts on Hopper GPUs (FlashAttention-3's division of work, over pages): what `prompt` computes,
+"""Attention of long prompts on Hopper GPUs (FlashAttention-3's division of work, over pages): what `prefill` computes,
 to the bit where keys and values are finite.
 
 Each group of four warps has one role. The last fetches blocks of keys and values from their pages into a ring in shared
 memory; the others hold 64 rows of the tile each, and take one block after another from there. A group has the next
 block's scores and the last block's values multiplied while it computes its softmax, and while one group waits for a
-product the others can go on. A block read serves 192 rows, where `prompt` has 128.
+product the others can go on. A block read serves 192 rows, where `prefill` has 128.
 
 Gluon is the part of Triton in which a kernel gives roles to warps. It is marked experimental: `launch.GLUON` has the
 versions that this was tested with, and tests/data/kernels/test_compiles.py looks for the barriers that these put before
@@ -26,28 +26,28 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from quire.data.kernels.batch import LayerCache
-from quire.data.kernels.triton.attention import LOWEST, cache_layout, factors
-from quire.data.kernels.triton.quick import quick
+from quire.data.kernels.triton.attention import MIN_SCORE, layout_constants, softmax_factors
+from quire.data.kernels.triton.quick import fast_launch
 
-PARTS = gl.constexpr(3)  # groups of warps that hold rows
-PART = gl.constexpr(64)  # rows of each
+ROW_GROUPS = gl.constexpr(3)  # groups of warps that hold rows
+GROUP_ROWS = gl.constexpr(64)  # rows of each
 BLOCK = gl.constexpr(64)  # keys at a time: as many as `prompt` takes, or the bits would differ
 STAGES = gl.constexpr(4)  # blocks in the ring: one is multiplied, one before it too, one announced, one on its way
-HOLDING, FETCHING = gl.constexpr(152), gl.constexpr(56)  # registers a thread, by the role
+COMPUTE_REGISTERS, FETCH_REGISTERS = gl.constexpr(152), gl.constexpr(56)  # registers a thread, by the role
 
-LONG = 4096
+MIN_CONTEXT = 4096
 """Tokens of a context from which on this kernel is the faster one, on an H200 by a tenth for a whole prompt, and more
 for a chunk. Up to 2,048 it is slower: a program has a multiprocessor to itself, which idles while it starts."""
 
 
-def takes(cache: LayerCache) -> bool:
-    """Whether `prompt` is for this cache: heads of 128 in 16 bits, without chunks."""
+def supports(cache: LayerCache) -> bool:
+    """Whether `prefill` is for this cache: heads of 128 in 16 bits, without chunks."""
     return cache.head_dim == 128 and cache.dtype.itemsize == 2 and cache.chunk is None
 
 
 def tile_queries(group: int) -> int:
-    """Queries a tile, whose key heads serve `group` query heads each: what `prompt` expects of `make_tiles`."""
-    return PARTS.value * PART.value // group
+    """Queries a tile, whose key heads serve `group` query heads each: what `prefill` expects of `make_tiles`."""
+    return ROW_GROUPS.value * GROUP_ROWS.value // group
 
 
 @gluon.jit
@@ -114,7 +114,7 @@ def _fetch(
 
 
 @gluon.jit
-def _seen(scores, at, position, WINDOW: gl.constexpr):
+def _mask_scores(scores, at, position, WINDOW: gl.constexpr):
     """Scores of the keys that a row sees; the others' are -inf."""
     seen = at[None, :] <= position[:, None]
     if WINDOW is not None:
@@ -123,14 +123,14 @@ def _seen(scores, at, position, WINDOW: gl.constexpr):
 
 
 @gluon.jit
-def _capped(scores, inner, CAPPED: gl.constexpr):
+def _apply_softcap(scores, inner, CAPPED: gl.constexpr):
     if CAPPED:
         scores = 2.0 * (1 / (1 + gl.exp(-(scores * inner)))) - 1.0
     return scores
 
 
 @gluon.jit
-def _soften(scores, best, weight, outer):
+def _softmax_step(scores, best, weight, outer):
     new = gl.maximum(best, gl.max(scores, 1) * outer)
     weights = gl.exp2(scores * outer - new[:, None])
     shrink = gl.exp2(best - new)
@@ -149,14 +149,14 @@ def _sweep(
     for turn in range(begin, end):
         key = k_blocks.index(turn % STAGES).permute([1, 0])
         before = (turn - 1) % STAGES
-        scores = gl.zeros([PART, BLOCK], gl.float32, layout)
+        scores = gl.zeros([GROUP_ROWS, BLOCK], gl.float32, layout)
         coming = warpgroup_mma(query, key, scores, use_acc=False, is_async=True)
         adding = warpgroup_mma(shares, v_blocks.index(before), total, is_async=True)
-        scores = _capped(warpgroup_mma_wait(1, deps=[coming]), inner, CAPPED)
+        scores = _apply_softcap(warpgroup_mma_wait(1, deps=[coming]), inner, CAPPED)
         if MASKED:
             at = first + turn * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, layout))
-            scores = _seen(scores, at, position, WINDOW)
-        weights, best, shrink, weight = _soften(scores, best, weight, outer)
+            scores = _mask_scores(scores, at, position, WINDOW)
+        weights, best, shrink, weight = _softmax_step(scores, best, weight, outer)
         following = gl.convert_layout(weights.to(shares.dtype), shares.type.layout)
         # This wait, a branch, keeps the compiler from moving the softmax behind the next one, where nothing overlaps.
         mbarrier.wait(ready.index((turn + 1) % STAGES), (turn + 1) // STAGES & 1, pred=turn + 1 < blocks)
@@ -177,33 +177,33 @@ def _attend(
     wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
     scored: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     summed: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
-    row = NUMBER * PART + gl.arange(0, PART, gl.SliceLayout(1, wide))
+    row = NUMBER * GROUP_ROWS + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, wide))
     d = gl.arange(0, DIM, gl.SliceLayout(0, wide))
     places = (token + row // GROUP).to(gl.int64) * q_row + (head * GROUP + row % GROUP) * q_head
     inside = (row // GROUP < many)[:, None]
     query = q_parts.index(NUMBER)
     query.store(gl.load(q + places[:, None] + d[None, :], mask=inside, other=0.0))
     fence_async_shared()
-    row = NUMBER * PART + gl.arange(0, PART, gl.SliceLayout(1, scored))
+    row = NUMBER * GROUP_ROWS + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, scored))
     position = earliest + gl.minimum(row // GROUP, many - 1)
     first = _oldest(earliest, WINDOW) // BLOCK * BLOCK
     blocks = gl.cdiv(earliest + many - first, BLOCK)
-    whole = (earliest + gl.minimum(NUMBER * PART // GROUP, many - 1) + 1 - first) // BLOCK
+    whole = (earliest + gl.minimum(NUMBER * GROUP_ROWS // GROUP, many - 1) + 1 - first) // BLOCK
     whole = gl.maximum(whole, 1)  # every row sees all keys of the blocks before, but for the window's edge
-    best = gl.full([PART], LOWEST, gl.float32, gl.SliceLayout(1, scored))
-    weight = gl.zeros([PART], gl.float32, gl.SliceLayout(1, scored))
-    total = gl.zeros([PART, DIM], gl.float32, summed)
+    best = gl.full([GROUP_ROWS], MIN_SCORE, gl.float32, gl.SliceLayout(1, scored))
+    weight = gl.zeros([GROUP_ROWS], gl.float32, gl.SliceLayout(1, scored))
+    total = gl.zeros([GROUP_ROWS, DIM], gl.float32, summed)
     mbarrier.wait(ready.index(0), 0)
-    scores = gl.zeros([PART, BLOCK], gl.float32, scored)
+    scores = gl.zeros([GROUP_ROWS, BLOCK], gl.float32, scored)
     coming = warpgroup_mma(query, k_blocks.index(0).permute([1, 0]), scores, use_acc=False, is_async=True)
-    scores = _capped(warpgroup_mma_wait(0, deps=[coming]), inner, CAPPED)
-    scores = _seen(scores, first + gl.arange(0, BLOCK, gl.SliceLayout(0, scored)), position, WINDOW)
-    weights, best, _, weight = _soften(scores, best, weight, outer)
+    scores = _apply_softcap(warpgroup_mma_wait(0, deps=[coming]), inner, CAPPED)
+    scores = _mask_scores(scores, first + gl.arange(0, BLOCK, gl.SliceLayout(0, scored)), position, WINDOW)
+    weights, best, _, weight = _softmax_step(scores, best, weight, outer)
     shares = gl.convert_layout(weights.to(q.dtype.element_ty), gl.DotOperandLayout(0, summed, 2))
     mbarrier.wait(ready.index(1), 0, pred=blocks > 1)
     begin = 1
     if WINDOW is not None:
-        latest = earliest + gl.minimum((NUMBER * PART + PART - 1) // GROUP, many - 1)
+        latest = earliest + gl.minimum((NUMBER * GROUP_ROWS + GROUP_ROWS - 1) // GROUP, many - 1)
         edge = gl.cdiv(gl.maximum(latest - WINDOW + 1 - first, 0), BLOCK)
         edge = gl.minimum(gl.maximum(edge, 1), whole)
         shares, best, weight, total = _sweep(
@@ -222,13 +222,13 @@ def _attend(
     adding = warpgroup_mma(shares, v_blocks.index((blocks - 1) % STAGES), total, is_async=True)
     total, _ = warpgroup_mma_wait(0, deps=[adding, shares])
     result = total / gl.convert_layout(weight, gl.SliceLayout(1, summed))[:, None]
-    row = NUMBER * PART + gl.arange(0, PART, gl.SliceLayout(1, summed))
+    row = NUMBER * GROUP_ROWS + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, summed))
     d = gl.arange(0, DIM, gl.SliceLayout(0, summed))
     places = (token + row // GROUP).to(gl.int64) * out_row + (head * GROUP + row % GROUP) * DIM
     gl.store(out + places[:, None] + d[None, :], result.to(out.dtype.element_ty), mask=(row // GROUP < many)[:, None])
 
 
-@quick
+@fast_launch
 @gluon.jit(do_not_specialize=["stride"], do_not_specialize_on_alignment=["tiles", "tables"])
 def _prompt_hopper(
     q, keys, values, tables, tiles, out, q_row, q_head, out_row, table_width, stride, inner, outer,
@@ -246,14 +246,14 @@ def _prompt_hopper(
     table = tables + slot.to(gl.int64) * table_width
     dtype: gl.constexpr = q.dtype.element_ty
     shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, DIM], dtype)
-    q_parts = gl.allocate_shared_memory(dtype, [PARTS, PART, DIM], shared)
+    q_parts = gl.allocate_shared_memory(dtype, [ROW_GROUPS, GROUP_ROWS, DIM], shared)
     k_blocks = gl.allocate_shared_memory(dtype, [STAGES, BLOCK, DIM], shared)
     v_blocks = gl.allocate_shared_memory(dtype, [STAGES, BLOCK, DIM], shared)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(ready.index(i), count=1)
-        mbarrier.init(free.index(i), count=PARTS)
+        mbarrier.init(free.index(i), count=ROW_GROUPS)
     ring = (k_blocks, v_blocks, ready, free)
     tile = (token, many, earliest, head, q_row, q_head, out_row)
     gl.warp_specialize(
@@ -282,23 +282,24 @@ def _prompt_hopper(
             ),
         ],
         [4, 4, 4],
-        [HOLDING, HOLDING, FETCHING],
+        [COMPUTE_REGISTERS, COMPUTE_REGISTERS, FETCH_REGISTERS],
     )
 
 
-def prompt(q: Tensor, cache: LayerCache, tables: Tensor, tiles: Tensor, out: Tensor | None = None) -> Tensor:
-    """As `quire.data.kernels.triton.prompt.prompt`, for caches that it `takes`, in tiles of `tile_queries` queries."""
+def prefill(q: Tensor, cache: LayerCache, tables: Tensor, tiles: Tensor, out: Tensor | None = None) -> Tensor:
+    """As `quire.data.kernels.triton.prompt.prompt`, for caches that it `supports`, in tiles of `tile_queries` "
+    "queries."""
     heads, dim = q.shape[1:]
     group = heads // cache.kv_heads
     out = torch.empty((q.shape[0], heads, dim), dtype=q.dtype, device=q.device) if out is None else out
     assert out.stride()[1:] == (dim, 1), "a token's results are contiguous"
     assert q.stride(2) == 1, "heads are rows of `dim` numbers"
-    assert takes(cache), "heads of 128 numbers in 16 bits"
+    assert supports(cache), "heads of 128 numbers in 16 bits"
     assert tile_queries(group), "more query heads a key head than a tile has rows"
     _prompt_hopper[(tiles.shape[0] * cache.kv_heads,)](
         q, cache.keys, cache.values, tables, tiles, out, q.stride(0), q.stride(1), out.stride(0), tables.stride(0),
-        cache.page_units, *factors(cache.scale, cache.softcap),
+        cache.page_stride_units, *softmax_factors(cache.scale, cache.softcap),
         KV_HEADS=cache.kv_heads, GROUP=group, DIM=dim, WINDOW=cache.window, CAPPED=cache.softcap is not None,
-        num_warps=4, **cache_layout(cache),
+        num_warps=4, **layout_constants(cache),
     )  # fmt: skip
     return out

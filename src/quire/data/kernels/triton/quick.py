@@ -19,16 +19,17 @@ VERSIONS = ("3.6", "3.7")
 """Versions of Triton in which a launch returns the compiled kernel, whose `run` takes what is given here."""
 
 
-class Quick:
-    """A kernel: `quick[grid](...)` launches it as `kernel[grid](...)` does. Parameters given by name are constants of
+class FastLauncher:
+    """A kernel: `fast_launch[grid](...)` launches it as `kernel[grid](...)` does. Parameters given by name are
+    constants of
     the compiler. What was compiled for one launch serves all that differ from it only in numbers and addresses of the
     same kind: kept apart are more kinds than Triton tells apart, never fewer."""
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
         self.names = [param.name for param in kernel.params]
-        self.constant = [param.is_constexpr for param in kernel.params]
-        self.known: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+        self.is_constant = [param.is_constexpr for param in kernel.params]
+        self.compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         return partial(self._launch, grid)
@@ -36,12 +37,12 @@ class Quick:
     def _launch(self, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
         driver = triton.runtime.driver.active
         device = driver.get_current_device()
-        kinds = [x if constant else kind(x) for x, constant in zip(args, self.constant)]
+        kinds = [x if constant else argument_kind(x) for x, constant in zip(args, self.is_constant)]
         key = (device, *kinds, *options.items())
-        found = self.known.get(key)
+        found = self.compiled.get(key)
         if found is None:
             # Threads that compile the same at once keep the same.
-            self.known[key] = self.kernel[grid](*args, **options), self._constants(len(args), options)
+            self.compiled[key] = self.kernel[grid](*args, **options), self._constants(len(args), options)
             return
         knobs = triton.knobs.runtime
         if knobs.launch_enter_hook.calls or knobs.launch_exit_hook.calls:  # a profiler is told of every launch
@@ -54,11 +55,11 @@ class Quick:
     def _constants(self, given: int, options: dict[str, Any]) -> tuple[Any, ...]:
         """What parameters behind the first `given` ones are."""
         rest = self.names[given:]
-        assert all(self.constant[given:]), f"{self.kernel.__name__}: what isn't constant is given by place"
+        assert all(self.is_constant[given:]), f"{self.kernel.__name__}: what isn't constant is given by place"
         return tuple(options[name] for name in rest)
 
 
-def kind(x: Any) -> Any:
+def argument_kind(x: Any) -> Any:
     """All of an argument that a compiled kernel may depend on, where it isn't a constant: of a tensor its type and
     whether it begins at a multiple of 16 bytes, of an integer whether it is 1, a multiple of 16, and its width."""
     if isinstance(x, Tensor):
@@ -72,7 +73,7 @@ def kind(x: Any) -> Any:
     raise TypeError(f"a kernel isn't launched quickly with {type(x).__name__}")
 
 
-def quick(kernel: Any) -> Any:
+def fast_launch(kernel: Any) -> Any:
     """The kernel, for launches of many kinds but few of each."""
     known = ".".join(triton.__version__.split(".")[:2]) in VERSIONS
-    return Quick(kernel) if known and isinstance(kernel, JITFunction) else kernel
+    return FastLauncher(kernel) if known and isinstance(kernel, JITFunction) else kernel

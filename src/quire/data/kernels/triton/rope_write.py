@@ -12,13 +12,13 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.data.kernels.batch import LayerCache
-from quire.data.kernels.triton.attention import cache_layout
+from quire.data.kernels.triton.attention import layout_constants
 from quire.data.kernels.triton.launch import cdiv, power_of_2
-from quire.data.kernels.triton.quick import quick
+from quire.data.kernels.triton.quick import fast_launch
 
 
 @triton.jit
-def _turned(
+def _rotate(
     low, high, cos, sin, weight, eps, columns, inside, DIM: tl.constexpr, ROTATE: tl.constexpr, NORM: tl.constexpr
 ):
     """The halves of heads [TILE, DIM / 2], any dtype -> the halves normalised and rotated, fp32.
@@ -37,7 +37,7 @@ def _turned(
     return low, high
 
 
-@quick
+@fast_launch
 @triton.jit(do_not_specialize_on_alignment=["slots", "positions", "cells"])
 def _rope_write(
     qkv, q_out, keys, values, tables, slots, positions, cells, rotary, q_weight, k_weight,
@@ -68,7 +68,7 @@ def _rope_write(
         source = qkv + token * qkv_stride + head * DIM + columns
         low = tl.load(source, mask=mask, other=0.0)
         high = tl.load(source + DIM // 2, mask=mask, other=0.0)
-        turned_low, turned_high = _turned(low, high, cos, sin, q_weight, eps, columns, inside, DIM, ROTATE, NORM)
+        turned_low, turned_high = _rotate(low, high, cos, sin, q_weight, eps, columns, inside, DIM, ROTATE, NORM)
         target = q_out + token * q_stride + head * DIM + columns
         tl.store(target, turned_low.to(q_out.dtype.element_ty), mask=mask)
         tl.store(target + DIM // 2, turned_high.to(q_out.dtype.element_ty), mask=mask)
@@ -85,7 +85,7 @@ def _rope_write(
         source = qkv + token * qkv_stride + (HEADS + head) * DIM + columns
         low = tl.load(source, mask=mask, other=0.0)
         high = tl.load(source + DIM // 2, mask=mask, other=0.0)
-        turned_low, turned_high = _turned(low, high, cos, sin, k_weight, eps, columns, inside, DIM, ROTATE, NORM)
+        turned_low, turned_high = _rotate(low, high, cos, sin, k_weight, eps, columns, inside, DIM, ROTATE, NORM)
         is_key = head < KV_HEADS
         low = tl.where(is_key, turned_low.to(low.dtype), low)
         high = tl.where(is_key, turned_high.to(high.dtype), high)
@@ -99,7 +99,7 @@ def _rope_write(
         tl.store(target + DIM // 2, high.to(keys.dtype.element_ty), mask=mask)
 
 
-def configuration(rows: int, heads: int, block: int) -> tuple[int, int]:
+def launch_config(rows: int, heads: int, block: int) -> tuple[int, int]:
     """(heads a program, warps) where the longer of a token's two lists has `heads` heads, half a head padded to
     `block`. Never more warps than the pairs fill: in another warp, a thread that held a copy could read a query after
     it was rotated in place.
@@ -111,13 +111,13 @@ def configuration(rows: int, heads: int, block: int) -> tuple[int, int]:
 def rope_write(
     qkv: Tensor, q_out: Tensor, cache: LayerCache, tables: Tensor, slots: Tensor, positions: Tensor,
     *, rotary: Tensor | None = None, norms: tuple[Tensor, Tensor, float] | None = None,
-    pdl: bool = False, cells: Tensor | None = None,
+    pdl: bool = False, cache_positions: Tensor | None = None,
 ) -> None:  # fmt: skip
     """qkv [T, heads + 2 kv_heads, dim] -> queries in q_out [T, heads, dim] (may be qkv's own part, in place), keys and
     values in `cache` at page tables[slots[t], positions[t] // page_tokens], offset positions[t] % page_tokens. For a
     cache that isn't written, qkv [T, heads, dim] holds the queries alone.
 
-    With `cells` [T] int64 they are these cells of the pages, and positions say only how to rotate.
+    With `cache_positions` [T] int64 they are these cells of the pages, and positions say only how to rotate.
 
     Token strides of qkv and q_out are free; dim is even. tables [slots, logical pages], slots and positions [T] are
     int64. `rotary` is layers.rotary's table, fp32 [length, 2, dim / 2], None: no rotation. `norms` (q_weight, k_weight,
@@ -125,7 +125,7 @@ def rope_write(
     programmatic dependent launch, on GPUs of capability 9 and more.
     """
     tokens, dim, heads = qkv.shape[0], cache.head_dim, cache.heads
-    kv_heads = cache.kv_heads if cache.writes else 0
+    kv_heads = cache.kv_heads if cache.writes_kv else 0
     _check(qkv, q_out, tables, slots, positions, dim, heads, kv_heads, rotary)
     q_weight, k_weight, eps = (None, None, 0.0) if norms is None else norms
     in_place = q_out.data_ptr() == qkv.data_ptr()
@@ -134,14 +134,14 @@ def rope_write(
         return
     block = power_of_2(dim // 2)
     # With norms a head is summed, and is to be the same in every batch: then their number has no say.
-    tile, warps = configuration(tokens if norms is None else 1, max(queries, 2 * kv_heads), block)
+    tile, warps = launch_config(tokens if norms is None else 1, max(queries, 2 * kv_heads), block)
     query_blocks = cdiv(queries, tile)
     blocks = query_blocks + cdiv(2 * kv_heads, tile)
     _rope_write[(tokens * blocks,)](
-        qkv, q_out, cache.keys, cache.values, tables, slots, positions, cells, rotary, q_weight, k_weight,
-        qkv.stride(0), q_out.stride(0), tables.stride(0), cache.page_units, eps,
+        qkv, q_out, cache.keys, cache.values, tables, slots, positions, cache_positions, rotary, q_weight, k_weight,
+        qkv.stride(0), q_out.stride(0), tables.stride(0), cache.page_stride_units, eps,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, TILE=tile, BLOCK=block, QUERY_BLOCKS=query_blocks, BLOCKS=blocks,
-        ROTATE=rotary is not None, NORM=norms is not None, PDL=pdl, num_warps=warps, **cache_layout(cache),
+        ROTATE=rotary is not None, NORM=norms is not None, PDL=pdl, num_warps=warps, **layout_constants(cache),
         **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
 

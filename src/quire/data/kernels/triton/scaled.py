@@ -1,7 +1,7 @@
 """Linear layers of several rows whose weight is in FP8: rows are rounded to FP8 too, each by a scale of its own, and
 both are multiplied on the tensor cores as they are. Few rows by a kernel that is as quick as the weight is read; many
 by the library. What it doesn't take is multiplied as `invariant` does it, by weights converted in registers: scales by
-groups, results that aren't bf16, sizes that are no multiples of 16. One row is not rounded: see `linear`.
+groups, results that aren't bf16, sizes that are no multiples of 16. One row is not rounded: see `fp8_linear`.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.data.kernels.triton import linear as unrounded
+from quire.data.kernels.triton import linear as linear_kernels
 from quire.data.kernels.triton.activation import ACTIVATIONS, activate
 from quire.data.kernels.triton.launch import cdiv, power_of_2
-from quire.data.kernels.triton.linear import E4M3, _few_rows, _scales, invariant
-from quire.data.kernels.triton.quick import quick
-from quire.data.kernels.triton.tiles import rounded_rows
+from quire.data.kernels.triton.linear import E4M3, _scales, _weight_rows, batch_invariant_linear
+from quire.data.kernels.triton.quick import fast_launch
+from quire.data.kernels.triton.tiles import fp8_rows_tile
 
 MAX_ROWS = 64
-LARGEST = tl.constexpr(448.0)  # of e4m3
-LEAST = tl.constexpr(1e-12)  # of a row's largest value: a row of zeros has a scale too
-BLOCK, WHOLE = 8192, 16384
+E4M3_MAX = tl.constexpr(448.0)  # of e4m3
+MIN_ROW_MAX = tl.constexpr(1e-12)  # of a row's largest value: a row of zeros has a scale too
+ROW_BLOCK, MAX_SINGLE_PASS = 8192, 16384
 """Numbers of a row that are rounded at a time, and of one that is read once at most."""
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor, *, pdl: bool = False) -> Tensor:
+def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor, *, pdl: bool = False) -> Tensor:
     """x [M, K], weight [N, K] in e4m3, bias [N], scale [G, N] (see kernels.triton.linear) -> [M, N] in x's dtype.
 
     Any M >= 1; K % 16 == 0; the last dimensions dense, the stride of x's rows free. One row is not rounded: the library
@@ -33,29 +33,31 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor, *, pdl
     """
     size, depth = weight.shape
     if len(x) == 1 or len(scale) > 1 or x.dtype != torch.bfloat16 or size % 16 or depth % 16 or not x.is_cuda:
-        return invariant(x, weight, bias, scale, pdl=pdl)
-    rounded, by = rows_in_fp8(x, pdl=pdl)
+        return batch_invariant_linear(x, weight, bias, scale, pdl=pdl)
+    rounded, by = quantize_rows(x, pdl=pdl)
     out: Tensor = torch._scaled_mm(
         rounded, weight.t(), by[:, None], scale, bias=bias, out_dtype=x.dtype, use_fast_accum=True
     )
     return out
 
 
-def few(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor, *, pdl: bool = False) -> Tensor:
-    """As `linear`, for 1 <= M <= MAX_ROWS and a weight that kernels.triton.linear supports; one row as it is there."""
+def fp8_linear_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor, *, pdl: bool = False) -> Tensor:
+    """As `fp8_linear`, for 1 <= M <= MAX_ROWS and a weight that kernels.triton.linear supports; one row as it is "
+    "there."""
     if len(x) == 1:
-        return unrounded.linear(x, weight, bias, scale, pdl=pdl)
-    return product(*rows_in_fp8(x, pdl=pdl), weight, bias, scale, x.dtype, pdl=pdl)
+        return linear_kernels.linear(x, weight, bias, scale, pdl=pdl)
+    return scaled_matmul(*quantize_rows(x, pdl=pdl), weight, bias, scale, x.dtype, pdl=pdl)
 
 
-def gated(x: Tensor, weight: Tensor, activation: str, scale: Tensor, *, pdl: bool = False) -> Tensor:
-    """x [M, K], weight [2 I, K] (the gate's rows, then up's) -> act(gate) * up [M, I]; else as `few`."""
+def gated_fp8_linear(x: Tensor, weight: Tensor, activation: str, scale: Tensor, *, pdl: bool = False) -> Tensor:
+    """x [M, K], weight [2 I, K] (the gate's rows, then up's) -> act(gate) * up [M, I]; else as "
+    "`fp8_linear_few_rows`."""
     if len(x) == 1:
-        return unrounded.gated(x, weight, activation, scale, pdl=pdl)
-    return product(*rows_in_fp8(x, pdl=pdl), weight, None, scale, x.dtype, activation, pdl=pdl)
+        return linear_kernels.gated_linear(x, weight, activation, scale, pdl=pdl)
+    return scaled_matmul(*quantize_rows(x, pdl=pdl), weight, None, scale, x.dtype, activation, pdl=pdl)
 
 
-def product(
+def scaled_matmul(
     x: Tensor, by: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor, dtype: torch.dtype,
     activation: str | None = None, *, pdl: bool = False,
 ) -> Tensor:  # fmt: skip
@@ -70,12 +72,12 @@ def product(
     assert x.dtype == weight.dtype == E4M3, "both in FP8"
     assert x.is_contiguous(), "rows must be dense"
     assert by.shape == (rows,), "a scale a row"
-    group = unrounded._check(x, weight, scale)
-    tile = rounded_rows(rows, size, depth, group > 0)
+    group = linear_kernels._check_operands(x, weight, scale)
+    tile = fp8_rows_tile(rows, size, depth, group > 0)
     kind = None if activation is None else ACTIVATIONS[activation]
     size = size if kind is None else size // 2
     out = torch.empty(rows, size, dtype=dtype, device=x.device)
-    early = min(tile.early, depth // tile.depth)
+    early = min(tile.prefetch, depth // tile.depth)
     even = (depth - early * tile.depth) % tile.depth == 0
     _rounded[(cdiv(size, tile.columns if kind is None else tile.columns // 2),)](
         x, by, weight, scale, out if bias is None else bias, out, rows, size, depth,
@@ -104,7 +106,7 @@ def _add(acc, w, v, scale, start, size, GROUP: tl.constexpr, KIND: tl.constexpr,
     return acc
 
 
-@quick
+@fast_launch
 @triton.jit(do_not_specialize=["rows"])
 def _rounded(
     x, by, weight, scale, bias, out, rows, size, depth,
@@ -117,7 +119,7 @@ def _rounded(
         tl.extra.cuda.gdc_launch_dependents()
     NARROW: tl.constexpr = BLOCK_N < 64
     k = tl.arange(0, BLOCK_K)
-    lines = _few_rows(tl.program_id(0), size, BLOCK_N, KIND)
+    lines = _weight_rows(tl.program_id(0), size, BLOCK_N, KIND)
     tiles = weight + lines[:, None] * depth + k[None, :]
     scale += lines
     body = depth - EARLY * BLOCK_K
@@ -154,34 +156,34 @@ def _rounded(
     tl.store(out + m[None, :] * size + n[:, None], acc.to(out.dtype.element_ty), mask=mask)
 
 
-def rows_in_fp8(x: Tensor, *, pdl: bool = False) -> tuple[Tensor, Tensor]:
+def quantize_rows(x: Tensor, *, pdl: bool = False) -> tuple[Tensor, Tensor]:
     """x [M, K] -> numbers [M, K] in e4m3 and scales [M]: a row is nearly number * scale, its largest value exactly 448
     times its scale. The scale of a row with a value that isn't finite is NaN, and its neighbours' aren't."""
     rows, depth = x.shape
     assert x.stride(1) == 1, "rows must be dense"
     numbers = torch.empty(rows, depth, dtype=E4M3, device=x.device)
     scales = torch.empty(rows, dtype=torch.float32, device=x.device)
-    block = power_of_2(depth) if depth <= WHOLE else BLOCK
-    warps = 16 if block > BLOCK else 8 if block > 2048 else 4
-    options = {"BLOCK": block, "ONCE": depth <= WHOLE, "num_warps": warps, "PDL": pdl}
+    block = power_of_2(depth) if depth <= MAX_SINGLE_PASS else ROW_BLOCK
+    warps = 16 if block > ROW_BLOCK else 8 if block > 2048 else 4
+    options = {"BLOCK": block, "ONCE": depth <= MAX_SINGLE_PASS, "num_warps": warps, "PDL": pdl}
     _rows_in_fp8[(rows,)](x, numbers, scales, depth, x.stride(0), **options, **({"launch_pdl": True} if pdl else {}))
     return numbers, scales
 
 
 @triton.jit
-def _seen(v, largest, wrong):
+def _update_max(v, largest, wrong):
     """The largest of those before and of these, and how many weren't finite."""
     v = tl.abs(v.to(tl.float32))
     return tl.maximum(largest, v), wrong + tl.where(v < float("inf"), 0, 1)
 
 
 @triton.jit
-def _moved(v, by, numbers, mask):
-    v = tl.minimum(tl.maximum(v.to(tl.float32) * by, -LARGEST), LARGEST)
+def _store_scaled(v, by, numbers, mask):
+    v = tl.minimum(tl.maximum(v.to(tl.float32) * by, -E4M3_MAX), E4M3_MAX)
     tl.store(numbers, v.to(numbers.dtype.element_ty), mask=mask)
 
 
-@quick
+@fast_launch
 @triton.jit
 def _rows_in_fp8(x, numbers, scales, depth, x_stride, BLOCK: tl.constexpr, ONCE: tl.constexpr, PDL: tl.constexpr):
     """A row a program: BLOCK holds all of it, or it is read twice, the second time from near."""
@@ -192,20 +194,20 @@ def _rows_in_fp8(x, numbers, scales, depth, x_stride, BLOCK: tl.constexpr, ONCE:
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    largest, wrong = tl.full((BLOCK,), LEAST, tl.float32), tl.zeros((BLOCK,), tl.int32)
+    largest, wrong = tl.full((BLOCK,), MIN_ROW_MAX, tl.float32), tl.zeros((BLOCK,), tl.int32)
     if ONCE:
         v = tl.load(x, mask=k < depth, other=0.0)
-        largest, wrong = _seen(v, largest, wrong)
+        largest, wrong = _update_max(v, largest, wrong)
     else:
         for start in range(0, depth, BLOCK):
-            largest, wrong = _seen(tl.load(x + start, mask=start + k < depth, other=0.0), largest, wrong)
+            largest, wrong = _update_max(tl.load(x + start, mask=start + k < depth, other=0.0), largest, wrong)
     most = tl.max(largest, axis=0)
-    scale = tl.where(tl.sum(wrong, axis=0) > 0, float("nan"), tl.div_rn(most, 1.0 * LARGEST))
+    scale = tl.where(tl.sum(wrong, axis=0) > 0, float("nan"), tl.div_rn(most, 1.0 * E4M3_MAX))
     tl.store(scales + row, scale)
-    by = tl.div_rn(1.0 * LARGEST, most)
+    by = tl.div_rn(1.0 * E4M3_MAX, most)
     if ONCE:
-        _moved(v, by, numbers, k < depth)
+        _store_scaled(v, by, numbers, k < depth)
     else:
         for start in range(0, depth, BLOCK):
             mask = start + k < depth
-            _moved(tl.load(x + start, mask=mask, other=0.0), by, numbers + start, mask)
+            _store_scaled(tl.load(x + start, mask=mask, other=0.0), by, numbers + start, mask)

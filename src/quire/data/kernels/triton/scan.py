@@ -14,14 +14,14 @@ from torch import Tensor
 
 from quire.data.kernels.states import StateCache, StatePlan
 from quire.data.kernels.triton.launch import cdiv, power_of_2
-from quire.data.kernels.triton.quick import quick
+from quire.data.kernels.triton.quick import fast_launch
 from quire.data.kernels.triton.scan_prompt import (
     LOG2E,
-    MOST_UNROLLED,
-    advanced,
-    gated,
-    part_tokens,
-    prompts,
+    MAX_UNROLLED_STATES,
+    advance_state,
+    scan_part_tokens,
+    scan_prefill,
+    silu_gate,
     softplus,
 )
 
@@ -30,7 +30,7 @@ SINGLE_STATES, SINGLE_WARPS = 1024, 2
 
 
 @triton.jit
-def _numbers(x, dt, B, C, z, t, channel, n, inside, real, x_stride, dt_stride, b_stride, c_stride, z_stride):
+def _load_token(x, dt, B, C, z, t, channel, n, inside, real, x_stride, dt_stride, b_stride, c_stride, z_stride):
     """A token's, as they are."""
     v = tl.load(x + t * x_stride + channel, mask=inside, other=0.0)
     d = tl.load(dt + t * dt_stride + channel, mask=inside, other=0.0)
@@ -41,16 +41,16 @@ def _numbers(x, dt, B, C, z, t, channel, n, inside, real, x_stride, dt_stride, b
 
 
 @triton.jit
-def _summed(h, decay, numbers, skip, shift):
+def _scan_step(h, decay, numbers, skip, shift):
     """(States [BLOCK, SIZE] after a token, its output)."""
     v, d, gate, b, c = numbers
     v, delta = v.to(tl.float32), softplus(d.to(tl.float32) + shift)
-    h = advanced(h, decay, delta[:, None], (delta * v)[:, None], b.to(tl.float32)[None, :])
+    h = advance_state(h, decay, delta[:, None], (delta * v)[:, None], b.to(tl.float32)[None, :])
     y = tl.fma(skip, v, tl.sum(h * c.to(tl.float32)[None, :], axis=1))
-    return h, gated(y, gate.to(tl.float32))
+    return h, silu_gate(y, gate.to(tl.float32))
 
 
-@quick
+@fast_launch
 @triton.jit(do_not_specialize_on_alignment=["offsets", "lengths", "starts", "reads", "writes"])
 def _scan(
     x, dt, A, B, C, D, z, bias, out, states, offsets, lengths, starts, reads, writes,
@@ -74,11 +74,11 @@ def _scan(
     start, read = tl.load(starts + row), tl.load(reads + row)
     old = tl.load(states + read * page_stride + cells, mask=mask & (read >= 0), other=0.0)
     if SINGLE:  # all that there is to load is on its way at once
-        numbers = _numbers(
+        numbers = _load_token(
             x, dt, B, C, z, row, channel, n, inside, real, x_stride, dt_stride, b_stride, c_stride, z_stride
         )
         page = tl.load(writes + row * width)
-        h, y = _summed(old.to(tl.float32), decay, numbers, skip, shift)
+        h, y = _scan_step(old.to(tl.float32), decay, numbers, skip, shift)
         tl.store(out + row * INNER + channel, y.to(out.dtype.element_ty), mask=inside)
         tl.debug_barrier()  # what is written may be what another thread reads
         tl.store(states + page * page_stride + cells, h.to(states.dtype.element_ty), mask=mask)
@@ -87,10 +87,10 @@ def _scan(
     tl.debug_barrier()  # as above
     for i in range(length):
         t = offset + i
-        numbers = _numbers(
+        numbers = _load_token(
             x, dt, B, C, z, t, channel, n, inside, real, x_stride, dt_stride, b_stride, c_stride, z_stride
         )
-        h, y = _summed(h, decay, numbers, skip, shift)
+        h, y = _scan_step(h, decay, numbers, skip, shift)
         tl.store(out + t * INNER + channel, y.to(out.dtype.element_ty), mask=inside)
         after = start + i + 1
         if (after % RUN == 0) | (i + 1 == length):
@@ -108,18 +108,18 @@ def selective_scan(
     parts (`part_tokens`). pdl: programmatic dependent launch, on GPUs of capability 9 and more."""
     (tokens, inner), size = x.shape, A.shape[1]
     _check(x, dt, A, B, C, D, z, bias, cache)
-    assert not deterministic or size <= MOST_UNROLLED, f"{size} states of a channel are more than a thread holds"
+    assert not deterministic or size <= MAX_UNROLLED_STATES, f"{size} states of a channel are more than a thread holds"
     out, rows = torch.empty((tokens, inner), dtype=x.dtype, device=x.device), len(plan.offsets)
     if not rows:
         return out
-    numbers = (plan.offsets, plan.lengths, plan.starts, plan.reads, plan.writes)
-    options = {"RUN": plan.run_tokens, "INNER": inner, "SIZE": size, "BIAS": bias is not None, "PDL": pdl}
+    numbers = (plan.offsets, plan.lengths, plan.starts, plan.read_pages, plan.write_pages)
+    options = {"RUN": plan.page_tokens, "INNER": inner, "SIZE": size, "BIAS": bias is not None, "PDL": pdl}
     options |= {"launch_pdl": True} if pdl else {}
-    ends = (cache.ssm.stride(0), plan.writes.stride(0))
-    if size <= MOST_UNROLLED and (deterministic or plan.tiles is not None):
-        bc = _beside(B, C)
-        part = 0 if deterministic else part_tokens(plan, tokens, inner)
-        prompts(x, dt, A, bc, D, z, bias, out, cache.ssm, plan, part, options)
+    ends = (cache.ssm.stride(0), plan.write_pages.stride(0))
+    if size <= MAX_UNROLLED_STATES and (deterministic or plan.tiles is not None):
+        bc = _interleave_bc(B, C)
+        part = 0 if deterministic else scan_part_tokens(plan, tokens, inner)
+        scan_prefill(x, dt, A, bc, D, z, bias, out, cache.ssm, plan, part, options)
         return out
     padded = power_of_2(size)
     block = min(power_of_2(inner), max(1, SINGLE_STATES // padded))
@@ -133,7 +133,7 @@ def selective_scan(
     return out
 
 
-def _beside(B: Tensor, C: Tensor) -> Tensor:
+def _interleave_bc(B: Tensor, C: Tensor) -> Tensor:
     """B and C [T, d_state] side by side in fp32: as they are, if they lie so in memory."""
     (tokens, size), wide = B.shape, (B.dtype, C.dtype) == (torch.float32, torch.float32)
     if wide and B.stride() == C.stride() == (2 * size, 1) and C.data_ptr() == B.data_ptr() + 4 * size:

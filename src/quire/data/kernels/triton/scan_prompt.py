@@ -16,9 +16,9 @@ from torch import Tensor
 
 from quire.data.kernels.states import CONV_TILE, StatePlan
 from quire.data.kernels.triton.launch import cdiv, power_of_2
-from quire.data.kernels.triton.quick import quick
+from quire.data.kernels.triton.quick import fast_launch
 
-MOST_UNROLLED = 32
+MAX_UNROLLED_STATES = 32
 """States of a channel, at most, that a thread holds all of."""
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -36,18 +36,18 @@ def softplus(x):
 
 
 @triton.jit
-def gated(y, z):
+def silu_gate(y, z):
     return y * (z / (1.0 + tl.exp2(-z * LOG2E)))
 
 
 @triton.jit
-def advanced(h, decay, delta, moved, b):
+def advance_state(h, decay, delta, moved, b):
     """A state after the next token. What is fused with what is said, so that its bits are the same everywhere."""
     return tl.fma(tl.exp2(delta * decay), h, moved * b)
 
 
 @triton.jit
-def _apart(numbers, BLOCK: tl.constexpr, WIDE: tl.constexpr):
+def _split_columns(numbers, BLOCK: tl.constexpr, WIDE: tl.constexpr):
     """The columns of [BLOCK, WIDE], of which a thread holds whole rows: nothing moves."""
     if WIDE == 1:
         return (tl.reshape(numbers, (BLOCK,)),)
@@ -61,7 +61,7 @@ def _apart(numbers, BLOCK: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
-def _beside(columns, BLOCK: tl.constexpr, WIDE: tl.constexpr):
+def _join_columns(columns, BLOCK: tl.constexpr, WIDE: tl.constexpr):
     """[BLOCK, WIDE] of these columns."""
     if WIDE == 1:
         return tl.reshape(columns[0], (BLOCK, 1))
@@ -72,17 +72,17 @@ def _beside(columns, BLOCK: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
-def _of_channels(place, mask, SIZE: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr):
+def _load_channels(place, mask, SIZE: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr):
     """SIZE numbers of each channel from `place` [BLOCK] on, fp32, WIDE in a load."""
     numbers = ()
     for n in tl.static_range(0, SIZE, WIDE):
         wide = tl.load(place[:, None] + n + tl.arange(0, WIDE)[None, :], mask=mask[:, None], other=0.0)
-        numbers += _apart(wide.to(tl.float32), BLOCK, WIDE)
+        numbers += _split_columns(wide.to(tl.float32), BLOCK, WIDE)
     return numbers
 
 
 @triton.jit
-def _written(
+def _store_states(
     place, channel, inside, h, SIZE: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr, WIDE: tl.constexpr
 ):  # fmt: skip
     """All channels' states are, from `place` on."""
@@ -92,11 +92,11 @@ def _written(
             for m in tl.static_range(WIDE):
                 some += (h[k * SIZE + n + m],)
             target = place + (channel[k] * SIZE)[:, None] + n + tl.arange(0, WIDE)[None, :]
-            tl.store(target, _beside(some, BLOCK, WIDE).to(place.dtype.element_ty), mask=inside[k][:, None])
+            tl.store(target, _join_columns(some, BLOCK, WIDE).to(place.dtype.element_ty), mask=inside[k][:, None])
 
 
 @triton.jit
-def _of_tokens(base, stride, channel, inside, TILE: tl.constexpr, GROUPS: tl.constexpr):
+def _load_tokens(base, stride, channel, inside, TILE: tl.constexpr, GROUPS: tl.constexpr):
     """The channels' numbers of TILE tokens from `base` on."""
     numbers = ()
     for i in tl.static_range(TILE):
@@ -106,14 +106,14 @@ def _of_tokens(base, stride, channel, inside, TILE: tl.constexpr, GROUPS: tl.con
 
 
 @triton.jit
-def _after(
+def _step_states(
     h, decays, v, delta, skip, both,
     FIRST: tl.constexpr, SIZE: tl.constexpr, ENDS: tl.constexpr,
 ):  # fmt: skip
     """(A channel's states after a token, h from FIRST on before it; its output before the gate)."""
     moved, y, states = delta * v, skip * v, ()
     for n in tl.static_range(SIZE):
-        state = advanced(h[FIRST + n], decays[FIRST + n], delta, moved, both[n])
+        state = advance_state(h[FIRST + n], decays[FIRST + n], delta, moved, both[n])
         if not ENDS:
             y = tl.fma(state, both[SIZE + n], y)
         states += (state,)
@@ -121,7 +121,7 @@ def _after(
 
 
 @triton.jit
-def _computed(
+def _scan_tile(
     h, totals, tokens, bc, out, channel, inside, decays, skips, shifts, INNER: tl.constexpr, SIZE: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr, GROUPS: tl.constexpr, WIDE: tl.constexpr, ENDS: tl.constexpr,
 ):  # fmt: skip
@@ -133,15 +133,17 @@ def _computed(
     everywhere = tl.full((BLOCK,), True, tl.int1)
     for i in tl.static_range(TILE):
         same = bc + i * 2 * SIZE + tl.zeros((BLOCK,), tl.int32)
-        both = _of_channels(same, everywhere, SIZE if ENDS else 2 * SIZE, BLOCK, WIDE)
+        both = _load_channels(same, everywhere, SIZE if ENDS else 2 * SIZE, BLOCK, WIDE)
         states, sums = (), ()
         for k in tl.static_range(GROUPS):
             delta = softplus(ds[i * GROUPS + k].to(tl.float32) + shifts[k])
-            left, y = _after(h, decays, vs[i * GROUPS + k].to(tl.float32), delta, skips[k], both, k * SIZE, SIZE, ENDS)
+            left, y = _step_states(
+                h, decays, vs[i * GROUPS + k].to(tl.float32), delta, skips[k], both, k * SIZE, SIZE, ENDS
+            )
             states += left
             sums += (totals[k] + delta,)
             if not ENDS:
-                ys += (gated(y, gs[i * GROUPS + k].to(tl.float32)).to(out.dtype.element_ty),)
+                ys += (silu_gate(y, gs[i * GROUPS + k].to(tl.float32)).to(out.dtype.element_ty),)
         h, totals = states, sums
     if not ENDS:
         for i in tl.static_range(TILE):
@@ -150,7 +152,7 @@ def _computed(
     return h, totals
 
 
-@quick
+@fast_launch
 @triton.jit(do_not_specialize_on_alignment=["offsets", "lengths", "starts", "reads", "writes", "tiles"])
 def _unrolled(
     x, dt, A, bc, D, z, bias, out, states, ends, totals, offsets, lengths, starts, reads, writes, tiles,
@@ -184,7 +186,7 @@ def _unrolled(
         inside += (there,)
         skips += (tl.load(D + c, mask=there, other=0.0),)
         shifts += (tl.load(bias + c, mask=there, other=0.0) if BIAS else 0.0,)
-        slopes = _of_channels(A + c * SIZE, there, SIZE, BLOCK, WIDE)
+        slopes = _load_channels(A + c * SIZE, there, SIZE, BLOCK, WIDE)
         for n in tl.static_range(SIZE):
             decays += (slopes[n] * LOG2E,)
         sums += (tl.zeros((BLOCK,), tl.float32),)
@@ -199,13 +201,13 @@ def _unrolled(
             return
     for k in tl.static_range(GROUPS):
         old, known = states + read * page_stride + channel[k] * SIZE, inside[k] & (read >= 0) & (begin == 0)
-        h += _of_channels(old, known, SIZE, BLOCK, WIDE)
+        h += _load_channels(old, known, SIZE, BLOCK, WIDE)
     if PART and not ENDS:
         for part in range(begin // PART):
             place, left = (slot + part) * INNER, ()
             for k in tl.static_range(GROUPS):
                 delta = tl.load(totals + place + channel[k], mask=inside[k], other=0.0)
-                found = _of_channels(ends + (place + channel[k]) * SIZE, inside[k], SIZE, BLOCK, WIDE)
+                found = _load_channels(ends + (place + channel[k]) * SIZE, inside[k], SIZE, BLOCK, WIDE)
                 for n in tl.static_range(SIZE):
                     left += (tl.fma(tl.exp2(delta * decays[k * SIZE + n]), h[k * SIZE + n], found[n]),)
             h = left
@@ -218,39 +220,39 @@ def _unrolled(
         end = tl.minimum((run + 1) * RUN - start, stop)
         whole = first + (end - first) // TILE * TILE
         if whole > first:
-            vs = _of_tokens(x + first * x_stride, x_stride, channel, inside, TILE, GROUPS)
-            ds = _of_tokens(dt + first * dt_stride, dt_stride, channel, inside, TILE, GROUPS)
+            vs = _load_tokens(x + first * x_stride, x_stride, channel, inside, TILE, GROUPS)
+            ds = _load_tokens(dt + first * dt_stride, dt_stride, channel, inside, TILE, GROUPS)
             gs = vs
             if not ENDS:
-                gs = _of_tokens(z + first * z_stride, z_stride, channel, inside, TILE, GROUPS)
+                gs = _load_tokens(z + first * z_stride, z_stride, channel, inside, TILE, GROUPS)
             for t in range(first, whole, TILE):
                 then = tl.minimum(t + TILE, whole - TILE)  # behind the last tile that one again
-                later_vs = _of_tokens(x + then * x_stride, x_stride, channel, inside, TILE, GROUPS)
-                later_ds = _of_tokens(dt + then * dt_stride, dt_stride, channel, inside, TILE, GROUPS)
+                later_vs = _load_tokens(x + then * x_stride, x_stride, channel, inside, TILE, GROUPS)
+                later_ds = _load_tokens(dt + then * dt_stride, dt_stride, channel, inside, TILE, GROUPS)
                 later_gs = later_vs
                 if not ENDS:
-                    later_gs = _of_tokens(z + then * z_stride, z_stride, channel, inside, TILE, GROUPS)
-                h, sums = _computed(
+                    later_gs = _load_tokens(z + then * z_stride, z_stride, channel, inside, TILE, GROUPS)
+                h, sums = _scan_tile(
                     h, sums, (vs, ds, gs), bc + t * (2 * SIZE), out + t * INNER, channel, inside, decays, skips,
                     shifts, INNER, SIZE, BLOCK, TILE, GROUPS, WIDE, ENDS,
                 )  # fmt: skip
                 vs, ds, gs = later_vs, later_ds, later_gs
         for t in range(whole, end):
-            vs = _of_tokens(x + t * x_stride, x_stride, channel, inside, 1, GROUPS)
-            ds = _of_tokens(dt + t * dt_stride, dt_stride, channel, inside, 1, GROUPS)
-            gs = _of_tokens(z + t * z_stride, z_stride, channel, inside, 1, GROUPS)
-            h, sums = _computed(
+            vs = _load_tokens(x + t * x_stride, x_stride, channel, inside, 1, GROUPS)
+            ds = _load_tokens(dt + t * dt_stride, dt_stride, channel, inside, 1, GROUPS)
+            gs = _load_tokens(z + t * z_stride, z_stride, channel, inside, 1, GROUPS)
+            h, sums = _scan_tile(
                 h, sums, (vs, ds, gs), bc + t * (2 * SIZE), out + t * INNER, channel, inside, decays, skips, shifts,
                 INNER, SIZE, BLOCK, 1, GROUPS, WIDE, ENDS,
             )  # fmt: skip
         if not ENDS and ((start + end) % RUN == 0 or end == length):
             page = tl.load(writes + row * width + run - start // RUN)
-            _written(states + page * page_stride, channel, inside, h, SIZE, BLOCK, GROUPS, WIDE)
+            _store_states(states + page * page_stride, channel, inside, h, SIZE, BLOCK, GROUPS, WIDE)
     if ENDS:
         place = (slot + begin // PART) * INNER
         for k in tl.static_range(GROUPS):
             tl.store(totals + place + channel[k], sums[k], mask=inside[k])
-        _written(ends + place * SIZE, channel, inside, h, SIZE, BLOCK, GROUPS, WIDE)
+        _store_states(ends + place * SIZE, channel, inside, h, SIZE, BLOCK, GROUPS, WIDE)
 
 
 TILE = 4
@@ -259,22 +261,22 @@ TILE = 4
 GROUPS, WARPS, REGISTERS = 2, 1, 255
 """Channels of a thread, warps of a program, and registers that a thread may have."""
 
-BUSY = 2048
+BUSY_WARPS = 2048
 """Warps that an H200 computes at once, of these registers, 16 to a multiprocessor."""
 
 
-def part_tokens(plan: StatePlan, tokens: int, inner: int) -> int:
+def scan_part_tokens(plan: StatePlan, tokens: int, inner: int) -> int:
     """Tokens of the parts that rows are cut into, such that a long row keeps the GPU busy, where that is at least twice
     as quick for all that parts but the last are computed twice; 0 where it isn't. No less than a run: a row's page that
     is read and written is in its first part then."""
-    if plan.tiles is None or plan.writes.shape[1] < 4:
+    if plan.tiles is None or plan.write_pages.shape[1] < 4:
         return 0
-    fair = tokens * cdiv(inner, 32) // BUSY  # tokens of a warp if all were as busy
-    part = power_of_2(max(CONV_TILE, plan.run_tokens, fair))
-    return part if plan.writes.shape[1] * plan.run_tokens >= 4 * part else 0
+    fair = tokens * cdiv(inner, 32) // BUSY_WARPS  # tokens of a warp if all were as busy
+    part = power_of_2(max(CONV_TILE, plan.page_tokens, fair))
+    return part if plan.write_pages.shape[1] * plan.page_tokens >= 4 * part else 0
 
 
-def prompts(
+def scan_prefill(
     x: Tensor, dt: Tensor, A: Tensor, bc: Tensor, D: Tensor, z: Tensor, bias: Tensor | None, out: Tensor,
     states: Tensor, plan: StatePlan, part: int, options: dict[str, Any],
 ) -> None:  # fmt: skip
@@ -286,15 +288,15 @@ def prompts(
     if part:
         assert plan.tiles is not None, "rows of one token each are whole"
         assert part % CONV_TILE == 0, "a part starts where a tile does"
-        assert part >= plan.run_tokens, "a row's page that is read and written is in its first part"
+        assert part >= plan.page_tokens, "a row's page that is read and written is in its first part"
         programs = len(plan.tiles)
         ends = torch.empty((tokens // part + 1, inner, size), dtype=torch.float32, device=x.device)
         totals = torch.empty((tokens // part + 1, inner), dtype=torch.float32, device=x.device)
     for only_ends in (True, False) if part else (False,):
         _unrolled[(programs * blocks,)](
             x, dt, A, bc, D, z, bias, out, states, ends, totals,
-            plan.offsets, plan.lengths, plan.starts, plan.reads, plan.writes, plan.tiles,
-            x.stride(0), dt.stride(0), z.stride(0), states.stride(0), plan.writes.stride(0),
+            plan.offsets, plan.lengths, plan.starts, plan.read_pages, plan.write_pages, plan.tiles,
+            x.stride(0), dt.stride(0), z.stride(0), states.stride(0), plan.write_pages.stride(0),
             BLOCK=block, BLOCKS=blocks, TILE=TILE, GROUPS=GROUPS, WIDE=wide, PART=part,
             ENDS=only_ends, **options, num_warps=WARPS, maxnreg=REGISTERS,
         )  # fmt: skip

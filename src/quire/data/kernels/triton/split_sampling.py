@@ -18,20 +18,20 @@ from torch import Tensor
 
 from quire.data.kernels.triton.sampling import (
     BLOCK,
-    Scratch,
-    begin,
+    SamplingScratch,
     find_peaks,
-    keys_of,
+    key_weights,
+    launch_config,
     launch_options,
-    shape_of,
-    spread,
-    top_of,
-    way,
-    weights_of,
+    load_keys,
+    load_params,
+    row_max,
+    wait_predecessor,
+    weigh_blocks,
 )
 
 
-class Own(NamedTuple):
+class VocabShard(NamedTuple):
     """A rank's part of the vocabulary: tokens `first`, first + 1 and so on, `count` of them; its logits may have more
     columns, which are padding."""
 
@@ -40,28 +40,28 @@ class Own(NamedTuple):
     count: int
 
 
-class Best(NamedTuple):
+class RowMax(NamedTuple):
     """Of each row the greatest logit of all ranks, fp32 [R], and its lowest id, int32 [R]."""
 
     peaks: Tensor
-    places: Tensor
+    peak_ids: Tensor
 
 
-class Kept(NamedTuple):
+class TokenWeights(NamedTuple):
     """What this rank's tokens weigh that may be drawn: int64 [R, blocks], and [R] of a whole row; and, where rows may
     have top_k or top_p, the least key that is kept of those, int32 [R]."""
 
-    masses: Tensor
-    totals: Tensor
-    borders: Tensor | None = None
+    block_weights: Tensor
+    row_weights: Tensor
+    thresholds: Tensor | None = None
 
 
 @triton.jit
 def _best(peaks, places, chunks, first, told, LANES: tl.constexpr, PDL: tl.constexpr):
     """A row's greatest logit of this rank, as bits, and its lowest id."""
-    begin(PDL)
+    wait_predecessor(PDL)
     row = tl.program_id(0)
-    best, token, _finite = top_of(peaks, places, row, chunks, LANES)
+    best, token, _finite = row_max(peaks, places, row, chunks, LANES)
     tl.store(told + 2 * row, best.to(tl.int32, bitcast=True))
     tl.store(told + 2 * row + 1, token + first)
 
@@ -71,7 +71,7 @@ def _merge(every, ranks, rows, vocab, peaks, places, slots, last, tokens, faults
            RANKS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """The greatest of all ranks, and as `sampling._choose` what follows from it: the row's greedy token. Whatever ranks
     tell, it is one of `vocab`."""
-    begin(PDL)
+    wait_predecessor(PDL)
     row, rank = tl.program_id(0), tl.arange(0, RANKS)
     at = every + (rank * rows + row) * 2
     best = tl.load(at, mask=rank < ranks, other=-8388608).to(tl.float32, bitcast=True)  # -infinity
@@ -90,9 +90,9 @@ def _merge(every, ranks, rows, vocab, peaks, places, slots, last, tokens, faults
 @triton.jit
 def _sum(peaks, shapes, masses, blocks, totals, BLOCKS: tl.constexpr, PDL: tl.constexpr):
     """What a row's tokens weigh on this rank; 0 of a row that isn't drawn."""
-    begin(PDL)
+    wait_predecessor(PDL)
     row, lanes = tl.program_id(0), tl.arange(0, BLOCKS)
-    temperature, _min_p, _k, _p, _cut = shape_of(shapes, row)
+    temperature, _min_p, _k, _p, _cut = load_params(shapes, row)
     drawn = (temperature > 0) & (tl.abs(tl.load(peaks + row)) < float("inf"))
     parts = tl.load(masses + row * blocks + lanes, mask=lanes < blocks, other=0)
     tl.store(totals + row, tl.where(drawn, tl.sum(parts, 0), 0))
@@ -103,7 +103,7 @@ def _draw(logits, stride, count, first, rank, ranks, rows, shapes, peaks, masses
           chances, told, RANKS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, CUT: tl.constexpr,
           PDL: tl.constexpr):  # fmt: skip
     """As `sampling._draw`, if the token is this rank's; else -1."""
-    begin(PDL)
+    wait_predecessor(PDL)
     draw, others = tl.program_id(0), tl.arange(0, RANKS)
     row = tl.load(owners + draw).to(tl.int32)
     totals = tl.load(every + others * rows + row, mask=others < ranks, other=0)
@@ -111,15 +111,15 @@ def _draw(logits, stride, count, first, rank, ranks, rows, shapes, peaks, masses
     goal -= tl.sum(tl.where(others < rank, totals, 0), 0)
     token = -1
     if (goal >= 0) & (goal < tl.sum(tl.where(others == rank, totals, 0), 0)):
-        temperature, min_p, _k, _p, cut = shape_of(shapes, row)
+        temperature, min_p, _k, _p, cut = load_params(shapes, row)
         lanes = tl.arange(0, BLOCKS)
         parts = tl.load(masses + row * blocks + lanes, mask=lanes < blocks, other=0)
         block = tl.minimum(tl.sum((tl.cumsum(parts, 0) <= goal).to(tl.int32), 0), blocks - 1)
         goal -= tl.sum(tl.where(lanes < block, parts, 0), 0)
-        keys = keys_of(logits, stride, count, row, block, tl.load(peaks + row), temperature, min_p, BLOCK)
+        keys = load_keys(logits, stride, count, row, block, tl.load(peaks + row), temperature, min_p, BLOCK)
         if CUT:
             keys = tl.where(keys >= tl.load(borders + row, mask=cut, other=0), keys, 0)
-        sums = tl.cumsum(weights_of(keys), 0)
+        sums = tl.cumsum(key_weights(keys), 0)
         token = first + block * BLOCK + tl.minimum(tl.sum((sums <= goal).to(tl.int32), 0), BLOCK - 1)
     tl.store(told + draw, token)
 
@@ -127,7 +127,7 @@ def _draw(logits, stride, count, first, rank, ranks, rows, shapes, peaks, masses
 @triton.jit(do_not_specialize=["draws"], do_not_specialize_on_alignment=["owners", "slots", "last", "tokens"])
 def _tell(every, ranks, draws, vocab, owners, slots, last, tokens, RANKS: tl.constexpr, PDL: tl.constexpr):
     """The token that some rank has drawn takes the place of the greedy one; the row's first draw in `last` too."""
-    begin(PDL)
+    wait_predecessor(PDL)
     draw, rank = tl.program_id(0), tl.arange(0, RANKS)
     token = tl.max(tl.load(every + rank * draws + draw, mask=rank < ranks, other=-1), 0)
     token = tl.minimum(token, vocab - 1)
@@ -136,28 +136,28 @@ def _tell(every, ranks, draws, vocab, owners, slots, last, tokens, RANKS: tl.con
     tl.store(last + tl.load(slots + row), token, mask=(token >= 0) & (former != row))
 
 
-def best(logits: Tensor, own: Own, pdl: bool = False) -> Tensor:
-    """int32 [R, 2] from this rank's logits [R, at least own.count]: what `merge` is given of all ranks."""
+def local_max(logits: Tensor, own: VocabShard, pdl: bool = False) -> Tensor:
+    """int32 [R, 2] from this rank's logits [R, at least own.count]: what `merge_max` is given of all ranks."""
     logits = logits[:, : max(own.count, 1)]
     if not own.count:  # a token that no other is below
         logits = torch.full_like(logits, -torch.inf)
     rows = len(logits)
-    scratch = Scratch.of(rows, logits.shape[1], logits.device, random=False)
+    scratch = SamplingScratch.allocate(rows, logits.shape[1], logits.device, has_random=False)
     told = torch.empty((rows, 2), dtype=torch.int32, device=logits.device)
     options = launch_options(pdl)
     chunks, lanes = find_peaks(logits, scratch, False, options)
     _best[(rows,)](
-        scratch.peaks, scratch.places, chunks, own.first, told, LANES=lanes, num_warps=1, **options
+        scratch.peaks, scratch.peak_ids, chunks, own.first, told, LANES=lanes, num_warps=1, **options
     )  # fmt: skip
     return told
 
 
-def merge(
+def merge_max(
     every: Tensor, vocab: int, slots: Tensor, last: Tensor, tokens: Tensor, faults: Tensor, pdl: bool = False
-) -> Best:
-    """From what `best` told of each rank, [ranks, R, 2]: the greedy tokens, as sampling.greedy leaves them."""
+) -> RowMax:
+    """From what `local_max` told of each rank, [ranks, R, 2]: the greedy tokens, as sampling.greedy leaves them."""
     ranks, rows, _ = every.shape
-    found = Best(
+    found = RowMax(
         torch.empty(rows, dtype=torch.float32, device=every.device),
         torch.empty(rows, dtype=torch.int32, device=every.device),
     )
@@ -168,21 +168,21 @@ def merge(
     return found
 
 
-def weigh(logits: Tensor, own: Own, shapes: Tensor, found: Best, pdl: bool = False) -> Kept:
+def weigh_tokens(logits: Tensor, own: VocabShard, shapes: Tensor, found: RowMax, pdl: bool = False) -> TokenWeights:
     """Of this rank's logits, beside the greatest of all. shapes [R, 4] float64: see sampling.sample; none has top_k or
     top_p."""
     rows, blocks = len(logits), max(triton.cdiv(own.count, BLOCK), 1)
-    _, each, early, _ = way(rows)
+    _, each, early, _ = launch_config(rows)
     options = launch_options(pdl and early)
     masses = torch.empty((rows, blocks), dtype=torch.int64, device=logits.device)
-    spread[(triton.cdiv(blocks, each), rows)](
-        logits, logits.stride(0), own.count, shapes, found.peaks, found.places, 1, blocks, each, masses, masses,
+    weigh_blocks[(triton.cdiv(blocks, each), rows)](
+        logits, logits.stride(0), own.count, shapes, found.peaks, found.peak_ids, 1, blocks, each, masses, masses,
         LANES=1, BLOCK=BLOCK, CUT=False, OCTAVES=1, num_warps=4, **options,
     )  # fmt: skip
-    return Kept(masses, add_up(masses, shapes, found, options))
+    return TokenWeights(masses, sum_weights(masses, shapes, found, options))
 
 
-def add_up(masses: Tensor, shapes: Tensor, found: Best, options: dict[str, bool]) -> Tensor:
+def sum_weights(masses: Tensor, shapes: Tensor, found: RowMax, options: dict[str, bool]) -> Tensor:
     """int64 [R]: the sums of masses [R, blocks]; 0 of rows that aren't drawn."""
     rows, blocks = masses.shape
     totals = torch.empty(rows, dtype=torch.int64, device=masses.device)
@@ -192,30 +192,32 @@ def add_up(masses: Tensor, shapes: Tensor, found: Best, options: dict[str, bool]
     return totals
 
 
-def draw(
-    logits: Tensor, own: Own, shapes: Tensor, owners: Tensor, chances: Tensor, found: Best, kept: Kept, every: Tensor,
+def draw_local(
+    logits: Tensor, own: VocabShard, shapes: Tensor, owners: Tensor, chances: Tensor, found: RowMax,
+    kept: TokenWeights, every: Tensor,
     pdl: bool = False,
 ) -> Tensor:  # fmt: skip
     """int32 [D]: of the draws from rows owners [D] (rising) the tokens that are this rank's, -1 for others and for rows
     that aren't drawn. `every` [ranks, R] are the `kept` totals of each rank; chances [D] float64 in [0, 1)."""
-    (ranks, rows), blocks = every.shape, kept.masses.shape[1]
+    (ranks, rows), blocks = every.shape, kept.block_weights.shape[1]
     told = torch.empty(len(owners), dtype=torch.int32, device=logits.device)
     _draw[(len(owners),)](
-        logits, logits.stride(0), own.count, own.first, own.rank, ranks, rows, shapes, found.peaks, kept.masses, blocks,
-        kept.borders, every, owners, chances, told, RANKS=triton.next_power_of_2(ranks),
-        BLOCKS=triton.next_power_of_2(blocks), BLOCK=BLOCK, CUT=kept.borders is not None, num_warps=4,
-        **launch_options(pdl and way(rows)[2]),
+        logits, logits.stride(0), own.count, own.first, own.rank, ranks, rows, shapes, found.peaks,
+        kept.block_weights, blocks,
+        kept.thresholds, every, owners, chances, told, RANKS=triton.next_power_of_2(ranks),
+        BLOCKS=triton.next_power_of_2(blocks), BLOCK=BLOCK, CUT=kept.thresholds is not None, num_warps=4,
+        **launch_options(pdl and launch_config(rows)[2]),
     )  # fmt: skip
     return told
 
 
-def tell(
+def merge_draws(
     every: Tensor, vocab: int, owners: Tensor, slots: Tensor, last: Tensor, tokens: Tensor, pdl: bool = False
 ) -> None:
-    """From what `draw` told of each rank, [ranks, D]: drawn tokens to tokens [D] and, of a row's first draw, to
+    """From what `draw_local` told of each rank, [ranks, D]: drawn tokens to tokens [D] and, of a row's first draw, to
     last[slots]."""
     ranks, draws = every.shape
     _tell[(draws,)](
         every, ranks, draws, vocab, owners, slots, last, tokens, RANKS=triton.next_power_of_2(ranks), num_warps=1,
-        **launch_options(pdl and way(draws)[2]),
+        **launch_options(pdl and launch_config(draws)[2]),
     )  # fmt: skip

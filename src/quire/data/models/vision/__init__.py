@@ -8,15 +8,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
 from quire.data.models.vision.settings import VisionSettings
-from quire.vocabulary.pictures import Grid, Picture, Tiling
+from quire.vocabulary.pictures import ImageTiling, PreparedImage, TileGrid
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from quire.data.models.names import Stored
+    from quire.data.models.names import WeightSource
 
-__all__ = ["Encoder", "Grid", "Picture", "Tiling", "VisionSettings", "build_encoder", "rows_of"]
+__all__ = ["Encoder", "ImageTiling", "PreparedImage", "TileGrid", "VisionSettings", "build_encoder", "encode_image"]
 
 ENCODERS = {
     "llava": "llava:LlavaOneVision",
@@ -28,36 +28,38 @@ ENCODERS = {
 
 
 class Encoder(Protocol):
-    """From pixels to rows, in three calls: `open`, `encode` of all parts in any shares, `join`. Its weights are filled
-    as a model's are: by `names`, without `prefixes`, less what is `ignored`; then `prepare`.
+    """From pixels to rows, in three calls: `preprocess`, `encode` of all parts in any shares, `assemble`. Its weights
+    are filled
+    as a model's are: by `weight_sources`, without `weight_prefixes`, less what is `ignored_weights`; then `prepare`.
 
     A share may be any parts, of many pictures too: what a part is encoded to depends on no other. But where an encoder
-    is `whole`, a picture is one part, all of its tiles, and a share is one picture.
+    is `encodes_whole_image`, a picture is one part, all of its tiles, and a share is one picture.
     """
 
-    tiling: Tiling
-    whole: bool
-    prefixes: tuple[str, ...]
+    tiling: ImageTiling
+    encodes_whole_image: bool
+    weight_prefixes: tuple[str, ...]
 
-    def open(self, pixels: Tensor, grid: Grid) -> Tensor:
+    def preprocess(self, pixels: Tensor, grid: TileGrid) -> Tensor:
         """A picture's pixels [tiles, side, side, 3] uint8 -> [parts, 3, side, side], or [1, tiles, 3, side, side] where
-        `whole`: normalised, in the model's dtype."""
+        `encodes_whole_image`: normalised, in the model's dtype."""
         ...
 
-    def encode(self, pixels: Tensor, grid: Grid | None = None) -> Tensor:
-        """Parts [n, ...], as opened -> features [n, tokens, width]. `grid`: of the picture, where `whole`."""
+    def encode(self, pixels: Tensor, grid: TileGrid | None = None) -> Tensor:
+        """Parts [n, ...], as opened -> features [n, tokens, width]. `grid`: of the picture, where "
+        "`encodes_whole_image`."""
         ...
 
-    def join(self, features: Tensor, grid: Grid) -> Tensor:
+    def assemble(self, features: Tensor, grid: TileGrid) -> Tensor:
         """Features of all parts of a picture, in order -> its rows [tiling.rows(grid), hidden]."""
         ...
 
-    def names(self) -> dict[str, Stored]:
+    def weight_sources(self) -> dict[str, WeightSource]:
         """Our parameters -> the checkpoint's tensors, without their prefix. Ask before `prepare`."""
         ...
 
     @property
-    def ignored(self) -> tuple[str, ...]:
+    def ignored_weights(self) -> tuple[str, ...]:
         """Regular expressions of tensors that a checkpoint may hold and that are not needed."""
         ...
 
@@ -72,9 +74,9 @@ def build_encoder(settings: VisionSettings, dtype: torch.dtype, device: torch.de
     return getattr(import_module(f"quire.data.models.vision.{module}"), name)(settings, dtype, device)
 
 
-def rows_of(encoder: Encoder, pixels: Tensor, grid: Grid, at_once: int) -> Tensor:
+def encode_image(encoder: Encoder, pixels: Tensor, grid: TileGrid, at_once: int) -> Tensor:
     """The rows of a picture [rows, hidden], at most `at_once` of its parts encoded at a time."""
     import torch
 
-    shares = encoder.open(pixels, grid).split(at_once)
-    return encoder.join(torch.cat([encoder.encode(share, grid) for share in shares]), grid)
+    shares = encoder.preprocess(pixels, grid).split(at_once)
+    return encoder.assemble(torch.cat([encoder.encode(share, grid) for share in shares]), grid)

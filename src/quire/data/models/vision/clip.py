@@ -6,23 +6,23 @@ import torch
 from torch import Tensor, nn
 
 from quire.data.layers.norm import LayerNorm
-from quire.data.models.vision.blocks import Block, Patches, parameter, through
+from quire.data.models.vision.blocks import PatchEmbedding, VisionEncoderLayer, empty_parameter, run_layers
 from quire.data.models.vision.towers import TowerSettings
 
-LAYER = "encoder.layers.*."
-BLOCKS: dict[str, str | tuple[str, ...]] = {
+LAYER_PREFIX = "encoder.layers.*."
+LAYER_WEIGHT_NAMES: dict[str, str | tuple[str, ...]] = {
     **{
-        f"layers.*.attention.qkv.{x}": tuple(f"{LAYER}self_attn.{y}_proj.{x}" for y in "qkv")
+        f"layers.*.attention.qkv.{x}": tuple(f"{LAYER_PREFIX}self_attn.{y}_proj.{x}" for y in "qkv")
         for x in ("weight", "bias")
     },
-    **{f"layers.*.attention.out.{x}": f"{LAYER}self_attn.out_proj.{x}" for x in ("weight", "bias")},
-    **{f"layers.*.attention_norm.{x}": f"{LAYER}layer_norm1.{x}" for x in ("weight", "bias")},
-    **{f"layers.*.mlp_norm.{x}": f"{LAYER}layer_norm2.{x}" for x in ("weight", "bias")},
-    **{f"layers.*.mlp.up.{x}": f"{LAYER}mlp.fc1.{x}" for x in ("weight", "bias")},
-    **{f"layers.*.mlp.down.{x}": f"{LAYER}mlp.fc2.{x}" for x in ("weight", "bias")},
+    **{f"layers.*.attention.out.{x}": f"{LAYER_PREFIX}self_attn.out_proj.{x}" for x in ("weight", "bias")},
+    **{f"layers.*.attention_norm.{x}": f"{LAYER_PREFIX}layer_norm1.{x}" for x in ("weight", "bias")},
+    **{f"layers.*.mlp_norm.{x}": f"{LAYER_PREFIX}layer_norm2.{x}" for x in ("weight", "bias")},
+    **{f"layers.*.mlp.up.{x}": f"{LAYER_PREFIX}mlp.fc1.{x}" for x in ("weight", "bias")},
+    **{f"layers.*.mlp.down.{x}": f"{LAYER_PREFIX}mlp.fc2.{x}" for x in ("weight", "bias")},
 }
-NAMES: dict[str, str | tuple[str, ...]] = {
-    **BLOCKS,
+WEIGHT_NAMES: dict[str, str | tuple[str, ...]] = {
+    **LAYER_WEIGHT_NAMES,
     "class_token": "embeddings.class_embedding",
     "patches.weight": "embeddings.patch_embedding.weight",
     "positions": "embeddings.position_embedding.weight",
@@ -31,24 +31,24 @@ NAMES: dict[str, str | tuple[str, ...]] = {
 }
 
 
-class CLIP(nn.Module):
+class CLIPTower(nn.Module):
     """pixels [n, 3, H, W] -> features [n, patches, hidden]."""
 
     def __init__(self, s: TowerSettings, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        self.patches = Patches(s, False, dtype, device)
-        self.class_token = parameter(s.hidden, dtype=dtype, device=device)
-        self.positions = parameter(s.patches + 1, s.hidden, dtype=dtype, device=device)
+        self.patches = PatchEmbedding(s, False, dtype, device)
+        self.class_token = empty_parameter(s.hidden, dtype=dtype, device=device)
+        self.positions = empty_parameter(s.patches + 1, s.hidden, dtype=dtype, device=device)
         self.norm = LayerNorm(s.hidden, s.norm_eps, dtype, device)
-        self.layers = nn.ModuleList(Block(s, dtype, device) for _ in range(s.layers))
+        self.layers = nn.ModuleList(VisionEncoderLayer(s, dtype, device) for _ in range(s.layers))
 
     def forward(self, pixels: Tensor) -> Tensor:
         first = self.class_token.expand(len(pixels), 1, -1)
         x = torch.cat((first, self.patches(pixels)), dim=1).add_(self.positions)
-        return through(self.layers, self.norm(x))[:, 1:]
+        return run_layers(self.layers, self.norm(x))[:, 1:]
 
 
-def unread(s: TowerSettings) -> tuple[str, ...]:
+def unused_weights(s: TowerSettings) -> tuple[str, ...]:
     """Tensors of what comes behind the layers that are run."""
-    layers = tuple(rf"encoder\.layers\.{layer}\..*" for layer in range(s.layers, s.stored))
+    layers = tuple(rf"encoder\.layers\.{layer}\..*" for layer in range(s.layers, s.checkpoint_layers))
     return (r"embeddings\.position_ids", *layers, *(() if s.final_norm else (r"post_layernorm\..*",)), r"head\..*")

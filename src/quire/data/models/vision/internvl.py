@@ -8,51 +8,53 @@ import torch
 from torch import Tensor
 
 from quire.data.layers.norm import LayerNorm
-from quire.data.models.names import Stored, expand
-from quire.data.models.vision.blocks import Frame, Projector, merged
-from quire.data.models.vision.internvit import NAMES, PUBLISHED, InternViT, unread
+from quire.data.models.names import WeightSource, expand_weight_names
+from quire.data.models.vision.blocks import Projector, VisionEncoder, merge_patches
+from quire.data.models.vision.internvit import PUBLISHED_WEIGHT_NAMES, WEIGHT_NAMES, InternViT, unused_weights
 from quire.data.models.vision.settings import VisionSettings
-from quire.vocabulary.pictures import Grid
+from quire.vocabulary.pictures import TileGrid
 
 BOTH = ("weight", "bias")
-TABLE = {
-    **{f"tower.{ours}": theirs for ours, theirs in NAMES.items()},
+ENCODER_WEIGHT_NAMES = {
+    **{f"tower.{ours}": theirs for ours, theirs in WEIGHT_NAMES.items()},
     **{f"norm.{x}": f"multi_modal_projector.layer_norm.{x}" for x in BOTH},
     **{f"projector.up.{x}": f"multi_modal_projector.linear_1.{x}" for x in BOTH},
     **{f"projector.down.{x}": f"multi_modal_projector.linear_2.{x}" for x in BOTH},
 }
-PUBLISHED_TABLE = {
-    **{f"tower.{ours}": theirs for ours, theirs in PUBLISHED.items()},
+PUBLISHED_ENCODER_WEIGHT_NAMES = {
+    **{f"tower.{ours}": theirs for ours, theirs in PUBLISHED_WEIGHT_NAMES.items()},
     **{f"norm.{x}": f"mlp1.0.{x}" for x in BOTH},
     **{f"projector.up.{x}": f"mlp1.1.{x}" for x in BOTH},
     **{f"projector.down.{x}": f"mlp1.3.{x}" for x in BOTH},
 }
 
 
-class InternVL(Frame):
+class InternVL(VisionEncoder):
     """Tiles line by line, the whole picture last."""
 
-    prefixes = ("model.vision_tower.", "vision_tower.", "vision_model.", "model.")
+    weight_prefixes = ("model.vision_tower.", "vision_tower.", "vision_model.", "model.")
 
     def __init__(self, settings: VisionSettings, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(settings, dtype)
         self.tower = InternViT(settings.tower, dtype, device)
-        self.norm = LayerNorm(settings.features, 1e-5, dtype, device)
+        self.norm = LayerNorm(settings.connector_in, 1e-5, dtype, device)
         self.projector = Projector(settings, dtype, device)
 
-    def encode(self, pixels: Tensor, grid: Grid | None = None) -> Tensor:
+    def encode(self, pixels: Tensor, grid: TileGrid | None = None) -> Tensor:
         """[n, 3, side, side] -> [n, patches, hidden]."""
         return self.tower(pixels)
 
-    def join(self, features: Tensor, grid: Grid) -> Tensor:
+    def assemble(self, features: Tensor, grid: TileGrid) -> Tensor:
         """features [parts, patches, hidden] -> rows [rows, width]."""
-        return self.projector(self.norm(merged(features, self.settings.merge).flatten(0, 2)))
+        return self.projector(self.norm(merge_patches(features, self.settings.merge).flatten(0, 2)))
 
-    def names(self) -> dict[str, Stored]:
+    def weight_sources(self) -> dict[str, WeightSource]:
         """Our parameters -> the checkpoint's tensors, without their prefix."""
-        return expand(self, PUBLISHED_TABLE if self.settings.published else TABLE)
+        return expand_weight_names(
+            self, PUBLISHED_ENCODER_WEIGHT_NAMES if self.settings.published_names else ENCODER_WEIGHT_NAMES
+        )
 
     @property
-    def ignored(self) -> tuple[str, ...]:
+    def ignored_weights(self) -> tuple[str, ...]:
         """Regular expressions of tensors that a checkpoint may hold and that are not needed."""
-        return unread(self.settings.tower)
+        return unused_weights(self.settings.tower)

@@ -8,20 +8,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.data.models.names import Stored, expand
+from quire.data.models.names import WeightSource, expand_weight_names
 from quire.data.models.vision import clip
-from quire.data.models.vision.blocks import Frame, Projector, parameter
+from quire.data.models.vision.blocks import Projector, VisionEncoder, empty_parameter
 from quire.data.models.vision.settings import VisionSettings
-from quire.data.models.vision.siglip import NAMES, SigLIP
-from quire.vocabulary.pictures import AnyResolution, Grid
+from quire.data.models.vision.siglip import WEIGHT_NAMES, SigLIPTower
+from quire.vocabulary.pictures import AnyResTiling, TileGrid
 
-TABLE = {
-    **{f"tower.{ours}": theirs for ours, theirs in NAMES.items()},
+ENCODER_WEIGHT_NAMES = {
+    **{f"tower.{ours}": theirs for ours, theirs in WEIGHT_NAMES.items()},
     **{f"projector.up.{x}": f"multi_modal_projector.linear_1.{x}" for x in ("weight", "bias")},
     **{f"projector.down.{x}": f"multi_modal_projector.linear_2.{x}" for x in ("weight", "bias")},
     "newline": "image_newline",
 }
-PREFIXES = (
+WEIGHT_PREFIXES = (
     "model.vision_tower.vision_model.",
     "vision_tower.vision_model.",
     "model.vision_tower.",
@@ -30,47 +30,47 @@ PREFIXES = (
 )
 
 
-class LlavaOneVision(Frame):
+class LlavaOneVision(VisionEncoder):
     """The whole picture is part 0, its tiles follow line by line."""
 
-    prefixes = PREFIXES
-    tiling: AnyResolution
+    weight_prefixes = WEIGHT_PREFIXES
+    tiling: AnyResTiling
 
     def __init__(self, settings: VisionSettings, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(settings, dtype)
-        self.tower = SigLIP(settings.tower, dtype, device)
+        self.tower = SigLIPTower(settings.tower, dtype, device)
         self.projector = Projector(settings, dtype, device)
-        self.newline = parameter(settings.width, dtype=dtype, device=device)
+        self.newline = empty_parameter(settings.hidden, dtype=dtype, device=device)
 
-    def encode(self, pixels: Tensor, grid: Grid | None = None) -> Tensor:
+    def encode(self, pixels: Tensor, grid: TileGrid | None = None) -> Tensor:
         """[n, 3, side, side] -> [n, patches, hidden]."""
         return self.tower(pixels)
 
-    def join(self, features: Tensor, grid: Grid) -> Tensor:
+    def assemble(self, features: Tensor, grid: TileGrid) -> Tensor:
         """features [parts, patches, hidden] -> rows [rows, width]."""
         whole = self.projector(features[0])
         if not grid.rows:
             return torch.cat((whole, self.newline[None]))
-        canvas, (lines, length) = self._canvas(features[1:], grid), self.tiling.lines(grid)
+        canvas, (lines, length) = self._canvas(features[1:], grid), self.tiling.unpadded_grid(grid)
         if canvas.shape[:2] != (lines, length):
             less = F.interpolate(canvas.permute(2, 0, 1)[None], (lines, length), mode="bilinear")
             canvas = less[0].permute(1, 2, 0)
         ended = torch.cat((canvas, self.newline.expand(lines, 1, len(self.newline))), dim=1)
         return torch.cat((whole, ended.flatten(0, 1)))
 
-    def _canvas(self, features: Tensor, grid: Grid) -> Tensor:
+    def _canvas(self, features: Tensor, grid: TileGrid) -> Tensor:
         """Rows of the grid's patches but for padding, in their lines: [lines, length, width]."""
-        side, (above, left) = self.tiling.side, self.tiling.padding(grid)
+        side, (above, left) = self.tiling.patches_per_side, self.tiling.patch_padding(grid)
         lines, length = grid.rows * side, grid.columns * side
         placed = features.view(grid.rows, grid.columns, side, side, -1).transpose(1, 2).reshape(lines, length, -1)
         placed = placed[above : lines - above, left : length - left]
-        return self.projector(placed.flatten(0, 1)).view(*placed.shape[:2], self.settings.width)
+        return self.projector(placed.flatten(0, 1)).view(*placed.shape[:2], self.settings.hidden)
 
-    def names(self) -> dict[str, Stored]:
+    def weight_sources(self) -> dict[str, WeightSource]:
         """Our parameters -> the checkpoint's tensors, without their prefix."""
-        return expand(self, TABLE)
+        return expand_weight_names(self, ENCODER_WEIGHT_NAMES)
 
     @property
-    def ignored(self) -> tuple[str, ...]:
+    def ignored_weights(self) -> tuple[str, ...]:
         """Regular expressions of tensors that a checkpoint may hold and that are not needed."""
-        return clip.unread(self.settings.tower)
+        return clip.unused_weights(self.settings.tower)

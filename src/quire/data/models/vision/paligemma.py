@@ -9,43 +9,43 @@ import torch
 from torch import Tensor
 
 from quire.data.layers.linear import Linear
-from quire.data.models.names import Stored, expand
+from quire.data.models.names import WeightSource, expand_weight_names
 from quire.data.models.vision import clip
-from quire.data.models.vision.blocks import Frame
-from quire.data.models.vision.llava import PREFIXES
+from quire.data.models.vision.blocks import VisionEncoder
+from quire.data.models.vision.llava import WEIGHT_PREFIXES
 from quire.data.models.vision.settings import VisionSettings
-from quire.data.models.vision.siglip import NAMES, SigLIP
-from quire.vocabulary.pictures import Grid
+from quire.data.models.vision.siglip import WEIGHT_NAMES, SigLIPTower
+from quire.vocabulary.pictures import TileGrid
 
-TABLE = {
-    **{f"tower.{ours}": theirs for ours, theirs in NAMES.items()},
+ENCODER_WEIGHT_NAMES = {
+    **{f"tower.{ours}": theirs for ours, theirs in WEIGHT_NAMES.items()},
     **{f"projector.{x}": f"multi_modal_projector.linear.{x}" for x in ("weight", "bias")},
 }
 
 
-class PaliGemma(Frame):
+class PaliGemma(VisionEncoder):
     """A picture is one part."""
 
-    prefixes = PREFIXES
+    weight_prefixes = WEIGHT_PREFIXES
 
     def __init__(self, settings: VisionSettings, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(settings, dtype)
-        self.tower = SigLIP(settings.tower, dtype, device)
-        self.projector = Linear(settings.features, settings.width, True, dtype, device)
+        self.tower = SigLIPTower(settings.tower, dtype, device)
+        self.projector = Linear(settings.connector_in, settings.hidden, True, dtype, device)
 
-    def encode(self, pixels: Tensor, grid: Grid | None = None) -> Tensor:
+    def encode(self, pixels: Tensor, grid: TileGrid | None = None) -> Tensor:
         """[n, 3, side, side] -> [n, patches, hidden]."""
         return self.tower(pixels)
 
-    def join(self, features: Tensor, grid: Grid) -> Tensor:
+    def assemble(self, features: Tensor, grid: TileGrid) -> Tensor:
         """features [1, patches, hidden] -> rows [patches, width]."""
         return self.projector(features.flatten(0, 1))
 
-    def names(self) -> dict[str, Stored]:
+    def weight_sources(self) -> dict[str, WeightSource]:
         """Our parameters -> the checkpoint's tensors, without their prefix."""
-        return expand(self, TABLE)
+        return expand_weight_names(self, ENCODER_WEIGHT_NAMES)
 
     @property
-    def ignored(self) -> tuple[str, ...]:
+    def ignored_weights(self) -> tuple[str, ...]:
         """Regular expressions of tensors that a checkpoint may hold and that are not needed."""
-        return clip.unread(self.settings.tower)
+        return clip.unused_weights(self.settings.tower)

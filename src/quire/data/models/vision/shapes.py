@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-SIGLIP = {
+SIGLIP_SO400M = {
     "model_type": "siglip_vision_model",
     "hidden_size": 1152,
     "intermediate_size": 4304,
@@ -19,10 +19,10 @@ CLIP_COLOURS = {
     "image_mean": [0.48145466, 0.4578275, 0.40821073],
     "image_std": [0.26862954, 0.26130258, 0.27577711],
 }
-HALF = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
-IMAGENET = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
+HALF_COLOURS = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
+IMAGENET_COLOURS = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
 
-VISION: dict[str, dict[str, Any]] = {
+VISION_CONFIGS: dict[str, dict[str, Any]] = {
     "llava-onevision-7b": {
         "architectures": ["LlavaOnevisionForConditionalGeneration"],
         "image_grid_pinpoints": [[384 * rows, 384 * columns] for rows in range(1, 7) for columns in range(1, 7)],
@@ -31,7 +31,7 @@ VISION: dict[str, dict[str, Any]] = {
         "vision_aspect_ratio": "anyres_max_9",
         "vision_feature_layer": -1,
         "vision_feature_select_strategy": "full",
-        "vision_config": {**SIGLIP, "image_size": 384, "num_hidden_layers": 26},
+        "vision_config": {**SIGLIP_SO400M, "image_size": 384, "num_hidden_layers": 26},
     },
     "internvl2-8b": {
         "architectures": ["InternVLChatModel"],
@@ -78,7 +78,7 @@ VISION: dict[str, dict[str, Any]] = {
         "architectures": ["PaliGemmaForConditionalGeneration"],
         "image_token_index": 257_152,
         "projection_dim": 3584,
-        "vision_config": {**SIGLIP, "image_size": 224, "projection_dim": 3584},
+        "vision_config": {**SIGLIP_SO400M, "image_size": 224, "projection_dim": 3584},
     },
     "llama-3.2-11b-vision": {
         "architectures": ["MllamaForConditionalGeneration"],
@@ -103,11 +103,11 @@ VISION: dict[str, dict[str, Any]] = {
 }
 """What config.json says beside the text."""
 
-PREPARED: dict[str, dict[str, Any]] = {
-    "llava-onevision-7b": {"resample": 3, "size": {"height": 384, "width": 384}, **HALF},
-    "internvl2-8b": {"resample": 3, "size": 448, "crop_size": 448, "do_center_crop": True, **IMAGENET},
+PREPROCESSOR_CONFIGS: dict[str, dict[str, Any]] = {
+    "llava-onevision-7b": {"resample": 3, "size": {"height": 384, "width": 384}, **HALF_COLOURS},
+    "internvl2-8b": {"resample": 3, "size": 448, "crop_size": 448, "do_center_crop": True, **IMAGENET_COLOURS},
     "phi-3-vision": {"num_crops": 16, **CLIP_COLOURS},
-    "paligemma2-10b": {"resample": 3, "size": {"height": 224, "width": 224}, **HALF},
+    "paligemma2-10b": {"resample": 3, "size": {"height": 224, "width": 224}, **HALF_COLOURS},
     "llama-3.2-11b-vision": {
         "resample": 2,
         "size": {"height": 560, "width": 560},

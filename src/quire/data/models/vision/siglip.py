@@ -6,12 +6,12 @@ import torch
 from torch import Tensor, nn
 
 from quire.data.layers.norm import LayerNorm
-from quire.data.models.vision.blocks import Block, Patches, parameter, through
-from quire.data.models.vision.clip import BLOCKS
+from quire.data.models.vision.blocks import PatchEmbedding, VisionEncoderLayer, empty_parameter, run_layers
+from quire.data.models.vision.clip import LAYER_WEIGHT_NAMES
 from quire.data.models.vision.towers import TowerSettings
 
-NAMES: dict[str, str | tuple[str, ...]] = {
-    **BLOCKS,
+WEIGHT_NAMES: dict[str, str | tuple[str, ...]] = {
+    **LAYER_WEIGHT_NAMES,
     "patches.weight": "embeddings.patch_embedding.weight",
     "patches.bias": "embeddings.patch_embedding.bias",
     "positions": "embeddings.position_embedding.weight",
@@ -20,16 +20,16 @@ NAMES: dict[str, str | tuple[str, ...]] = {
 }
 
 
-class SigLIP(nn.Module):
+class SigLIPTower(nn.Module):
     """pixels [n, 3, H, W] -> features [n, patches, hidden], behind the final norm if the settings say so."""
 
     def __init__(self, s: TowerSettings, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        self.patches = Patches(s, True, dtype, device)
-        self.positions = parameter(s.patches, s.hidden, dtype=dtype, device=device)
-        self.layers = nn.ModuleList(Block(s, dtype, device) for _ in range(s.layers))
+        self.patches = PatchEmbedding(s, True, dtype, device)
+        self.positions = empty_parameter(s.patches, s.hidden, dtype=dtype, device=device)
+        self.layers = nn.ModuleList(VisionEncoderLayer(s, dtype, device) for _ in range(s.layers))
         self.norm = LayerNorm(s.hidden, s.norm_eps, dtype, device) if s.final_norm else None
 
     def forward(self, pixels: Tensor) -> Tensor:
-        x = through(self.layers, self.patches(pixels).add_(self.positions))
+        x = run_layers(self.layers, self.patches(pixels).add_(self.positions))
         return x if self.norm is None else self.norm(x)

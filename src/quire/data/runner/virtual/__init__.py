@@ -5,10 +5,10 @@ What is named here imports no torch; a device's driver is imported when one is o
 
 from __future__ import annotations
 
-from quire.data.runner.virtual.driver import Calls, Counters, Driver, DriverError, Run, map_all
+from quire.data.runner.virtual.driver import CallTimes, Driver, DriverCounters, DriverError, PageRun, map_all
 from quire.data.runner.virtual.fake import FakeDriver
 
-__all__ = ["Calls", "Counters", "Driver", "DriverError", "FakeDriver", "Run", "map_all", "open_driver"]
+__all__ = ["CallTimes", "Driver", "DriverCounters", "DriverError", "FakeDriver", "PageRun", "map_all", "open_driver"]
 
 
 def open_driver(device: str, page: int) -> Driver:

@@ -13,19 +13,19 @@ from typing import Any
 import torch
 
 from quire.data.runner.virtual.driver import (
-    Calls,
-    Counters,
+    CallTimes,
+    DriverCounters,
     DriverError,
     check_addresses,
-    check_page,
-    counted,
-    no_addresses,
+    check_page_size,
+    make_counters,
+    out_of_addresses,
 )
-from quire.data.runner.virtual.places import Places
-from quire.data.runner.virtual.tensors import Tensors
+from quire.data.runner.virtual.places import MappingTable
+from quire.data.runner.virtual.tensors import DLPackTensors
 from quire.errors import StartupError
 
-PAGED = "Use --memory paged"
+USE_PAGED = "Use --memory paged"
 
 
 class CudaDriver:
@@ -38,150 +38,150 @@ class CudaDriver:
         """`api` stands in for the module cuda.bindings.driver."""
         self._api = api or _bindings()
         self.page, self.device = page, torch.device("cuda", index)
-        self.granularity = self._examine(index)
-        check_page(page, self.granularity, "device")
-        self._ask("cuCtxSetCurrent", self._ask("cuDevicePrimaryCtxRetain", self._gpu))  # torch's: one a device
-        self.calls, self.places, self.tensors = Calls(), Places(page), Tensors(self.device)
-        self._reserved: list[tuple[int, int]] = []  # first address and length, as CUDA gave them
+        self.granularity = self._query_device(index)
+        check_page_size(page, self.granularity, "device")
+        self._call("cuCtxSetCurrent", self._call("cuDevicePrimaryCtxRetain", self._cu_device))  # torch's: one a device
+        self.calls, self.mapping_table, self.tensors = CallTimes(), MappingTable(page), DLPackTensors(self.device)
+        self._reservations: list[tuple[int, int]] = []  # first address and length, as CUDA gave them
         self._handles: list[Any] = []  # one a page
-        self._fresh: set[int] = set()  # pages that were never mapped
-        self._free = 0  # bytes of the device before there were pages
-        self._open = True
+        self._never_mapped: set[int] = set()  # pages that were never mapped
+        self._free_bytes = 0  # bytes of the device before there were pages
+        self._is_open = True
 
     def reserve(self, nbytes: int) -> int:
         nbytes = -(-nbytes // self.page) * self.page
         check_addresses(nbytes)
         whole = nbytes + 2 * self.page  # so that it can begin at a multiple of a page, and end before a free one
         try:
-            start = int(self._timed("reserve", "cuMemAddressReserve", whole, 0, 0, 0))
+            start = int(self._timed_call("reserve", "cuMemAddressReserve", whole, 0, 0, 0))
         except DriverError as error:
-            raise no_addresses(nbytes, str(error)) from None
-        self._reserved.append((start, whole))
+            raise out_of_addresses(nbytes, str(error)) from None
+        self._reservations.append((start, whole))
         address = -(-start // self.page) * self.page
-        self.places.reserve(address, nbytes)
+        self.mapping_table.reserve(address, nbytes)
         return address
 
     def create(self, count: int) -> None:
-        assert not self.places.count, "pages are created once"
-        self._free, _ = self._ask("cuMemGetInfo")
+        assert not self.mapping_table.num_pages, "pages are created once"
+        self._free_bytes, _ = self._call("cuMemGetInfo")
         try:
             for _ in range(count):
-                self._handles.append(self._timed("create", "cuMemCreate", self.page, self._kind, 0))
+                self._handles.append(self._timed_call("create", "cuMemCreate", self.page, self._allocation_prop, 0))
         except DriverError as error:
             while self._handles:
-                self._timed("release", "cuMemRelease", self._handles.pop())
-            cause = f"{count:,} pages of {self.page:,} bytes can't be had, with {self._free:,} free ({error})"
+                self._timed_call("release", "cuMemRelease", self._handles.pop())
+            cause = f"{count:,} pages of {self.page:,} bytes can't be had, with {self._free_bytes:,} free ({error})"
             raise StartupError(cause, "Lower --kv-gib") from None
-        self.places.count = count
-        self._fresh = set(range(count))
+        self.mapping_table.num_pages = count
+        self._never_mapped = set(range(count))
 
     def map(self, address: int, page: int, count: int = 1) -> None:
-        self.places.check_map(address, page, count)
+        self.mapping_table.check_map(address, page, count)
         size, done = self.page, 0
         try:
             for handle in self._handles[page : page + count]:
-                self._timed("map", "cuMemMap", address + done * size, size, 0, handle, 0)
+                self._timed_call("map", "cuMemMap", address + done * size, size, 0, handle, 0)
                 done += 1
-            self._timed("access", "cuMemSetAccess", address, count * size, [self._access], 1)
-            if self._fresh:
+            self._timed_call("access", "cuMemSetAccess", address, count * size, [self._access_desc], 1)
+            if self._never_mapped:
                 self._zero(address, page, count)
         except BaseException:
             for at in range(address, address + done * size, size):
-                self._timed("unmap", "cuMemUnmap", at, size)
+                self._timed_call("unmap", "cuMemUnmap", at, size)
             raise
-        self.places.fill(address, page, count)
+        self.mapping_table.record_map(address, page, count)
 
     def unmap(self, address: int, count: int = 1) -> None:
-        self.places.check_unmap(address, count)
+        self.mapping_table.check_unmap(address, count)
         for at in range(address, address + count * self.page, self.page):
-            self._timed("unmap", "cuMemUnmap", at, self.page)
-            self.places.clear(at, 1)
+            self._timed_call("unmap", "cuMemUnmap", at, self.page)
+            self.mapping_table.record_unmap(at, 1)
 
     def tensor(
         self, address: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor:
-        self.places.check_tensor(address, shape, strides, dtype.itemsize)
-        return self.tensors.over(address, shape, strides, dtype)
+        self.mapping_table.check_tensor(address, shape, strides, dtype.itemsize)
+        return self.tensors.create(address, shape, strides, dtype)
 
     def fence(self) -> None:
         """Wait for all streams of the device's context. Not while a graph is captured."""
-        self._ask("cuCtxSynchronize")
+        self._call("cuCtxSynchronize")
 
     def physical(self) -> int:
         """What is free on the device now, against the time before the pages were created: a test's figure, right while
         nobody else allocates."""
-        return self._free - self._ask("cuMemGetInfo")[0] if self._handles else 0
+        return self._free_bytes - self._call("cuMemGetInfo")[0] if self._handles else 0
 
     def regions(self) -> int:
         return 0
 
     @property
-    def counters(self) -> Counters:
-        return counted(self.places, self.calls, self.places.count * self.page)
+    def counters(self) -> DriverCounters:
+        return make_counters(self.mapping_table, self.calls, self.mapping_table.num_pages * self.page)
 
     def close(self) -> None:
         """As in the interface. In a context that a fault ended every call fails: all are tried, the first is raised."""
-        if not self._open:
+        if not self._is_open:
             return
-        self.tensors.check_none()
-        self._open, failures = False, []
-        for kind, *call in self._ending():
+        self.tensors.check_none_alive()
+        self._is_open, failures = False, []
+        for kind, *call in self._release_calls():
             try:
-                self._timed(kind, *call) if kind else self._ask(*call)
+                self._timed_call(kind, *call) if kind else self._call(*call)
             except DriverError as error:
                 failures.append(error)
         self._handles.clear()
-        self.places.forget()
-        self.tensors.disarm()
+        self.mapping_table.reset()
+        self.tensors.abandon()
         if failures:
             raise failures[0]
 
-    def _ending(self) -> Iterator[tuple[Any, ...]]:
+    def _release_calls(self) -> Iterator[tuple[Any, ...]]:
         """The kind and the calls that give everything back, in order."""
         yield "", "cuCtxSynchronize"
-        yield from (("unmap", "cuMemUnmap", at, self.page) for at in self.places.mapped)
+        yield from (("unmap", "cuMemUnmap", at, self.page) for at in self.mapping_table.page_by_address)
         yield from (("release", "cuMemRelease", handle) for handle in self._handles)
-        yield from (("free", "cuMemAddressFree", start, whole) for start, whole in self._reserved)
-        yield "", "cuDevicePrimaryCtxRelease", self._gpu
+        yield from (("free", "cuMemAddressFree", start, whole) for start, whole in self._reservations)
+        yield "", "cuDevicePrimaryCtxRelease", self._cu_device
 
-    def _examine(self, index: int) -> int:
+    def _query_device(self, index: int) -> int:
         """The granularity of a device, whose pages and access are described from now on."""
         api = self._api
         able = api.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
         least = api.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
-        self._kind, self._access = api.CUmemAllocationProp(), api.CUmemAccessDesc()
-        self._kind.type = api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-        for place in (self._kind.location, self._access.location):
+        self._allocation_prop, self._access_desc = api.CUmemAllocationProp(), api.CUmemAccessDesc()
+        self._allocation_prop.type = api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        for place in (self._allocation_prop.location, self._access_desc.location):
             place.type, place.id = api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE, index
-        self._access.flags = api.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        self._access_desc.flags = api.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         try:
-            self._ask("cuInit", 0)
-            self._gpu = self._ask("cuDeviceGet", index)
-            if self._ask("cuDeviceGetAttribute", able, self._gpu):
-                return int(self._ask("cuMemGetAllocationGranularity", self._kind, least))
+            self._call("cuInit", 0)
+            self._cu_device = self._call("cuDeviceGet", index)
+            if self._call("cuDeviceGetAttribute", able, self._cu_device):
+                return int(self._call("cuMemGetAllocationGranularity", self._allocation_prop, least))
         except (DriverError, RuntimeError) as error:  # RuntimeError: the bindings find no driver to call
-            raise StartupError(f"CUDA device {index} can't be asked for virtual memory ({error})", PAGED) from None
-        raise StartupError(f"CUDA device {index} has no virtual memory management", PAGED)
+            raise StartupError(f"CUDA device {index} can't be asked for virtual memory ({error})", USE_PAGED) from None
+        raise StartupError(f"CUDA device {index} has no virtual memory management", USE_PAGED)
 
     def _zero(self, address: int, page: int, count: int) -> None:
         """Zero those of these pages, mapped at `address`, that hold nothing yet; done on return, for every stream."""
-        fresh = self._fresh.intersection(range(page, page + count))
+        fresh = self._never_mapped.intersection(range(page, page + count))
         for some in sorted(fresh):
-            self._ask("cuMemsetD8", address + (some - page) * self.page, 0, self.page)
+            self._call("cuMemsetD8", address + (some - page) * self.page, 0, self.page)
         if fresh:
             self.fence()
-            self._fresh -= fresh
+            self._never_mapped -= fresh
 
-    def _timed(self, kind: str, name: str, *given: Any) -> Any:
+    def _timed_call(self, kind: str, name: str, *args: Any) -> Any:
         began = time.perf_counter()
-        answer = self._ask(name, *given)
-        self.calls.ended(kind, began)
+        answer = self._call(name, *args)
+        self.calls.record_call(kind, began)
         return answer
 
-    def _ask(self, name: str, *given: Any) -> Any:
+    def _call(self, name: str, *args: Any) -> Any:
         """What a call answers: nothing, one thing, or a tuple. DriverError, with CUDA's words, if it fails."""
         api = self._api
-        code, *answer = getattr(api, name)(*given)
+        code, *answer = getattr(api, name)(*args)
         if code != api.CUresult.CUDA_SUCCESS:
             words = [text.decode() for _, text in (api.cuGetErrorName(code), api.cuGetErrorString(code)) if text]
             raise DriverError(name, ": ".join(words) or str(code))

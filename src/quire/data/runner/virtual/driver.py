@@ -16,10 +16,10 @@ from quire.errors import QuireError, StartupError
 if TYPE_CHECKING:
     import torch
 
-    from quire.data.runner.virtual.places import Places
+    from quire.data.runner.virtual.places import MappingTable
 
 ADDRESS_BITS = 47  # of a process's own addresses on x86-64 and in CUDA's unified address space
-KINDS = ("reserve", "create", "map", "access", "unmap", "release", "free")  # of calls, as the field counts them
+CALL_KINDS = ("reserve", "create", "map", "access", "unmap", "release", "free")  # of calls, as the field counts them
 
 
 class DriverError(QuireError):
@@ -31,7 +31,7 @@ class DriverError(QuireError):
         self.call, self.reason = call, reason
 
 
-class Counters(NamedTuple):
+class DriverCounters(NamedTuple):
     """What a driver did since it was opened. `maps` and `unmaps` count pages, and `mapped` the places that hold a page
     now, every alias counted; `physical` is the bytes of the pages that exist. `calls` and `seconds` are by KINDS."""
 
@@ -43,18 +43,18 @@ class Counters(NamedTuple):
     seconds: Mapping[str, float]
 
 
-class Calls:
+class CallTimes:
     """Number and seconds of the calls of each kind; while `samples` is a table of lists, those of each call too."""
 
     def __init__(self) -> None:
-        self.number = dict.fromkeys(KINDS, 0)
-        self.seconds = dict.fromkeys(KINDS, 0.0)
+        self.counts = dict.fromkeys(CALL_KINDS, 0)
+        self.seconds = dict.fromkeys(CALL_KINDS, 0.0)
         self.samples: dict[str, list[float]] | None = None
 
-    def ended(self, kind: str, began: float) -> None:
+    def record_call(self, kind: str, began: float) -> None:
         """A call that began at `began`, by time.perf_counter, is over."""
         took = time.perf_counter() - began
-        self.number[kind] += 1
+        self.counts[kind] += 1
         self.seconds[kind] += took
         if self.samples is not None:
             self.samples.setdefault(kind, []).append(took)
@@ -69,7 +69,7 @@ class Driver(Protocol):
 
     page: int
     granularity: int
-    calls: Calls
+    calls: CallTimes
 
     @property
     def device(self) -> torch.device | None:
@@ -115,45 +115,52 @@ class Driver(Protocol):
         ...
 
     @property
-    def counters(self) -> Counters: ...
+    def counters(self) -> DriverCounters: ...
 
     def close(self) -> None:
         """Everything is unmapped, released and given back; again does nothing. DriverError while tensors live."""
         ...
 
 
-class Run(NamedTuple):
+class PageRun(NamedTuple):
     """Pages page ... page + length - 1, to be mapped at `address` in a row."""
 
     address: int
-    page: int
-    length: int = 1
+    first_page: int
+    num_pages: int = 1
 
 
-def map_all(driver: Driver, runs: Iterable[Run]) -> None:
+def map_all(driver: Driver, runs: Iterable[PageRun]) -> None:
     """Map all of these or, when a call fails, none: those done are unmapped again before its error is raised. Nothing
     can have been enqueued over them meanwhile, so there is no fence to wait for."""
-    done: list[Run] = []
+    done: list[PageRun] = []
     try:
         for run in runs:
             driver.map(*run)
             done.append(run)
     except BaseException:
         for run in reversed(done):
-            driver.unmap(run.address, run.length)
+            driver.unmap(run.address, run.num_pages)
         raise
 
 
-def counted(places: Places, calls: Calls, nbytes: int) -> Counters:
-    """What a driver has in these places, and did by these calls; its pages have `nbytes`."""
-    return Counters(places.maps, places.unmaps, len(places.mapped), nbytes, dict(calls.number), dict(calls.seconds))
+def make_counters(mapping_table: MappingTable, calls: CallTimes, physical_bytes: int) -> DriverCounters:
+    """What a driver has in these places, and did by these calls; its pages have `physical_bytes`."""
+    return DriverCounters(
+        mapping_table.num_maps,
+        mapping_table.num_unmaps,
+        len(mapping_table.page_by_address),
+        physical_bytes,
+        dict(calls.counts),
+        dict(calls.seconds),
+    )
 
 
-def check_page(page: int, granularity: int, whose: str) -> None:
+def check_page_size(page: int, granularity: int, owner: str) -> None:
     """StartupError for pages that a system, or a device, doesn't map."""
     if page < 1 or page % granularity:
         nearest = max(-(-page // granularity), 1) * granularity
-        cause = f"A page of {page:,} bytes is no multiple of the {granularity:,} that this {whose} maps"
+        cause = f"A page of {page:,} bytes is no multiple of the {granularity:,} that this {owner} maps"
         raise StartupError(cause, f"The next one up has {nearest:,}")
 
 
@@ -173,7 +180,7 @@ def check_addresses(nbytes: int) -> None:
         raise StartupError(cause, f"Start it under `ulimit -v unlimited` (now {limit // 1024}). {fewer} otherwise")
 
 
-def no_addresses(nbytes: int, reason: str) -> StartupError:
+def out_of_addresses(nbytes: int, reason: str) -> StartupError:
     """The system has no `nbytes` addresses in a row left."""
     cause = f"The memory 'virtual' asks for {nbytes:,} addresses in a row, which the system refuses ({reason})"
     return StartupError(cause, "Lower --max-num-seqs or --max-model-len, or raise `ulimit -v`")

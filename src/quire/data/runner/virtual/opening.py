@@ -9,22 +9,32 @@ import torch
 
 from quire.data.runner.virtual import DriverError, open_driver
 from quire.data.runner.virtual.store import VirtualStore
-from quire.vocabulary.specs import Geometry, ModelSpec
+from quire.vocabulary.specs import KVCacheConfig, ModelSpec
 
 
 def open_store(
-    geometry: Geometry, spec: ModelSpec, dtype: torch.dtype, device: torch.device, debug: bool, *, views: bool,
-    background: bool = False,
+    kv_config: KVCacheConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device, debug: bool, *,
+    is_contiguous: bool,
+    map_in_background: bool = False,
 ) -> VirtualStore:  # fmt: skip
     """StartupError where the device has no virtual memory to be managed, or not enough of it."""
-    page = geometry.groups[0].page_bytes // geometry.groups[0].parts
+    page = kv_config.groups[0].page_bytes // kv_config.groups[0].parts
     driver = open_driver(str(device), page)
     try:
         if device.type == "cpu":
-            from quire.data.runner.virtual.memfd import check_regions
+            from quire.data.runner.virtual.memfd import check_map_count
 
-            check_regions(sum(geometry.slots * group.parts * (group.table_width + 1) for group in geometry.groups))
-        return VirtualStore(geometry, spec, dtype, device, driver, debug, views=views, background=background)
+            check_map_count(sum(kv_config.slots * group.parts * (group.table_width + 1) for group in kv_config.groups))
+        return VirtualStore(
+            kv_config,
+            spec,
+            dtype,
+            device,
+            driver,
+            debug,
+            is_contiguous=is_contiguous,
+            map_in_background=map_in_background,
+        )
     except BaseException as error:
         traceback.clear_frames(error.__traceback__)  # they hold tensors over what is given back
         with suppress(DriverError):

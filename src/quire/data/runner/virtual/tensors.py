@@ -15,10 +15,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from quire.data.runner.virtual.driver import DriverError
 
-CPU, CUDA = 1, 2  # DLPack's numbers of devices
-INT, UINT, FLOAT, BFLOAT = 0, 1, 2, 4  # ... and of kinds of numbers
-CAPSULE = b"dltensor"
-SHOWN = 8  # tensors that an error names
+DLPACK_CPU, DLPACK_CUDA = 1, 2  # DLPack's numbers of devices
+DLPACK_INT, DLPACK_UINT, DLPACK_FLOAT, DLPACK_BFLOAT = 0, 1, 2, 4  # ... and of kinds of numbers
+CAPSULE_NAME = b"dltensor"
+MAX_NAMED_TENSORS = 8  # tensors that an error names
 
 
 class _DLTensor(ctypes.Structure):
@@ -44,7 +44,7 @@ class _DLManagedTensor(ctypes.Structure):
     _fields_ = (("dl_tensor", _DLTensor), ("manager_ctx", ctypes.c_void_p), ("deleter", ctypes.c_void_p))
 
 
-class _Made(NamedTuple):
+class _TensorRecord(NamedTuple):
     """A tensor, while any view of it lives, and what torch reads when the last one goes."""
 
     name: str
@@ -53,16 +53,18 @@ class _Made(NamedTuple):
     sizes: Any
 
 
-class Tensors:
+class DLPackTensors:
     """The tensors over one driver's addresses, and which of them live; whatever views the last one of. torch calls
     nothing of ours when it lets go of one: that may be in the midst of an exception, where Python can't run."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._made: list[_Made] = []
-        atexit.register(self.disarm)
+        self._records: list[_TensorRecord] = []
+        atexit.register(self.abandon)
 
-    def over(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def create(
+        self, address: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
         """A tensor whose first element is at `address`; strides in elements, none negative."""
         assert len(shape) == len(strides), f"{len(shape)} sizes and {len(strides)} strides"
         assert address % dtype.itemsize == 0, f"{address:#x} is no multiple of an element's {dtype.itemsize} bytes"
@@ -71,49 +73,49 @@ class Tensors:
         inner = struct.dl_tensor
         inner.data, inner.ndim, inner.lanes = address, len(shape), 1
         cuda = self.device.type == "cuda"
-        inner.device_type, inner.device_id = (CUDA, self.device.index or 0) if cuda else (CPU, 0)
-        inner.code, inner.bits = _numbers(dtype)
+        inner.device_type, inner.device_id = (DLPACK_CUDA, self.device.index or 0) if cuda else (DLPACK_CPU, 0)
+        inner.code, inner.bits = _dlpack_type(dtype)
         inner.shape = ctypes.cast(sizes, ctypes.POINTER(ctypes.c_int64))
         inner.strides = ctypes.cast(ctypes.byref(sizes, 8 * len(shape)), ctypes.POINTER(ctypes.c_int64))
-        made: torch.Tensor = torch.utils.dlpack.from_dlpack(_capsule(ctypes.addressof(struct)))
+        made: torch.Tensor = torch.utils.dlpack.from_dlpack(_make_capsule(ctypes.addressof(struct)))
         name = f"{str(dtype).removeprefix('torch.')}{list(shape)}"
-        self._made = [one for one in self._made if not one.storage.expired()]
-        self._made.append(_Made(name, StorageWeakRef(made.untyped_storage()), struct, sizes))
+        self._records = [one for one in self._records if not one.storage.expired()]
+        self._records.append(_TensorRecord(name, StorageWeakRef(made.untyped_storage()), struct, sizes))
         return made.view(dtype)
 
     @property
-    def live(self) -> list[str]:
+    def live_names(self) -> list[str]:
         """Type and shape of each tensor that lives, in the order made."""
-        return [one.name for one in self._made if not one.storage.expired()]
+        return [one.name for one in self._records if not one.storage.expired()]
 
-    def check_none(self) -> None:
+    def check_none_alive(self) -> None:
         """DriverError if a tensor lives, whose memory must not go."""
-        if live := self.live:
-            first, more = ", ".join(live[:SHOWN]), len(live) - SHOWN
+        if live := self.live_names:
+            first, more = ", ".join(live[:MAX_NAMED_TENSORS]), len(live) - MAX_NAMED_TENSORS
             raise DriverError("close", f"tensors live over these addresses: {first}{f' and {more} more' * (more > 0)}")
 
-    def disarm(self) -> None:
+    def abandon(self) -> None:
         """Tensors that live on are no longer our business, but for what torch reads when it lets go of them, however
         late that is."""
-        atexit.unregister(self.disarm)
-        for one in self._made:
+        atexit.unregister(self.abandon)
+        for one in self._records:
             if not one.storage.expired():
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(one.struct))
-        self._made.clear()
+        self._records.clear()
 
 
-def _numbers(dtype: torch.dtype) -> tuple[int, int]:
+def _dlpack_type(dtype: torch.dtype) -> tuple[int, int]:
     """DLPack's kind and bits of an element. A byte is just that to it, and viewed as its type after."""
     assert not dtype.is_complex, f"no tensors of {dtype} over addresses"
     if dtype.itemsize == 1:
-        return UINT, 8
-    kind = BFLOAT if dtype == torch.bfloat16 else FLOAT if dtype.is_floating_point else INT
+        return DLPACK_UINT, 8
+    kind = DLPACK_BFLOAT if dtype == torch.bfloat16 else DLPACK_FLOAT if dtype.is_floating_point else DLPACK_INT
     return kind, 8 * dtype.itemsize
 
 
-def _capsule(at: int) -> object:
+def _make_capsule(at: int) -> object:
     """A PyCapsule around the struct at this address. torch renames it once the struct is its own."""
     make = ctypes.pythonapi.PyCapsule_New
     make.restype, make.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
-    made: object = make(at, CAPSULE, None)
+    made: object = make(at, CAPSULE_NAME, None)
     return made
