@@ -8,7 +8,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 SERVE_ARGS ?=
 # Its kernels for CPUs, built where there is a C++ compiler (another one: CXX=...).
-KERNELS := src/quire/data/kernels/cpu
+KERNELS := src/quire/kernels/cpu
 # Python keeps what it compiles, whatever the environment says: tests start many processes.
 unexport PYTHONDONTWRITEBYTECODE
 # Models that packages hold as data: none of the code that these require is wanted.
@@ -67,7 +67,7 @@ mutants: $(VENV)/.tested $(VENV)/.kernels
 
 # In one process, as several exhaust the memory of a GPU with 80 GB. The paths are named so that no other test module is
 # imported: these need pytest, hypothesis and transformers, and none of the other test extras.
-GPU_TESTS := tests/data/kernels/test_attention.py tests/data/kernels/triton tests/data/runner tests/test_equality.py \
+GPU_TESTS := tests/kernels/test_attention.py tests/kernels/triton tests/worker tests/test_equality.py \
 	tests/test_beams.py tests/test_half_precision.py tests/test_state_logits.py::test_logits_on_a_gpu \
 	tests/bench/test_bench_kernels.py::test_families_are_measured tests/gpu
 test-gpu:
@@ -76,7 +76,7 @@ test-gpu:
 # One process: under the sanitizer xdist's workers don't come up within minutes.
 memcheck:
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 \
-		$(GPU_PYTHON) -m pytest -p no:xdist tests/data/kernels/triton
+		$(GPU_PYTHON) -m pytest -p no:xdist tests/kernels/triton
 
 $(VENV)/.torch: constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

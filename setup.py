@@ -11,7 +11,7 @@ from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
-FOLDER = Path("src/quire/data/kernels/cpu")
+FOLDER = Path("src/quire/kernels/cpu")
 
 
 def kernels() -> Any:

@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from quire import LLM, SamplingParams
+from quire.protocol.method import Advance, Branch, Choice, Context, Ending
 from quire.text.session import Node
-from quire.vocabulary.method import Advance, Branch, Choice, Context, Ending
 
 
 class DiverseBeams:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quire.control.memory.paged import PagedMemory
-from quire.control.memory.policies import POLICIES
-from quire.control.request import Sequence as Branch
+from quire.core.request import Sequence as Branch
 from quire.jenga import Evictor, Request, policy_of
-from quire.vocabulary.specs import KVCacheConfig, KVCacheGroup, KVCacheLayout
+from quire.memory.paged import PagedMemory
+from quire.memory.policies import POLICIES
+from quire.protocol.model_spec import KVCacheConfig, KVCacheGroup, KVCacheLayout
 
 BLOCK, PAGE, TOKENS = 32, 16, 1024
 

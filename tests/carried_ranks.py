@@ -1,5 +1,5 @@
 """Ranks without a model that have rows carried, as on GPUs (tests/gpu/carrier_ranks.py), but of pieces of shared memory
-and by interpreted kernels: everything but the calls of CUDA. A program, see parallel/test_carried_ranks.py."""
+and by interpreted kernels: everything but the calls of CUDA. A program, see distributed/test_carried_ranks.py."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import reduce_ranks
 import torch
 
 from quire.bench import exchange_rank
-from quire.data.kernels import peer_sizes
-from quire.data.kernels.triton import norm
-from quire.parallel import device_exchange, rank
-from quire.parallel.frames import InitMessage
-from quire.parallel.questions import RANK_QUERIES
+from quire.distributed import device_exchange, rank_worker
+from quire.distributed.rank_messages import InitMessage
+from quire.distributed.rank_queries import RANK_QUERIES
+from quire.kernels import peer_memory_layout
+from quire.kernels.triton import norm
 
 REPLAYS = 2  # beside carrier_ranks' ways
 
@@ -45,7 +45,7 @@ class Carried(carrier_ranks.Carried):
 def main() -> None:
     peer_ranks.reach()
     reduce_ranks.immediate()
-    peer_sizes.COPY_BYTES, device_exchange.NCCL_MIN_BYTES = 1 << 20, 16
+    peer_memory_layout.COPY_BYTES, device_exchange.NCCL_MIN_BYTES = 1 << 20, 16
     exchange_rank.SIZE, exchange_rank.DTYPE = 64, torch.float32
     RANK_QUERIES["found"] = lambda runner: runner.found
-    rank.main(Carried, peer_ranks.Seat)
+    rank_worker.main(Carried, peer_ranks.Seat)

@@ -79,9 +79,9 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Ranks are threads: without kernels of our own, of which a process runs one at a time."""
     from echo_ranks import ThreadRank
 
-    import quire.parallel.remote as remote
-    from quire.data.kernels.cpu.loading import library
-    from quire.shard import build_rank_runner
+    import quire.distributed.remote_runner as remote
+    from quire.kernels.cpu.library_loader import library
+    from quire.startup.loader import build_rank_runner
 
     monkeypatch.setenv("QUIRE_CPU_KERNELS", "off")
     library.cache_clear()

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.data.layers.rotary import prepare_qkv
-from quire.vocabulary.specs import ModelSpec
+from quire.layers.rotary import prepare_qkv
+from quire.protocol.model_spec import ModelSpec
 
 
 class DensePyramid:

@@ -10,11 +10,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import echo_service
 
-from quire.control.engine import Engine
-from quire.link.hello import EngineInitMessage
-from quire.link.messages import EngineReady, engine_ready
-from quire.link.program import main
-from quire.text.grammars import GrammarCompiler
+from quire.core.engine import Engine
+from quire.ipc.engine_server import main
+from quire.ipc.handshake import EngineInitMessage
+from quire.ipc.messages import EngineReady, engine_ready
+from quire.text.grammars.compiler import GrammarCompiler
 
 
 def build(hello: EngineInitMessage) -> tuple[Engine, EngineReady]:

@@ -18,16 +18,16 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from quire.config import EngineConfig
+from quire.distributed.rank_handle import launch_rank_process
+from quire.distributed.rank_messages import InitMessage
+from quire.distributed.rank_worker import RunnerBuilder, main, serve
+from quire.distributed.remote_runner import RemoteRunner
+from quire.distributed.shared_ring import RingReader
 from quire.errors import PeerLost
-from quire.link.child import ChildProcess
-from quire.parallel.frames import InitMessage
-from quire.parallel.rank import RunnerBuilder, main, serve
-from quire.parallel.remote import RemoteRunner
-from quire.parallel.ring import RingReader
-from quire.parallel.sides import launch_rank_process
-from quire.sim.echo import EchoRunner
-from quire.vocabulary.plan import PageCopy, PageOp, SliceResult, StepPlan, StepResult
-from quire.vocabulary.specs import KVCacheConfig
+from quire.ipc.child_process import ChildProcess
+from quire.protocol.model_spec import KVCacheConfig
+from quire.protocol.step_plan import PageCopy, PageOp, SliceResult, StepPlan, StepResult
+from quire.sim.echo_runner import EchoRunner
 
 VOCAB = 512
 

@@ -23,20 +23,21 @@ from waiting import wait_until
 
 from quire.async_llm import AsyncLLM
 from quire.config import EngineConfig
-from quire.control.edge import EngineLimits
-from quire.control.engine import Engine
-from quire.control.memory import MemorySize, build_memory
-from quire.control.scheduler import Scheduler
-from quire.link.child import ChildProcess
-from quire.link.hello import EngineInitMessage
-from quire.link.process import ProcessEngineClient
-from quire.sim.echo import EchoRunner
-from quire.text.chat import ChatTemplate
-from quire.text.prompts import InputProcessor
-from quire.text.sight import ImageLoader
+from quire.core.engine import Engine
+from quire.core.scheduler import Scheduler
+from quire.core.validation import EngineLimits
+from quire.ipc.child_process import ChildProcess
+from quire.ipc.handshake import EngineInitMessage
+from quire.ipc.process_client import ProcessEngineClient
+from quire.memory.build import build_memory
+from quire.memory.page_layout import MemorySize
+from quire.protocol.model_spec import LayerSpec, ModelSpec
+from quire.protocol.step_plan import SeqSlice, SliceResult, StepResult
+from quire.sim.echo_runner import EchoRunner
+from quire.text.chat_template import ChatTemplate
+from quire.text.images.loader import ImageLoader
+from quire.text.input_processor import InputProcessor
 from quire.text.tokenizer import Tokenizer
-from quire.vocabulary.plan import SeqSlice, SliceResult, StepResult
-from quire.vocabulary.specs import LayerSpec, ModelSpec
 
 Placement = Literal["process", "thread"]  # of the engine
 VOCAB = 512
@@ -57,7 +58,7 @@ class Plan:
 
 
 class EchoBuilt(NamedTuple):
-    """The fields of quire.build.BuiltEngine."""
+    """The fields of quire.startup.build.BuiltEngine."""
 
     engine: Engine
     spec: ModelSpec
@@ -262,9 +263,9 @@ def serving(
 ) -> Iterator[Running]:
     """Serve `model` (an EchoBuilt or an EngineConfig) from a thread. `options` are create_app's, `serve` are fields of
     ServeOptions, and `bounds` those of connections; `placement` is the engine's, as `linked` has it."""
+    from quire.server.api_server import ServeOptions, bind
     from quire.server.app import create_app
-    from quire.server.run import ServeOptions, bind
-    from quire.server.web import WebServer
+    from quire.server.web_server import WebServer
 
     llm = linked(model or built(), stall_after, placement)
     app = create_app(llm, ["echo", "parrot"], root_path=root_path, **options)

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from quire.data.weights.checkpoint import read_config
+from quire.weights.checkpoint_files import read_config
 
 INTERNLM2 = {
     "embed_tokens": "tok_embeddings", "self_attn.o_proj": "attention.wo", "input_layernorm": "attention_norm",

@@ -17,16 +17,16 @@ from transformers.models.mllama.processing_mllama import (
     get_cross_attention_token_mask,
 )
 
-from quire.build import build
 from quire.config import EngineConfig
-from quire.control.engine import Engine
-from quire.data.models import resolve_model_class
-from quire.data.weights.checkpoint import read_config
-from quire.text.sight import merge_adjacent
-from quire.vocabulary.media import ImageItem, ImagePixels
-from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.pictures import TileGrid
-from quire.vocabulary.plan import TopLogprobs
+from quire.core.engine import Engine
+from quire.models import resolve_model_class
+from quire.protocol.image_tiling import TileGrid
+from quire.protocol.images import ImageItem, ImagePixels
+from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.step_plan import TopLogprobs
+from quire.startup.build import build
+from quire.text.images.loader import merge_adjacent
+from quire.weights.checkpoint_files import read_config
 
 VOCAB, SIDE = 89, 31
 PICTURE = VOCAB  # the first of the tokens beyond the vocabulary

@@ -13,14 +13,14 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 
-from quire.data.kernels import peer_sizes
-from quire.data.kernels.triton import reduce
-from quire.parallel import devices, peer_memory, peers
-from quire.parallel.device_exchange import DeviceExchange
-from quire.parallel.device_pipes import DeviceStagePipes
-from quire.parallel.frames import InitMessage
-from quire.parallel.rank import main as rank_main
-from quire.parallel.shared import SharedMemoryExchange
+from quire.distributed import peer_buffers, peer_memory, rank_devices
+from quire.distributed.device_exchange import DeviceExchange
+from quire.distributed.device_stage_pipes import DeviceStagePipes
+from quire.distributed.rank_messages import InitMessage
+from quire.distributed.rank_worker import main as rank_main
+from quire.distributed.shared_memory_exchange import SharedMemoryExchange
+from quire.kernels import peer_memory_layout
+from quire.kernels.triton import all_reduce
 
 WHERE = struct.Struct("<QQ")  # a process, and a descriptor of it
 kept: list[mmap.mmap] = []
@@ -58,7 +58,7 @@ def opened(handle: bytes) -> int:
     return _mapped(os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR))
 
 
-class Seat(devices.RankDevice):
+class Seat(rank_devices.RankDevice):
     """On a CPU."""
 
     def __init__(self, hello: InitMessage) -> None:
@@ -66,11 +66,11 @@ class Seat(devices.RankDevice):
         self.exchange: DeviceExchange | None = None
         if hello.part.tp_size > 1:
             host = SharedMemoryExchange(hello.part, hello.meeting, hello.seconds)
-            found, why = peers.open_peer_buffers(
+            found, why = peer_buffers.open_peer_buffers(
                 hello.part, self.device, range(hello.part.tp_size), host, hello.seconds
             )
             if found is None:
-                raise devices.StartupError(f"rank {hello.part.tp_rank} has no peers: {why}")
+                raise rank_devices.StartupError(f"rank {hello.part.tp_rank} has no peers: {why}")
             self.exchange = DeviceExchange(hello.part, self.device, host, found, None)
             with self.exchange.warming_up():  # one after another, and each meets nobody
                 before = found.counters.clone()
@@ -84,8 +84,8 @@ class Seat(devices.RankDevice):
 
 def reach() -> None:
     """Each other's memory, and nothing that takes a GPU's streams, as what is carried does."""
-    reduce.PROGRAMS, peer_sizes.COPY_BYTES = 4, 0
-    peer_memory.export, peer_memory.open_handle, peers._unreachable = export, opened, lambda *_: ""
+    all_reduce.PROGRAMS, peer_memory_layout.COPY_BYTES = 4, 0
+    peer_memory.export, peer_memory.open_handle, peer_buffers._unreachable = export, opened, lambda *_: ""
 
 
 def main() -> None:

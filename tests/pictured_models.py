@@ -17,9 +17,9 @@ from internlm2_files import INTERNLM2
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from quire.data.models.seeing_settings import VisionLanguageSettings
-from quire.vocabulary.media import ImageItem, ImagePixels
-from quire.vocabulary.pictures import TileGrid
+from quire.models.vision_language_settings import VisionLanguageSettings
+from quire.protocol.image_tiling import TileGrid
+from quire.protocol.images import ImageItem, ImagePixels
 
 VOCAB, TOKEN, SIDE = 67, 61, 28
 TEXT: dict[str, Any] = {
@@ -292,7 +292,7 @@ class Phi3Vision(Model):
         self.finish({**said, "rms_norm_eps": config.rms_norm_eps}, {"num_crops": 4})
 
     def finish(self, config: dict[str, Any], preprocessor: dict[str, Any]) -> None:
-        from quire.data.models.vision import settings
+        from quire.models.vision import settings
 
         settings.PHI3_IMAGE_TOKEN = TOKEN
         super().finish(config, preprocessor)

@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from functools import partial
 
 from quire.config import EngineConfig
-from quire.parallel import starting
-from quire.parallel.frames import InitMessage
-from quire.parallel.remote import RemoteRunner
-from quire.parallel.sides import launch_rank_process
-from quire.vocabulary.layout import ParallelLayout
+from quire.distributed import rank_startup
+from quire.distributed.rank_handle import launch_rank_process
+from quire.distributed.rank_messages import InitMessage
+from quire.distributed.remote_runner import RemoteRunner
+from quire.protocol.parallel_layout import ParallelLayout
 
 
 @contextmanager
@@ -20,7 +20,7 @@ def joined(ranks: int, program: Sequence[str], seconds: float) -> Iterator[Remot
     config = EngineConfig(tp=ranks, device="cuda")
     runner = RemoteRunner(ranks, seconds, partial(launch_rank_process, program=tuple(program)))
     try:
-        starting.open_devices(runner, config)
+        rank_startup.open_devices(runner, config)
         meeting = runner.rendezvous.descriptors
         runner.send_init(
             [InitMessage(config, part, (), 1, seconds, meeting) for part in ParallelLayout(ranks).shards()]

@@ -13,7 +13,7 @@ def main() -> None:
     os.makedirs(os.path.join(sys.argv[1], "ray"))
     from ray.cluster_utils import Cluster
 
-    from quire.parallel.ray_driver import OBJECT_STORE_BYTES, end_session
+    from quire.distributed.ray_driver import OBJECT_STORE_BYTES, end_session
 
     alike = {"object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "num_gpus": 2, **alike})

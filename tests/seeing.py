@@ -11,14 +11,14 @@ import numpy as np
 import tokenizers
 from PIL.Image import Image
 
-from quire.control.engine import Engine
+from quire.core.engine import Engine
 from quire.errors import InputError
-from quire.text.chat import ChatTemplate
-from quire.text.images import ImageLimits
-from quire.text.prompts import InputProcessor
-from quire.text.sight import ImageLoader
+from quire.protocol.images import ImageItem, ImagePixels
+from quire.text.chat_template import ChatTemplate
+from quire.text.images.decode import ImageLimits
+from quire.text.images.loader import ImageLoader
+from quire.text.input_processor import InputProcessor
 from quire.text.tokenizer import Tokenizer
-from quire.vocabulary.media import ImageItem, ImagePixels
 
 SIDE = 4
 PARTS = (
@@ -40,7 +40,7 @@ PICTURE, END = tokenizer().encode("<image><end_of_image>")
 
 
 class Dots:
-    """As quire.text.eyes.ImageProcessor says."""
+    """As quire.text.images.processor.ImageProcessor says."""
 
     image_token_id, reserved_ids = PICTURE, frozenset({PICTURE, END})
     reserved_texts = ("<image>", "<end_of_image>")

@@ -20,8 +20,8 @@ from fuzzed_forms import drawn, patterns, schemas
 
 from quire import LLM, SamplingParams
 from quire.bench.document import document, write
+from quire.protocol.sampling_params import StructuredOutputsParams
 from quire.text.outputs import CompletionOutput, RequestOutput
-from quire.vocabulary.params import StructuredOutputsParams
 
 BATCHES = 50
 SCHEMAS, PATTERNS = 11, 5  # of a batch; with some that another batch has too

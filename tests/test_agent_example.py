@@ -13,8 +13,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))  # scripts, not 
 
 import agent
 
-from quire.build import build
 from quire.config import EngineConfig
+from quire.startup.build import build
 
 
 def test_it_calls_its_tool() -> None:

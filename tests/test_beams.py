@@ -13,9 +13,9 @@ import pytest
 import torch
 from test_equality import FAMILIES, engine_of, outputs_of, random_model
 
-from quire.control.engine import Engine
-from quire.control.outcomes import BranchOutput
-from quire.vocabulary.params import SamplingParams
+from quire.core.engine import Engine
+from quire.core.outputs import BranchOutput
+from quire.protocol.sampling_params import SamplingParams
 
 VOCAB = 97
 NEW = 14

@@ -7,14 +7,14 @@ import time
 import pytest
 from memories import MEMORIES, Build
 
-from quire.control.edge import EngineLimits
-from quire.control.engine import Engine
-from quire.control.request import common_prefix_len
-from quire.control.scheduler import Scheduler
-from quire.sim.echo import EchoRunner, expected_states, fake_top
+from quire.core.engine import Engine
+from quire.core.request import common_prefix_len
+from quire.core.scheduler import Scheduler
+from quire.core.validation import EngineLimits
+from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.step_plan import StepResult
+from quire.sim.echo_runner import EchoRunner, expected_states, fake_top
 from quire.text.session import Node, session_params
-from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.plan import StepResult
 
 VOCAB = 64
 

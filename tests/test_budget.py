@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from quire import budget
-from quire.budget import GIB, MemoryPlan, activation_bytes, plan_memory
 from quire.config import EngineConfig
 from quire.errors import StartupError
-from quire.vocabulary.specs import LayerSpec, ModelSpec, VisionSpec, max_parts_per_step
+from quire.protocol.model_spec import LayerSpec, ModelSpec, VisionSpec, max_parts_per_step
+from quire.startup import memory_plan
+from quire.startup.memory_plan import GIB, MemoryPlan, activation_bytes, plan_memory
 
 # 4 layers x 2 (keys, values) x 8 heads x 64 numbers x 2 bytes = 8192 bytes a token
 SPEC = ModelSpec(
@@ -25,7 +25,7 @@ TOKEN, WEIGHTS = 8192, 100_000_000
 def machine(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[int, int]]:
     """Bytes in all and free of the devices of a made-up machine; a test may change them."""
     sizes = {"cpu": (16 * GIB, 8 * GIB), "cuda": (80 * GIB, 79 * GIB)}
-    monkeypatch.setattr(budget, "device_memory", lambda device: sizes[device])
+    monkeypatch.setattr(memory_plan, "device_memory", lambda device: sizes[device])
     return sizes
 
 

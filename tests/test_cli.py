@@ -29,9 +29,9 @@ from quire.cli.config_file import MAX_BYTES
 from quire.cli.flags import ENGINE_FLAGS, config_from, sampling_from
 from quire.cli.serve import options_from
 from quire.config import EngineConfig
-from quire.control.costs import PreemptionCosts
-from quire.sim.echo import expected_beams
-from quire.vocabulary.params import SamplingParams
+from quire.core.preemption_costs import PreemptionCosts
+from quire.protocol.sampling_params import SamplingParams
+from quire.sim.echo_runner import expected_beams
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -41,9 +41,9 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
     """Call main with an echo engine in place of a model, and `stdin` as a pipe."""
 
     def go(*arguments: str, stdin: str = "") -> tuple[int, str, str]:
-        stand_in = types.ModuleType("quire.build")
+        stand_in = types.ModuleType("quire.startup.build")
         stand_in.build = lambda config, progress=False: echo_service.built()  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, "quire.build", stand_in)
+        monkeypatch.setitem(sys.modules, "quire.startup.build", stand_in)
         monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
         try:
             status = main(arguments)
@@ -418,9 +418,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored, by in
 os.close(os.open(os.ttyname(0), os.O_RDWR))  # a session's first terminal controls it: Ctrl-C interrupts
 sys.path.insert(0, {str(TESTS)!r})
 import echo_service
-stand_in = types.ModuleType("quire.build")
+stand_in = types.ModuleType("quire.startup.build")
 stand_in.build = lambda config, progress=False: echo_service.built()
-sys.modules["quire.build"] = stand_in
+sys.modules["quire.startup.build"] = stand_in
 from quire.cli import chat, main
 chat.stream_answer = lambda llm, history, params: print([said["content"] for said in history]) or history
 if len(sys.argv) > 1:

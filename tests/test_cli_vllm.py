@@ -9,10 +9,10 @@ import pytest
 from quire.cli import main, parse_arguments
 from quire.cli.flags import config_from
 from quire.cli.serve import options_from
-from quire.cli.vllm import NO_EFFECT_FLAGS, SINGLE_VALUE_FLAGS, no_effect_notices, parse_size
+from quire.cli.vllm_flags import NO_EFFECT_FLAGS, SINGLE_VALUE_FLAGS, no_effect_notices, parse_size
 from quire.config import EngineConfig
 from quire.errors import StartupError
-from quire.server.run import ServeOptions
+from quire.server.api_server import ServeOptions
 
 
 @pytest.mark.parametrize("command", ["generate", "chat", "serve", "plan"])

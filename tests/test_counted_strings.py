@@ -23,14 +23,14 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, Token
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from quire import LLM, SamplingParams
-from quire.text.grammar_counted import MIN_VOCAB
-from quire.text.grammar_source import make_grammar_source
-from quire.text.grammar_tokens import GrammarVocabulary
-from quire.text.grammars import PARSER_LIMITS, CompiledGrammar, GrammarCompiler, GrammarMatcher
+from quire.protocol.sampling_params import Structured, StructuredOutputsParams
+from quire.text.decoder_rules import DecoderRules
+from quire.text.grammars.compiler import PARSER_LIMITS, CompiledGrammar, GrammarCompiler, GrammarMatcher
+from quire.text.grammars.counted_strings import MIN_VOCAB
+from quire.text.grammars.source import make_grammar_source
+from quire.text.grammars.vocabulary import GrammarVocabulary
 from quire.text.outputs import RequestOutput
-from quire.text.pieces import DecoderRules
 from quire.text.tokenizer import Tokenizer
-from quire.vocabulary.params import Structured, StructuredOutputsParams
 
 SIZE, PADDED, END = 16_500, 16_503, 0
 PARTS: dict[int, list[Any]] = {

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.data.kernels.cpu.loading import library
+from quire.kernels.cpu.library_loader import library
 
 MOST = 250e6  # bytes beside weights and KV memory
 WORK = """

@@ -13,8 +13,8 @@ import echo_service
 import httpx
 
 from quire.server.errors import OPENAI_TYPES
-from quire.server.protocol import ChatRequest, CompletionRequest
-from quire.server.schemas import RESPONSE_MODELS
+from quire.server.request_models import ChatRequest, CompletionRequest
+from quire.server.response_models import RESPONSE_MODELS
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
@@ -118,7 +118,7 @@ def test_every_path_is_there() -> None:
 
 
 def test_one_that_is_not_is_found() -> None:
-    rows = "| a | `control/scheduler.py`, `nowhere.py` | `pytest tests/test_nowhere.py` | `cpu_nowhere_X.json` |"
+    rows = "| a | `core/scheduler.py`, `nowhere.py` | `pytest tests/test_nowhere.py` | `cpu_nowhere_X.json` |"
     assert missing(rows) == ["nowhere.py", "tests/test_nowhere.py", "cpu_nowhere_X.json"]
-    assert not missing("| `control/memory/large.py`, `pages.py`, `scheduler.py` | `cpu_memory_X.json` |")
+    assert not missing("| `memory/jenga/two_level_pool.py`, `pages.py`, `scheduler.py` | `cpu_memory_X.json` |")
     assert missing("| `pages.py` |") == ["pages.py"]

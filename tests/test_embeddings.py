@@ -13,11 +13,11 @@ import torch
 from test_equality import FAMILIES, engine_of, outputs_of, random_model
 
 from quire import LLM
-from quire.control.engine import Engine
-from quire.control.outcomes import BranchOutput
+from quire.core.engine import Engine
+from quire.core.outputs import BranchOutput
 from quire.errors import InputError
+from quire.protocol.sampling_params import SamplingParams
 from quire.text.embedding import embedding_vector
-from quire.vocabulary.params import SamplingParams
 
 LENGTHS = (1, 5, 16, 23, 37, 40)
 PROMPTS = [[(7 * i + j * j) % 97 for j in range(n)] for i, n in enumerate(LENGTHS)]

@@ -13,15 +13,15 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.build import build
 from quire.config import EngineConfig
-from quire.control.engine import Engine
-from quire.control.memory import MemorySize
-from quire.control.memory.paged import PagedMemory
-from quire.control.outcomes import BranchOutput
-from quire.data.models import read_spec
-from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.plan import StepPlan
+from quire.core.engine import Engine
+from quire.core.outputs import BranchOutput
+from quire.memory.page_layout import MemorySize
+from quire.memory.paged import PagedMemory
+from quire.models import read_spec
+from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.step_plan import StepPlan
+from quire.startup.build import build
 
 SMALL: dict[str, Any] = {"vocab_size": 97, "max_position_embeddings": 128, "num_hidden_layers": 2}
 SIZES = {**SMALL, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}

@@ -13,17 +13,17 @@ from typing import Any
 
 import pytest
 
-from quire.build import _read_costs, build
 from quire.config import EngineConfig
-from quire.data.weights.checkpoint import check_weight_bytes, read_config, read_generation_config, tensor_files
 from quire.errors import StartupError, short_repr
 from quire.files import MAX_BYTES_BY_FILE, find_checkpoint_file, read_bounded, read_json_object
 from quire.server.keys import ADMIN_KEY_VARIABLE, read_keys
 from quire.server.prefixes import read_prefixes
-from quire.source import read_checkpoint
-from quire.text.chat import ChatTemplate
-from quire.text.folder import special_tokens, tokenizer_config
+from quire.startup.build import _read_costs, build
+from quire.startup.checkpoint import read_checkpoint
+from quire.text.chat_template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
+from quire.text.tokenizer_files import special_tokens, tokenizer_config
+from quire.weights.checkpoint_files import check_weight_bytes, read_config, read_generation_config, tensor_files
 
 READERS: dict[str, Callable[[Path], Any]] = {  # every file of a checkpoint, and who reads it
     "config.json": read_config,

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 import quire
-from quire.build import build
 from quire.cli.simulate import read_deployment
 from quire.config import EngineConfig
 from quire.errors import StartupError
-from quire.source import read_checkpoint
-from quire.vocabulary.params import SamplingParams
+from quire.protocol.sampling_params import SamplingParams
+from quire.startup.build import build
+from quire.startup.checkpoint import read_checkpoint
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))  # the training tools are scripts
 

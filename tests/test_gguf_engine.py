@@ -14,7 +14,7 @@ from quire import LLM, SamplingParams
 from quire.cli import main
 from quire.config import EngineConfig
 from quire.errors import StartupError
-from quire.source import read_checkpoint, read_tokenizer
+from quire.startup.checkpoint import read_checkpoint, read_tokenizer
 
 TINY = Path(__file__).parents[1] / "src" / "quire" / "assets" / "tiny"
 PROMPTS = ["Once upon a time", "The colour of the sky is", "A dog and a cat 123"]

@@ -12,14 +12,14 @@ import pytest
 import torch
 from test_tensor_parallel import PARAMS, PROMPTS, SETTINGS
 
-import quire.parallel.remote
-import quire.parallel.starting
+import quire.distributed.rank_startup
+import quire.distributed.remote_runner
 from quire import LLM
+from quire.distributed import rank_devices
+from quire.distributed.rank_handle import launch_rank_process
+from quire.distributed.remote_runner import RemoteRunner
 from quire.errors import StartupError
-from quire.link.child import BOOTSTRAP
-from quire.parallel import devices
-from quire.parallel.remote import RemoteRunner
-from quire.parallel.sides import launch_rank_process
+from quire.ipc.child_process import BOOTSTRAP
 
 GIB = 2**30
 PROGRAM = ("-P", "-c", BOOTSTRAP, str(Path(__file__).parent), "peer_ranks")
@@ -29,16 +29,16 @@ PROGRAM = ("-P", "-c", BOOTSTRAP, str(Path(__file__).parent), "peer_ranks")
 def peers(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Ranks that meet as on GPUs; what their memory is planned for."""
     seen: list[Any] = []
-    build = quire.parallel.starting.build_ranks
+    build = quire.distributed.rank_startup.build_ranks
 
     def met(ranks: RemoteRunner, config: Any, *more: Any) -> None:
-        seen.append(quire.parallel.starting.open_devices(ranks, config))
+        seen.append(quire.distributed.rank_startup.open_devices(ranks, config))
         build(ranks, config, *more)
 
     monkeypatch.setenv("QUIRE_CPU_KERNELS", "off")
-    monkeypatch.setattr(quire.parallel.starting, "build_ranks", met)
+    monkeypatch.setattr(quire.distributed.rank_startup, "build_ranks", met)
     start = partial(launch_rank_process, program=PROGRAM)
-    monkeypatch.setattr(quire.parallel.remote, "RemoteRunner", partial(RemoteRunner, start=start))
+    monkeypatch.setattr(quire.distributed.remote_runner, "RemoteRunner", partial(RemoteRunner, start=start))
     return seen
 
 
@@ -78,16 +78,16 @@ def test_who_reaches_nobody_says_so(peers: list[Any], monkeypatch: pytest.Monkey
 def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1,GPU-7")
-    devices.check_gpus(2)
+    rank_devices.check_gpus(2)
     with pytest.raises(
         StartupError, match=r"--tp is 4, and torch finds 2 GPUs \(CUDA_VISIBLE_DEVICES is 'GPU-1,GPU-7'"
     ):
-        devices.check_gpus(4)
+        rank_devices.check_gpus(4)
     monkeypatch.setenv("QUIRE_SHARE_GPU", "1")
-    devices.check_gpus(4)
+    rank_devices.check_gpus(4)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(StartupError, match="torch finds 0 GPUs"):
-        devices.check_gpus(2)
+        rank_devices.check_gpus(2)
 
 
 def told(index: int, free: int, name: str = "H") -> dict[str, Any]:
@@ -95,8 +95,8 @@ def told(index: int, free: int, name: str = "H") -> dict[str, Any]:
 
 
 def test_the_gpu_with_the_least_room_decides() -> None:
-    found = devices.smallest_device_memory([told(0, 70), told(1, 30), told(2, 60)], 0.9)
+    found = rank_devices.smallest_device_memory([told(0, 70), told(1, 30), told(2, 60)], 0.9)
     assert found == (80 * GIB, 30 * GIB, "GPU 1, of which 30.00 of 80.00 GiB are free")
-    assert devices.smallest_device_memory([told(0, 70), told(0, 70)], 0.9)[:2] == (40 * GIB, 35 * GIB)
+    assert rank_devices.smallest_device_memory([told(0, 70), told(0, 70)], 0.9)[:2] == (40 * GIB, 35 * GIB)
     with pytest.raises(StartupError, match=r"GPU 0 is H, and GPU 2 is A: .*CUDA_VISIBLE_DEVICES"):
-        devices.smallest_device_memory([told(0, 70), told(1, 70), told(2, 70, "A")], 0.9)
+        rank_devices.smallest_device_memory([told(0, 70), told(1, 70), told(2, 70, "A")], 0.9)

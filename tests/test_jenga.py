@@ -15,10 +15,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))  # scripts, not 
 
 import layer_type
 
-from quire.control.memory.policies import FAR, FullPolicy, LayerPolicy, WindowPolicy, drops_pages, max_pages_at_once
 from quire.errors import InputError
 from quire.jenga import JengaPolicy, LayerSupportsPrefixCache, Request
-from quire.vocabulary.specs import KVCacheGroup
+from quire.memory.policies import FAR, FullPolicy, LayerPolicy, WindowPolicy, drops_pages, max_pages_at_once
+from quire.protocol.model_spec import KVCacheGroup
 
 
 def group(tokens: int, window: int | None = None) -> KVCacheGroup:

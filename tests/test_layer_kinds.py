@@ -22,9 +22,9 @@ from safetensors.torch import load_file
 from test_equality import LENGTHS, NEW
 from torch import Tensor
 
-from quire.control.engine import Engine
-from quire.data.models.llama import LlamaAttention
-from quire.vocabulary.params import SamplingParams
+from quire.core.engine import Engine
+from quire.models.llama import LlamaAttention
+from quire.protocol.sampling_params import SamplingParams
 
 FULL, WINDOW, CHUNK = "full_attention", "sliding_attention", "chunked_attention"
 MODELS: dict[str, dict[str, Any]] = {

@@ -16,10 +16,10 @@ from echo_service import MAX_LEN, VOCAB, Echo, tokenizer
 import quire
 from quire.errors import EngineDead, InputError, PrefixesFull, PrefixTaken, PromptTooLong
 from quire.llm import LLM, BeamSearchParams
-from quire.sim.echo import expected_beams, expected_states, expected_tokens, fake_top
-from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.plan import StepResult
-from quire.vocabulary.seeds import branch_seed
+from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.seeds import branch_seed
+from quire.protocol.step_plan import StepResult
+from quire.sim.echo_runner import expected_beams, expected_states, expected_tokens, fake_top
 
 PARAMS = SamplingParams(max_tokens=8, seed=3, ignore_eos=True)
 
@@ -45,7 +45,7 @@ def test_public_names() -> None:
 def test_imports_stay_light() -> None:
     """`import quire.llm` and the control plane need neither the server's libraries nor a tensor library."""
     heavy = ("torch", "pydantic", "fastapi", "uvicorn", "transformers", "tokenizers")
-    light = "quire.llm, quire.cli, quire.control.engine, quire.sim.echo, quire.control.memory"
+    light = "quire.llm, quire.cli, quire.core.engine, quire.sim.echo_runner, quire.memory.interface"
     code = f"import sys, {light}; print([name for name in {heavy} if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
 

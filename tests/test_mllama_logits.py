@@ -19,14 +19,14 @@ from test_unlike_logits import assert_said, preempting
 
 from quire import SamplingParams
 from quire.config import EngineConfig
-from quire.data.models import read_spec
-from quire.data.models.mllama import Mllama
-from quire.data.weights.checkpoint import read_config
-from quire.data.weights.loader import load_weights
 from quire.errors import InputError, StartupError
-from quire.source import read_checkpoint, read_image_loader
-from quire.text.prompts import InputProcessor
+from quire.models import read_spec
+from quire.models.mllama import Mllama
+from quire.startup.checkpoint import read_checkpoint, read_image_loader
+from quire.text.input_processor import InputProcessor
 from quire.text.tokenizer import Tokenizer
+from quire.weights.checkpoint_files import read_config
+from quire.weights.loader import load_weights
 
 NEW = 9
 

@@ -17,7 +17,7 @@ from shutil import copytree, ignore_patterns
 import pytest
 from targets import GATE_CASES
 
-from quire.data.kernels.cpu.variants import machine_variants
+from quire.kernels.cpu.variants import machine_variants
 
 ROOT = Path(__file__).parent.parent
 NAMES = {
@@ -63,7 +63,7 @@ def test_wheels_hold_what_could_be_built(tmp_path: Path, compiler: str) -> None:
     [wheel] = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as files:
         held = set(files.namelist())
-    folder = "quire/data/kernels/cpu"
+    folder = "quire/kernels/cpu"
     expected = {f"{folder}/built/{variant.name}.so" for variant in machine_variants()} if compiler == "there" else set()
     assert {name for name in held if name.endswith(".so")} == expected
     assert not [name for name in held if "/objects/" in name]

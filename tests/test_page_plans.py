@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from quire import budget
-from quire.budget import GIB, MemoryPlan, describe_pages, plan_memory
 from quire.config import EngineConfig
-from quire.control.memory import MemorySize, build_memory, max_seq_len
-from quire.control.memory.layout import plan_page_layout, tokens_for_bytes
-from quire.data.models import read_spec
-from quire.data.models.configs import CONFIGS, named_config
-from quire.data.runner.views import check_kv_cache_config
 from quire.errors import StartupError
-from quire.vocabulary.media import ImageItem
-from quire.vocabulary.specs import LayerSpec, ModelSpec
+from quire.memory.build import build_memory, max_seq_len
+from quire.memory.page_layout import MemorySize, plan_page_layout, tokens_for_bytes
+from quire.models import read_spec
+from quire.models.named_configs import CONFIGS, named_config
+from quire.protocol.images import ImageItem
+from quire.protocol.model_spec import LayerSpec, ModelSpec
+from quire.startup import memory_plan
+from quire.startup.memory_plan import GIB, MemoryPlan, describe_pages, plan_memory
+from quire.worker.cache_views import check_kv_cache_config
 
 MINISTRAL = read_spec(named_config("ministral-8b"))
 PAGES, LARGE = (16 * 9 * 4096, 16 * 27 * 4096), 16 * 27 * 4096
@@ -26,7 +26,7 @@ PAGES, LARGE = (16 * 9 * 4096, 16 * 27 * 4096), 16 * 27 * 4096
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budget, "device_memory", lambda device: (141 * GIB, 140 * GIB))
+    monkeypatch.setattr(memory_plan, "device_memory", lambda device: (141 * GIB, 140 * GIB))
 
 
 def settings(**given: Any) -> EngineConfig:
@@ -154,7 +154,7 @@ def test_pages_that_no_view_of_16_bytes_takes_are_refused() -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_named_shape_has_a_plan(name: str, page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever its layers keep, in 40 GiB: large pages that aren't too large, and what they hold is what is told."""
-    monkeypatch.setattr(budget, "device_memory", lambda device: (2000 * GIB, 2000 * GIB))
+    monkeypatch.setattr(memory_plan, "device_memory", lambda device: (2000 * GIB, 2000 * GIB))
     spec = read_spec(named_config(name))
     config = settings(kv_gib=40, page_size=page_size, max_num_seqs=64)
     plan = plan_memory(config, spec, name, "bfloat16", 2, "cuda")
@@ -171,7 +171,7 @@ SEEING = [name for name in CONFIGS if read_spec(named_config(name)).vision is no
 @pytest.mark.parametrize("name", SEEING)
 def test_every_named_shape_that_sees_has_a_plan(name: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With its eyes' weights in it, and room for pictures, wherever their embeddings lie; in FP8 with more of it."""
-    monkeypatch.setattr(budget, "device_memory", lambda device: (2000 * GIB, 2000 * GIB))
+    monkeypatch.setattr(memory_plan, "device_memory", lambda device: (2000 * GIB, 2000 * GIB))
     spec = read_spec(named_config(name))
     assert spec.vision is not None
     config = settings(vision_cache=mode, max_num_seqs=64, kv_gib=40)

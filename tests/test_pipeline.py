@@ -19,17 +19,17 @@ from echo_ranks import ThreadRank
 from test_equality import FAMILIES, GEMMA2, GPT2, OPT, SIZES
 from test_tensor_parallel import CASES, PARAMS, PROMPTS, SETTINGS, answers, both, engine_of, saver
 
-import quire.parallel.remote
+import quire.distributed.remote_runner
 from quire import LLM
 from quire.config import EngineConfig
+from quire.distributed.rank_messages import InitMessage
+from quire.distributed.remote_runner import RemoteRunner
 from quire.errors import EngineDead
-from quire.parallel.frames import InitMessage
-from quire.parallel.remote import RemoteRunner
-from quire.shard import _load_model, build_rank_runner
-from quire.source import read_checkpoint
-from quire.vocabulary.layout import Shard
-from quire.vocabulary.plan import PageCopy
-from quire.vocabulary.specs import KVCacheConfig
+from quire.protocol.model_spec import KVCacheConfig
+from quire.protocol.parallel_layout import Shard
+from quire.protocol.step_plan import PageCopy
+from quire.startup.checkpoint import read_checkpoint
+from quire.startup.loader import _load_model, build_rank_runner
 
 THREE = {"num_hidden_layers": 3}
 DEEP: dict[str, Any] = {
@@ -158,7 +158,7 @@ def changed(threads: None, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callabl
             return runner
 
         start = partial(ThreadRank, built)
-        monkeypatch.setattr(quire.parallel.remote, "RemoteRunner", partial(RemoteRunner, start=start))
+        monkeypatch.setattr(quire.distributed.remote_runner, "RemoteRunner", partial(RemoteRunner, start=start))
 
     return change
 

@@ -15,12 +15,10 @@ from geometries import one_size
 import quire
 from quire import SamplingParams
 from quire.cli import main
-from quire.control.runners import DeferredMaskRunner
+from quire.core.runner import DeferredMaskRunner
 from quire.errors import LogError, StartupError
-from quire.plan_log import LENGTH, MAGIC, MAX_IN_FLIGHT, LoggingRunner, PlanLog, with_plan_log
-from quire.plan_replay import PlanReplayer, compare_files, iter_differences, replay
-from quire.sim.echo import EchoRunner
-from quire.vocabulary.plan import (
+from quire.protocol.plan_log import LENGTH, MAGIC, MAX_IN_FLIGHT, LoggingRunner, PlanLog, with_plan_log
+from quire.protocol.step_plan import (
     DeviceSamplingParams,
     PageCopy,
     Poison,
@@ -34,7 +32,9 @@ from quire.vocabulary.plan import (
     TableWrite,
     TopLogprobs,
 )
-from quire.vocabulary.wire import decode_frame, encode_frame
+from quire.protocol.wire import decode_frame, encode_frame
+from quire.sim.echo_runner import EchoRunner
+from quire.sim.plan_replay import PlanReplayer, compare_files, iter_differences, replay
 
 PROMPT = "Once upon a time, there was a"
 SMALL = one_size(((0, 1), None), ((2,), 8), pages=40, page_bytes=64, slots=5, width=8, tokens=4, host=6)

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from quire import LLM, EngineConfig, Pool, SamplingParams
-from quire.build import build
-from quire.control.memory.paged import PagedMemory
 from quire.errors import InputError, Overloaded, StartupError
+from quire.memory.paged import PagedMemory
+from quire.startup.build import build
 
 SHAPE = {
     "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16, "vocab_size": 512,

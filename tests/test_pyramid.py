@@ -14,8 +14,8 @@ from dense_pyramid import dense_logprobs
 
 from quire import LLM, SamplingParams
 from quire.cli import main
-from quire.data.runner.rehearsal import _long_prompt_plans
 from quire.errors import InputError, StartupError
+from quire.worker.warmup import _long_prompt_plans
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 48,

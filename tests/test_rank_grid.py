@@ -20,9 +20,9 @@ from internlm2_files import as_internlm2
 from test_tensor_parallel import PROMPTS, engine_of, saver
 
 from quire.config import MEMORIES, RESERVED_MEMORIES
-from quire.control.engine import Engine
+from quire.core.engine import Engine
 from quire.errors import InputError
-from quire.vocabulary.params import SamplingParams
+from quire.protocol.sampling_params import SamplingParams
 
 SIZES: dict[str, Any] = {**test_equality.SIZES, "tie_word_embeddings": False}
 STATES: dict[str, Any] = {"vocab_size": 97, "hidden_size": 32, "tie_word_embeddings": False, "pad_token_id": None}

@@ -10,22 +10,23 @@ from typing import Any
 import pytest
 import torch
 
-from quire import budget
-from quire.budget import GIB, MemoryPlan, plan_memory
-from quire.build import describe_memory_plan
 from quire.cli import main, parse_arguments
 from quire.cli.flags import config_from
 from quire.config import EngineConfig
-from quire.control.memory import MemorySize, build_memory
-from quire.data.kernels.peer_sizes import peer_bytes
-from quire.data.models import read_spec, resolve_model_class
-from quire.data.models.configs import named_config
-from quire.data.models.quantization import FP8_ON_LOAD
-from quire.data.weights.fp8 import create_fp8_model, saved_bytes, scale_attributes
 from quire.errors import StartupError
+from quire.kernels.peer_memory_layout import peer_bytes
+from quire.memory.build import build_memory
+from quire.memory.page_layout import MemorySize
+from quire.models import read_spec, resolve_model_class
+from quire.models.named_configs import named_config
+from quire.models.quantization import FP8_ON_LOAD
+from quire.protocol.model_spec import KVCacheConfig, ModelSpec
+from quire.protocol.parallel_layout import Shard
 from quire.reproduce.contiguous_sizes import TABLE_8
-from quire.vocabulary.layout import Shard
-from quire.vocabulary.specs import KVCacheConfig, ModelSpec
+from quire.startup import memory_plan
+from quire.startup.build import describe_memory_plan
+from quire.startup.memory_plan import GIB, MemoryPlan, plan_memory
+from quire.weights.fp8 import create_fp8_model, saved_bytes, scale_attributes
 
 KIB, MIB = 2**10, 2**20
 
@@ -123,7 +124,7 @@ def test_sums_over_ranks() -> None:
 
 def test_the_gpu_with_the_least_room_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     there = {"cuda:0": (80, 79), "cuda:1": (80, 40), "cuda:2": (40, 39), "cuda:3": (16, 1)}
-    monkeypatch.setattr(budget, "device_memory", lambda device: tuple(n * GIB for n in there[device]))
+    monkeypatch.setattr(memory_plan, "device_memory", lambda device: tuple(n * GIB for n in there[device]))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(there))
     two = planned("llama3-8b", tp=2, max_num_seqs=1024)
     assert (two.device_bytes, two.free_bytes) == (80 * GIB, 40 * GIB)
@@ -146,7 +147,7 @@ def test_what_ranks_will_exchange_through_takes_room() -> None:
     assert abs(there.kv_bytes - absent.kv_bytes - absent.peer_bytes) < 16 * absent.token_bytes, "to a page"
     taken = absent.weight_bytes + absent.activation_bytes + absent.kv_bytes
     assert 0 <= int(0.9 * 40 * GIB) - taken - absent.peer_bytes < 16 * absent.token_bytes
-    budget.check_still_fits(config, absent, (40 * GIB, taken, "GPU 0"))  # ranks that were started have it
+    memory_plan.check_still_fits(config, absent, (40 * GIB, taken, "GPU 0"))  # ranks that were started have it
     text = "384.0 MiB of exchange"
     with pytest.raises(StartupError, match=f"{text} and 40.00 GiB of KV cache don't fit"):
         planned("llama3-8b", 40, tp=2, kv_gib=80)

@@ -13,18 +13,18 @@ from typing import Any
 import pytest
 from waiting import IDLE
 
-from quire import build as building
-from quire import reserve as module
-from quire.build import build
 from quire.config import EngineConfig
-from quire.data.kernels.cpu.memory import weight_arena
+from quire.distributed import rank_devices, remote_runner
+from quire.distributed.rank_handle import RankLaunchThread
 from quire.errors import StartupError
-from quire.link.child import ChildProcess
-from quire.parallel import devices, remote
-from quire.parallel.sides import RankLaunchThread
-from quire.reserve import GPU_DEVICE_FILES, preallocate_weights
-from quire.source import Checkpoint, read_checkpoint
-from quire.text.renderer import TemplateProcess
+from quire.ipc.child_process import ChildProcess
+from quire.kernels.cpu.weight_arena import weight_arena
+from quire.startup import build as building
+from quire.startup import prealloc as module
+from quire.startup.build import build
+from quire.startup.checkpoint import Checkpoint, read_checkpoint
+from quire.startup.prealloc import GPU_DEVICE_FILES, preallocate_weights
+from quire.text.template_process import TemplateProcess
 
 UNEVEN = {"pp": 3, "memory": "virtual"}
 
@@ -47,7 +47,7 @@ class Stand:
 def ranks(monkeypatch: pytest.MonkeyPatch) -> type[Stand]:
     monkeypatch.setattr(Stand, "started", 0)
     monkeypatch.setattr(Stand, "ended", 0)
-    monkeypatch.setattr(remote, "RemoteRunner", Stand)
+    monkeypatch.setattr(remote_runner, "RemoteRunner", Stand)
     return Stand
 
 
@@ -75,7 +75,9 @@ def test_whatever_goes_wrong_ends_them(
     monkeypatch.setattr(building, "build_engine", lambda *_, **__: pytest.fail("an engine is built"))
     monkeypatch.setattr(building, step, wrong)
     made: list[TemplateProcess] = []
-    monkeypatch.setattr("quire.text.renderer.TemplateProcess", lambda: made.append(TemplateProcess()) or made[0])
+    monkeypatch.setattr(
+        "quire.text.template_process.TemplateProcess", lambda: made.append(TemplateProcess()) or made[0]
+    )
     with pytest.raises(type(error)) as raised:
         build(EngineConfig(tp=2, device="cpu"))
     assert raised.value is error
@@ -97,8 +99,8 @@ def test_whatever_goes_wrong_ends_them(
 def test_what_is_refused_starts_none(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, settings: dict[str, Any], told: str
 ) -> None:
-    monkeypatch.setattr(remote, "RemoteRunner", lambda *_, **__: pytest.fail("ranks are started"))
-    monkeypatch.setattr(devices, "GPU_DEVICE_FILES", f"{tmp_path}/nvidia[0-9]*")
+    monkeypatch.setattr(remote_runner, "RemoteRunner", lambda *_, **__: pytest.fail("ranks are started"))
+    monkeypatch.setattr(rank_devices, "GPU_DEVICE_FILES", f"{tmp_path}/nvidia[0-9]*")
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(StartupError, match=told):
         build(EngineConfig(**{"device": "cpu"} | settings))
@@ -147,7 +149,7 @@ def test_torch_alone_says_what_there_is(
     that tells what it finds, and none: ranks are started sooner or later, that's all."""
     for name in FILES[files]:
         (tmp_path / name).touch()
-    monkeypatch.setattr(devices, "GPU_DEVICE_FILES", f"{tmp_path}/nvidia[0-9]*")
+    monkeypatch.setattr(rank_devices, "GPU_DEVICE_FILES", f"{tmp_path}/nvidia[0-9]*")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     for named, found, shared in product(NAMED, (0, 1, 2, 8), ("", "1")):
         monkeypatch.setenv("QUIRE_SHARE_GPU", shared)
@@ -237,7 +239,7 @@ def test_a_start_that_fails_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> No
         weight_arena().prefault(1 << 20)
         raise StartupError("it fails", "Nothing")
 
-    monkeypatch.setattr("quire.build.read_tokenizer_and_template", failing)
+    monkeypatch.setattr("quire.startup.build.read_tokenizer_and_template", failing)
     weight_arena().finish_block()
     with pytest.raises(StartupError, match="it fails"):
         build(EngineConfig(device="cpu", skip_tokenizer_init=True))

@@ -13,13 +13,13 @@ import test_equality
 from test_fp8_engine import SEED, negative_logs
 from test_tapes import all_of, an_engine, tapes_of
 
-from quire.build import build, describe_memory_plan
 from quire.config import EngineConfig
-from quire.data.kernels.cpu.loading import library
 from quire.errors import StartupError
-from quire.formats import kv_namespace
-from quire.source import read_checkpoint
-from quire.vocabulary.params import SamplingParams
+from quire.kernels.cpu.library_loader import library
+from quire.protocol.sampling_params import SamplingParams
+from quire.startup.build import build, describe_memory_plan
+from quire.startup.checkpoint import read_checkpoint
+from quire.startup.dtypes import kv_namespace
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))  # the training tools are scripts
 
@@ -108,7 +108,7 @@ def test_without_kernels_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
             build(EngineConfig(kv_cache_dtype="int8", device="cpu"))
     finally:
         library.cache_clear()
-    monkeypatch.setattr("quire.build.choose_device", lambda config: "cuda")
+    monkeypatch.setattr("quire.startup.build.choose_device", lambda config: "cuda")
     with pytest.raises(StartupError, match=r"--kv-cache-dtype is int8, .* --device is cuda\. Leave it out"):
         describe_memory_plan(EngineConfig(kv_cache_dtype="int8"))
 

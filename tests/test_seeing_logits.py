@@ -15,11 +15,11 @@ from pictured_models import MODELS, TOKEN, Model, Prompt
 from test_unlike_logits import assert_said, finished, preempting
 
 from quire import SamplingParams
-from quire.build import build
 from quire.config import EngineConfig
-from quire.control.engine import Engine
+from quire.core.engine import Engine
 from quire.errors import InputError, PromptTooLong
-from quire.vocabulary.plan import ImageEncoding, StepPlan, TopLogprobs
+from quire.protocol.step_plan import ImageEncoding, StepPlan, TopLogprobs
+from quire.startup.build import build
 
 NEW = 6
 SETTINGS: dict[str, Any] = {"kv_tokens": 2048, "max_num_seqs": 8, "threads": 1, "debug": True, "max_model_len": 1024}

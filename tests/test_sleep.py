@@ -14,10 +14,10 @@ import torch
 import quire.pool
 from quire import LLM, SamplingParams
 from quire.config import EngineConfig
-from quire.data.kernels.cpu import linear as cpu_linear
-from quire.data.layers import linear
-from quire.data.runner.parked import OffloadedWeights, device_tensors
 from quire.errors import Asleep, InputError, StartupError
+from quire.kernels.cpu import linear as cpu_linear
+from quire.layers import linear
+from quire.worker.offloaded_weights import OffloadedWeights, device_tensors
 
 PARAMS = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 PROMPTS = [[random.Random(i).randrange(5, 2000) for _ in range(400)] for i in range(4)]

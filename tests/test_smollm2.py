@@ -8,8 +8,8 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.config import EngineConfig
-from quire.data.weights.packaged import PACKAGED_MODELS
-from quire.source import read_checkpoint
+from quire.startup.checkpoint import read_checkpoint
+from quire.weights.packaged_models import PACKAGED_MODELS
 
 try:
     distribution(PACKAGED_MODELS["smollm2"].distribution)

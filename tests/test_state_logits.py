@@ -14,9 +14,9 @@ import torch
 from test_unlike_logits import NEW, check, check_greedy, check_scored, engine_of, preempting, run
 
 from quire import SamplingParams
-from quire.data.models import read_spec, resolve_model_class
-from quire.data.weights.checkpoint import read_config
-from quire.data.weights.dummy import fill_dummy_weights
+from quire.models import read_spec, resolve_model_class
+from quire.weights.checkpoint_files import read_config
+from quire.weights.dummy import fill_dummy_weights
 
 VOCAB = 89
 COMMON: dict[str, Any] = {

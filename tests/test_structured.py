@@ -12,7 +12,7 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.errors import InputError
-from quire.vocabulary.params import Structured, StructuredOutputsParams
+from quire.protocol.sampling_params import Structured, StructuredOutputsParams
 
 SCHEMA = {
     "type": "object",

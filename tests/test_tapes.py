@@ -13,13 +13,13 @@ import test_equality
 import torch
 from test_equality import FAMILIES, MORE, Oracle, assert_equal
 
-from quire.build import build
 from quire.config import EngineConfig
-from quire.control.engine import Engine
-from quire.data.kernels.cpu.loading import library
-from quire.data.layers.norm import RMSNorm
-from quire.data.runner.tapes import RecordedDecodeSteps
-from quire.vocabulary.params import SamplingParams
+from quire.core.engine import Engine
+from quire.kernels.cpu.library_loader import library
+from quire.layers.norm import RMSNorm
+from quire.protocol.sampling_params import SamplingParams
+from quire.startup.build import build
+from quire.worker.recorded_steps import RecordedDecodeSteps
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there are no kernels for this CPU (no compiler?)")
 ALL = [*FAMILIES, *MORE]
@@ -115,12 +115,12 @@ def test_what_torch_would_compute_is_refused_and_said_once(
     monkeypatch.setattr(RMSNorm, "forward", planted)
     model = oracle("llama")
     engine = an_engine(model)
-    with caplog.at_level(logging.DEBUG, logger="quire.data.runner.tapes"):
+    with caplog.at_level(logging.DEBUG, logger="quire.worker.recorded_steps"):
         assert_equal(model, engine, model.prompts)
     assert tapes_of(engine).is_unsupported
     assert not tapes_of(engine).programs
     assert "aten::mul_" in caplog.text
-    said = [record for record in caplog.records if record.name == "quire.data.runner.tapes"]
+    said = [record for record in caplog.records if record.name == "quire.worker.recorded_steps"]
     assert len(said) == 1, "it is said once"
 
 
@@ -131,7 +131,7 @@ def test_recording_imports_no_compiler() -> None:
 import sys
 from quire.bench.shapes import built
 from quire.config import EngineConfig
-from quire.vocabulary.params import SamplingParams
+from quire.protocol.sampling_params import SamplingParams
 
 with built(EngineConfig(device="cpu", kv_tokens=512, skip_tokenizer_init=True)) as made:
     made.engine.add("0", [1, 2, 3], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False))

@@ -13,17 +13,17 @@ import pytest
 from echo_ranks import ThreadRank
 from test_equality import FAMILIES, random_model
 
-import quire.parallel.remote
-from quire.build import build
+import quire.distributed.remote_runner
 from quire.config import EngineConfig
-from quire.control.engine import Engine
+from quire.core.engine import Engine
+from quire.distributed.rank_messages import InitMessage
+from quire.distributed.remote_runner import RemoteRunner
 from quire.errors import EngineDead, StartupError
-from quire.parallel.frames import InitMessage
-from quire.parallel.remote import RemoteRunner
-from quire.shard import build_rank_runner
-from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.plan import PageCopy
-from quire.vocabulary.specs import KVCacheConfig
+from quire.protocol.model_spec import KVCacheConfig
+from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.step_plan import PageCopy
+from quire.startup.build import build
+from quire.startup.loader import build_rank_runner
 
 PROMPTS = [[(7 * i + j * j) % 97 for j in range(n)] for i, n in enumerate((1, 5, 16, 23, 37))]
 SETTINGS = {
@@ -139,7 +139,7 @@ def test_a_journal_entry_skipped_on_one_rank_is_named(folders: Any, monkeypatch:
         return runner
 
     remote = partial(RemoteRunner, start=partial(ThreadRank, built))
-    monkeypatch.setattr(quire.parallel.remote, "RemoteRunner", remote)
+    monkeypatch.setattr(quire.distributed.remote_runner, "RemoteRunner", remote)
     engine = engine_of(folders("llama"), tp=2, attention="sdpa")
     with pytest.raises(EngineDead, match=r"rank 1 applied or drew something else than rank 0 in step \d"):
         list(answers(engine, 1))
@@ -162,7 +162,7 @@ def test_ranks_that_are_started_anew_say_the_same(
         return runner
 
     remote = partial(RemoteRunner, start=partial(ThreadRank, built))
-    monkeypatch.setattr(quire.parallel.remote, "RemoteRunner", remote)
+    monkeypatch.setattr(quire.distributed.remote_runner, "RemoteRunner", remote)
     _, engine = both(folders("llama"), rounds=1, **layout, on_rank_failure="restart", swap_gib=0.01)
     assert engine.stats.restarts == 3
     engine.scheduler.memory.check()

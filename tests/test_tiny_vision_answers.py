@@ -24,10 +24,10 @@ from transformers.models.llava_onevision.image_processing_pil_llava_onevision im
 import quire
 from quire import LLM, SamplingParams
 from quire.config import EngineConfig
-from quire.control.memory import gallery
-from quire.data.models.vision.llava import LlavaOneVision
-from quire.data.runner.pictures import ImageInputs
 from quire.errors import StartupError
+from quire.memory import encoder_cache
+from quire.models.vision.llava import LlavaOneVision
+from quire.worker.image_inputs import ImageInputs
 
 FOLDER = Path(quire.__file__).parent / "assets" / "tiny-vision"
 Patch = pytest.MonkeyPatch
@@ -108,8 +108,8 @@ def test_a_tokenizer_that_means_another_token(tmp_path: Path) -> None:
 
 
 def pages_of_a_picture_of_that_size(patch: Patch) -> None:
-    patch.setattr(gallery, "page_keys", lambda key, count: [bytes(32) + i.to_bytes(4) for i in range(count)])
-    patch.setattr(gallery, "encoding_key", lambda g, medium, count: (g, bytes([count])))
+    patch.setattr(encoder_cache, "page_keys", lambda key, count: [bytes(32) + i.to_bytes(4) for i in range(count)])
+    patch.setattr(encoder_cache, "encoding_key", lambda g, medium, count: (g, bytes([count])))
 
 
 def embeddings_of_a_neighbour(patch: Patch) -> None:

@@ -15,11 +15,11 @@ import torch
 import transformers
 
 from quire import LLM, SamplingParams
-from quire.build import build
 from quire.config import EngineConfig
-from quire.control.engine import Engine
-from quire.vocabulary.plan import StepPlan, TopLogprobs
-from quire.vocabulary.specs import KVCacheGroup
+from quire.core.engine import Engine
+from quire.protocol.model_spec import KVCacheGroup
+from quire.protocol.step_plan import StepPlan, TopLogprobs
+from quire.startup.build import build
 
 WINDOW, NEW = 7, 9
 SHAPE: dict[str, Any] = {

@@ -18,10 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire import vattention
-from quire.data.runner.virtual import Driver, DriverError, FakeDriver
-from quire.data.runner.virtual.memfd import MemfdDriver
 from quire.errors import InputError, StartupError
 from quire.vattention import Counts, VAttention, init
+from quire.worker.virtual import Driver, DriverError, FakeDriver
+from quire.worker.virtual.memfd import MemfdDriver
 
 N, B, L, H, D, P, PAGE = 2, 4, 48, 2, 32, 4, 4096  # a page holds 16 tokens of a layer: 3 for a whole request
 linux = pytest.mark.skipif(sys.platform != "linux", reason="memfd is Linux's")
@@ -88,7 +88,7 @@ def test_it_imports_no_torch() -> None:
     code = (
         "import sys\n"
         "from quire.vattention import init\n"
-        "from quire.data.runner.virtual import FakeDriver\n"
+        "from quire.worker.virtual import FakeDriver\n"
         "assert init(2, 4, 48, 2, 32, 4, 4096, pages=4, driver=FakeDriver(4096)).step([0] * 4) == 0\n"
         "sys.exit('torch' in sys.modules)"
     )

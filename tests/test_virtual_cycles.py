@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from quire.build import build
 from quire.config import EngineConfig
-from quire.vocabulary.params import SamplingParams
+from quire.protocol.sampling_params import SamplingParams
+from quire.startup.build import build
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memfd is Linux's")
 

@@ -24,17 +24,17 @@ from test_equality import (
     run_all,
 )
 
-from quire.budget import plan_memory
 from quire.config import EngineConfig
-from quire.control.engine import Engine
-from quire.control.memory import MemorySize
-from quire.control.memory.virtual import VirtualMemory, virtual_capacity_tokens
-from quire.data.kernels.cpu.loading import library
-from quire.data.models import read_spec
+from quire.core.engine import Engine
 from quire.errors import StartupError
-from quire.link.host import EngineLoop
-from quire.link.messages import EngineExited
-from quire.vocabulary.specs import LayerSpec, ModelSpec
+from quire.ipc.engine_loop import EngineLoop
+from quire.ipc.messages import EngineExited
+from quire.kernels.cpu.library_loader import library
+from quire.memory.page_layout import MemorySize
+from quire.memory.virtual.virtual_memory import VirtualMemory, virtual_capacity_tokens
+from quire.models import read_spec
+from quire.protocol.model_spec import LayerSpec, ModelSpec
+from quire.startup.memory_plan import plan_memory
 
 LAYOUTS = ("layer", "sliced")
 

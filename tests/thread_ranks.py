@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from quire.vocabulary.layout import Shard
+from quire.protocol.parallel_layout import Shard
 
 T = TypeVar("T")
 PATIENCE = 120.0  # seconds
@@ -44,7 +44,7 @@ class Meeting:
 
 
 class ThreadExchange:
-    """One rank's end (see quire.data.layers.exchange)."""
+    """One rank's end (see quire.layers.exchange)."""
 
     def __init__(self, meeting: Meeting, part: Shard) -> None:
         self.meeting, self.shard = meeting, part

@@ -18,7 +18,7 @@ HERE = Path(__file__).resolve().parent
 if (source := str(HERE.parent / "src")) not in sys.path:
     sys.path.insert(0, source)
 
-from quire.data.kernels.cpu.variants import cpu_features  # noqa: E402
+from quire.kernels.cpu.variants import cpu_features  # noqa: E402
 
 SHAPES: dict[str, dict[str, Any]] = {
     "125m": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12,

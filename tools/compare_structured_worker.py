@@ -27,7 +27,7 @@ def quire(job: dict[str, Any]) -> Engine:
     """quire.LLM, in this process."""
     sys.path.insert(0, job["source"])
     from quire import LLM, SamplingParams
-    from quire.vocabulary.params import StructuredOutputsParams
+    from quire.protocol.sampling_params import StructuredOutputsParams
 
     llm = LLM(
         job["model"], device="cpu", threads=job["threads"], max_model_len=job["length"],

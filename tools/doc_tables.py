@@ -14,19 +14,21 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from quire.budget import GIB, plan_memory
 from quire.cli import build_parsers
 from quire.config import EngineConfig
-from quire.data.models import read_spec
-from quire.data.models.configs import named_config
 from quire.errors import StartupError
 from quire.files import MAX_BYTES_BY_FILE
-from quire.link import held_pixels
-from quire.server import connections, descriptors, guards, response_store, run, sampling, size
-from quire.server.protocol import IGNORED_FIELDS, MAX_INPUTS, MAX_PROMPTS, REFUSED_FIELDS
-from quire.text import image_headers, images, library, messages, prompts, sight
-from quire.vocabulary import columns, params
-from quire.vocabulary.layout import Shard
+from quire.ipc import pixel_store
+from quire.models import read_spec
+from quire.models.named_configs import named_config
+from quire.protocol import columns, sampling_params
+from quire.protocol.parallel_layout import Shard
+from quire.server import answer_size, api_server, connections, descriptors, guards, request_params
+from quire.server.request_models import IGNORED_FIELDS, MAX_INPUTS, MAX_PROMPTS, REFUSED_FIELDS
+from quire.server.responses import store
+from quire.startup.memory_plan import GIB, plan_memory
+from quire.text import chat_messages, input_processor, tokenizers_guard
+from quire.text.images import decode, headers, loader
 
 DOCUMENTS = [Path(__file__).parents[1] / "docs" / name for name in ("serving.md", "parallel.md")]
 MARKED = re.compile(r"<!-- table (\w+) -->\n(.*?)<!-- end of table -->\n", re.DOTALL)
@@ -73,36 +75,40 @@ def limits() -> Iterator[str]:
     for row in (
         ("prompt and output", "the model's length, or the KV memory if that is smaller", "400",
          "`--max-model-len`, `--kv-tokens`, `--kv-gib`"),
-        ("characters of a prompt", f"{prompts.CHARS_PER_TOKEN} for each token that fits", "400", ""),
+        ("characters of a prompt", f"{input_processor.CHARS_PER_TOKEN} for each token that fits", "400", ""),
         ("prompts of a request", f"{MAX_PROMPTS}", "400", ""),
-        ("texts embedded at once, their numbers", f"{MAX_INPUTS}, {size.MAX_EMBEDDING_NUMBERS:,}", "400", ""),
-        ("messages, parts of one", f"{messages.MAX_MESSAGES:,}, {messages.MAX_PARTS:,}", "400", ""),
+        ("texts embedded at once, their numbers", f"{MAX_INPUTS}, {answer_size.MAX_EMBEDDING_NUMBERS:,}", "400", ""),
+        ("messages, parts of one", f"{chat_messages.MAX_MESSAGES:,}, {chat_messages.MAX_PARTS:,}", "400", ""),
         ("pictures of a request, where the model sees", f"{config.max_images}", "400", "`--max-images`"),
-        ("pixels of a picture; of a side", f"{config.max_image_pixels:,}; {images.MAX_IMAGE_SIDE:,}", "400",
+        ("pixels of a picture; of a side", f"{config.max_image_pixels:,}; {decode.MAX_IMAGE_SIDE:,}", "400",
          "`--max-image-pixels`"),
         ("files of a request's pictures; the same prepared", f"{bytes_of(config.max_image_bytes)}; "
          f"{bytes_of(columns.MAX_PIXEL_BYTES)}", "400", "`--max-image-bytes`"),
-        ("scans of a JPEG; chunks of a PNG or WebP; blocks of a GIF", f"{image_headers.MAX_SCANS}; "
-         f"{image_headers.MAX_BLOCKS:,}; {image_headers.MAX_GIF_BLOCKS:,}", "400", ""),
-        ("requests whose pictures wait to be decoded", f"{sight.MAX_WAITING}", "503", ""),
-        ("pictures of all requests under way, prepared", bytes_of(held_pixels.MAX_PIXEL_BYTES), "503", ""),
-        ("`n`, `best_of`; beams", f"{params.MAX_N}; {params.MAX_BEAM_WIDTH}", "400", "`--max-num-seqs`"),
-        ("`logprobs`, `top_logprobs`, `prompt_logprobs`", f"{params.MAX_LOGPROBS}", "400", "`--max-logprobs`"),
-        ("`logprob_token_ids`", f"{params.MAX_LOGPROB_IDS}", "400", ""),
-        ("stop strings, their length", f"{params.MAX_STOPS}, {params.MAX_STOP_CHARS} characters", "400", ""),
-        ("bad words, tokens in all of them", f"{params.MAX_BAD_WORDS}, {params.MAX_BAD_WORD_IDS:,}", "400", ""),
-        ("`allowed_token_ids`", f"{sampling.MAX_ALLOWED_TOKEN_IDS:,}", "400", ""),
-        ("`logit_bias`, `stop_token_ids`", f"{params.MAX_BIASES:,}, {params.MAX_STOP_IDS:,} tokens", "400", ""),
-        ("log-probabilities in an answer", f"{size.MAX_LOGPROBS:,}: n x tokens x (logprobs + 1), and those of "
+        ("scans of a JPEG; chunks of a PNG or WebP; blocks of a GIF", f"{headers.MAX_SCANS}; "
+         f"{headers.MAX_BLOCKS:,}; {headers.MAX_GIF_BLOCKS:,}", "400", ""),
+        ("requests whose pictures wait to be decoded", f"{loader.MAX_WAITING}", "503", ""),
+        ("pictures of all requests under way, prepared", bytes_of(pixel_store.MAX_PIXEL_BYTES), "503", ""),
+        ("`n`, `best_of`; beams", f"{sampling_params.MAX_N}; {sampling_params.MAX_BEAM_WIDTH}", "400",
+        "`--max-num-seqs`"),
+        ("`logprobs`, `top_logprobs`, `prompt_logprobs`", f"{sampling_params.MAX_LOGPROBS}", "400", "`--max-logprobs`"),
+        ("`logprob_token_ids`", f"{sampling_params.MAX_LOGPROB_IDS}", "400", ""),
+        ("stop strings, their length", f"{sampling_params.MAX_STOPS}, {sampling_params.MAX_STOP_CHARS} characters",
+        "400", ""),
+        ("bad words, tokens in all of them", f"{sampling_params.MAX_BAD_WORDS}, {sampling_params.MAX_BAD_WORD_IDS:,}",
+        "400", ""),
+        ("`allowed_token_ids`", f"{request_params.MAX_ALLOWED_TOKEN_IDS:,}", "400", ""),
+        ("`logit_bias`, `stop_token_ids`", f"{sampling_params.MAX_BIASES:,}, {sampling_params.MAX_STOP_IDS:,} tokens",
+        "400", ""),
+        ("log-probabilities in an answer", f"{answer_size.MAX_LOGPROBS:,}: n x tokens x (logprobs + 1), and those of "
          "the prompt in each choice that shows them", "400; unset `max_tokens` are what this leaves", ""),
-        ("tokens in an answer", f"{size.MAX_TOKENS:,}: n x prompts x tokens", "as above", ""),
-        ("bytes of an answer that isn't streamed", f"{size.MAX_BYTES:,}", "400", ""),
-        ("bytes of all answers that wait for their clients", f"{size.MAX_HELD_BYTES:,}", "503", ""),
+        ("tokens in an answer", f"{answer_size.MAX_TOKENS:,}: n x prompts x tokens", "as above", ""),
+        ("bytes of an answer that isn't streamed", f"{answer_size.MAX_BYTES:,}", "400", ""),
+        ("bytes of all answers that wait for their clients", f"{answer_size.MAX_HELD_BYTES:,}", "503", ""),
         ("responses kept for previous_response_id", f"none, or N of --store-responses, in "
-         f"{bytes_of(response_store.MAX_STORED_BYTES)}; the conversation of one: "
-         f"{bytes_of(response_store.MAX_CONVERSATION)}", "the oldest go; 400", "`--store-responses`"),
-        ("conversations that wait for the chat template", f"{prompts.MAX_WAITING}", "503", ""),
-        ("log-probabilities in all answers under way", f"{size.MAX_HELD_LOGPROBS:,}", "503", ""),
+         f"{bytes_of(store.MAX_STORED_BYTES)}; the conversation of one: "
+         f"{bytes_of(store.MAX_CONVERSATION)}", "the oldest go; 400", "`--store-responses`"),
+        ("conversations that wait for the chat template", f"{input_processor.MAX_WAITING}", "503", ""),
+        ("log-probabilities in all answers under way", f"{answer_size.MAX_HELD_LOGPROBS:,}", "503", ""),
         ("a request's body", f"{bytes_of(guards.MAX_BODY)}, and what pictures may take in base64, "
          f"within {guards.BODY_SECONDS:g} s", "413, 408", ""),
         ("values of a body: commas; colons and opening brackets; backslashes", f"{guards.MAX_COMMAS:,}; "
@@ -120,10 +126,11 @@ def limits() -> Iterator[str]:
          "`--max-num-queued-reqs`"),
         ("a chat template's run", "1 s, on Linux 224 MiB more than its process starts with; a prompt of 1 MiB", "400",
          ""),
-        ("a tokenizer's word at start", f"{library.TEST_SECONDS:g} s", "refused", ""),
+        ("a tokenizer's word at start", f"{tokenizers_guard.TEST_SECONDS:g} s", "refused", ""),
         *((f"the file of {name}" if "." not in name and name != "chat template" else f"`{name}`" if "." in name
            else "a chat template", bytes_of(MAX_BYTES_BY_FILE[name]), "refused", "") for name in FILES),
-        ("an end", f"`--shutdown-timeout`, and {run.SHUTDOWN_MARGIN_SECONDS:g} s at the most", "status 1, with all "
+        ("an end", f"`--shutdown-timeout`, and {api_server.SHUTDOWN_MARGIN_SECONDS:g} s at the most", "status 1, "
+        "with all "
         "stacks in the log",
          "`--shutdown-timeout`"),
     ):  # fmt: skip

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from quire.config import EngineConfig
     from quire.llm import LLM, BeamSearchParams
     from quire.pool import Pool
+    from quire.protocol.sampling_params import SamplingParams
     from quire.text.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, Logprob, RequestOutput
-    from quire.vocabulary.params import SamplingParams
 
 __version__ = "0.1.0"
 
@@ -40,7 +40,7 @@ _MODULES = {
     "Pool": "quire.pool",
     "Logprob": "quire.text.outputs",
     "RequestOutput": "quire.text.outputs",
-    "SamplingParams": "quire.vocabulary.params",
+    "SamplingParams": "quire.protocol.sampling_params",
 }
 
 

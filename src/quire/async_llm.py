@@ -1,6 +1,6 @@
 """AsyncLLM: an engine for asyncio callers. What the server stands on.
 
-The engine is on a thread of this process, or in a process of its own (quire.link): either way requests are sent to it
+The engine is on a thread of this process, or in a process of its own (quire.ipc): either way requests are sent to it
 as messages, and what a step brought comes back as one. Text is made here, on the event loops of the callers.
 """
 
@@ -17,11 +17,11 @@ from functools import partial
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
-from quire.control.memory import Account
-from quire.control.rest import SLEEP_LEVELS
+from quire.core.sleep import SLEEP_LEVELS
 from quire.errors import EngineDead, InputError, Overloaded, PrefixTaken, QuireError, UnknownPrefix, short_repr
-from quire.link.front import EngineClient, RequestTracker
-from quire.link.messages import (
+from quire.ipc.engine_client import EngineClient, RequestTracker
+from quire.ipc.heartbeat import Health
+from quire.ipc.messages import (
     MAX_ID_CHARS,
     MAX_REQUESTS,
     MAX_TAGS,
@@ -36,16 +36,16 @@ from quire.link.messages import (
     SnapshotRequest,
     engine_ready,
 )
-from quire.link.pulse import Health
+from quire.memory.answers import Account
+from quire.protocol.columns import MAX_PIXEL_BYTES
+from quire.protocol.images import ImageItem, ImagePixels
+from quire.protocol.sampling_params import SamplingParams
+from quire.text.input_processor import InputProcessor, Messages, Prompt, engine_config, num_chars
+from quire.text.output_stream import OutputStream, RequestRecord, StepObserver, describe_error, engine_dead_error
 from quire.text.outputs import RequestOutput, RequestOutputBuilder, check_registered
-from quire.text.prompts import InputProcessor, Messages, Prompt, engine_config, num_chars
-from quire.text.streams import OutputStream, RequestRecord, StepObserver, describe_error, engine_dead_error
-from quire.vocabulary.columns import MAX_PIXEL_BYTES
-from quire.vocabulary.media import ImageItem, ImagePixels
-from quire.vocabulary.params import SamplingParams
 
 if TYPE_CHECKING:
-    from quire.build import BuiltEngine
+    from quire.startup.build import BuiltEngine
 
 log = logging.getLogger("quire")
 RETRY_AFTER = 2  # seconds
@@ -65,12 +65,12 @@ class AsyncLLM(RequestTracker):
     ) -> None:
         config = engine_config(model, settings)
         if engine_process:
-            from quire.link.process import launch_engine_process
+            from quire.ipc.process_client import launch_engine_process
 
             link, prompts, _ = launch_engine_process(config, progress)
             self._set_up(link, prompts)
         else:
-            from quire.build import build
+            from quire.startup.build import build
 
             self._set_up(*_make_thread_client(build(config, progress), 60.0))
 
@@ -109,7 +109,7 @@ class AsyncLLM(RequestTracker):
         pixels: Sequence[ImagePixels] = (),
     ) -> OutputStream:
         """Queue a request; returns once the engine took it. InputError, Overloaded or EngineDead if it didn't. `media`
-        are the prompt's pictures, `pixels` what the encoder gets of them (see quire.text.prompts.Prompt)."""
+        are the prompt's pictures, `pixels` what the encoder gets of them (see quire.text.input_processor.Prompt)."""
         id = request_id or f"async-{next(self._ids)}"
         seen = [media] if media else ()
         [stream] = await self.submit_all(
@@ -390,7 +390,7 @@ class AsyncLLM(RequestTracker):
 
 def _make_thread_client(built: BuiltEngine, stall_after: float) -> tuple[EngineClient, InputProcessor]:
     """A link to an engine on a thread, and what is known of its texts."""
-    from quire.link.thread import ThreadEngineClient
+    from quire.ipc.thread_client import ThreadEngineClient
 
     ready = engine_ready(built.engine, built.memory_plan.to_lines(), built.notices)
     ends = built.engine.scheduler.eos_ids

@@ -45,9 +45,9 @@ VIRTUAL_CPU_SEQS = (
 class EngineConfig:
     """How to build an engine. Sizes of the KV memory: `kv_tokens`, or `kv_gib`, or neither to fit it to the device.
 
-    `quantization` "fp8" rounds the weights of linear layers to FP8 while they are loaded (quire.data.weights.fp8); of a
+    `quantization` "fp8" rounds the weights of linear layers to FP8 while they are loaded (quire.weights.fp8); of a
     checkpoint in FP8 it says nothing more. "int8" and "int4" round them to 8 or 4 bits by groups
-    (quire.data.weights.few). `kv_cache_dtype` "int8" keeps keys and values in 8 bits, with a scale for each head and
+    (quire.weights.low_bit). `kv_cache_dtype` "int8" keeps keys and values in 8 bits, with a scale for each head and
     token; "auto" as the model computes.
     `memory` is how the KV memory is managed: in pages; in pages where every layer keeps every token, whatever it looks
     at ("uniform": PagedAttention as of vLLM 0.6.3); contiguous in virtual addresses under which pages are mapped
@@ -73,16 +73,16 @@ class EngineConfig:
     `swap_gib` GiB of host memory, by recomputation, or by what `calibration` (a file that `quire bench preemption`
     wrote) says is cheaper.
     `prefix_tokens` tokens of the KV memory are kept for prefixes that the operator registers. `retention` says what
-    stays cached behind a window, and of states (quire.control.memory.retention). `deterministic` makes a
+    stays cached behind a window, and of states (quire.memory.jenga.retention). `deterministic` makes a
     GPU compute each sequence the same whatever else is in its batches; `cuda_graphs` lets it replay steps (a CPU
     too, as tapes), and `warm_up` makes it compile kernels and capture these graphs at start, not when they are first
-    needed. `log_plans` names a file to write every plan and result to (quire.plan_log), for debugging.
-    `tp` ranks divide each layer of the model (quire.parallel), and `pp` stages its layers, of so many ranks each;
+    needed. `log_plans` names a file to write every plan and result to (quire.protocol.plan_log), for debugging.
+    `tp` ranks divide each layer of the model (quire.distributed), and `pp` stages its layers, of so many ranks each;
     `kv_gib` and `swap_gib` are sums over all. `executor` "process" gives a single rank a process of its own too,
     "inline" computes where the engine is, and "ray" has Ray place ranks, in the cluster at `ray_address` ("":
     RAY_ADDRESS, or one for them alone). A rank has `rank_timeout` seconds for a step, and five times as many to start;
     `on_rank_failure` is what follows if it fails: the engine's end, or ranks that are started anew
-    (quire.control.recovery).
+    (quire.core.recovery).
     `pooling` is what embeddings are made of: the hidden states of all tokens or of the last one; "auto": as the
     checkpoint's 1_Pooling/config.json says, else the last one's.
     `revision` is of a hub's model. Requests' defaults (GENERATION) come from the model's generation_config.json with

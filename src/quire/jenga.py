@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from quire.control.memory.policies import FullPolicy, LayerPolicy
-from quire.control.request import Sequence as Branch
+from quire.core.request import Sequence as Branch
 from quire.errors import InputError
-from quire.vocabulary.specs import KVCacheGroup
+from quire.memory.policies import FullPolicy, LayerPolicy
+from quire.protocol.model_spec import KVCacheGroup
 
 
 class Evictor:

@@ -14,9 +14,11 @@ from itertools import count
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from quire.control.outcomes import BranchOutput
+from quire.core.outputs import BranchOutput
 from quire.errors import EngineDead, InputError, Overloaded
+from quire.protocol.sampling_params import SamplingParams
 from quire.text.embedding import EMBEDDING_PARAMS, embedding_vector
+from quire.text.input_processor import InputProcessor, Messages, Prompt, engine_config
 from quire.text.outputs import (
     BeamSearchOutput,
     BeamSearchSequence,
@@ -24,14 +26,12 @@ from quire.text.outputs import (
     RequestOutputBuilder,
     check_registered,
 )
-from quire.text.prompts import InputProcessor, Messages, Prompt, engine_config
+from quire.text.request_detokenizer import RequestDetokenizer
 from quire.text.session import Node, session_params
-from quire.text.transcript import RequestDetokenizer
-from quire.vocabulary.params import SamplingParams
 
 if TYPE_CHECKING:
-    from quire.build import BuiltEngine
     from quire.pool import Pool, PoolMember
+    from quire.startup.build import BuiltEngine
     from quire.text.tokenizer import Tokenizer
 
 log = logging.getLogger("quire")
@@ -83,7 +83,7 @@ class LLM:
     def __init__(
         self, model: str | None = None, *, progress: bool = False, custom_kv_cache: Pool | None = None, **settings: Any
     ) -> None:
-        from quire.build import build
+        from quire.startup.build import build
 
         if custom_kv_cache is not None:
             custom_kv_cache.check_thread()

@@ -13,18 +13,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from quire.budget import GIB, MemoryPlan, plan_memory
 from quire.config import EngineConfig
-from quire.control.engine import Engine
-from quire.control.memory import MemorySize
-from quire.control.memory.layout import build_joint_kv_configs
-from quire.control.memory.paged import PagedMemory
-from quire.control.memory.part import PoolView, SharedPool
-from quire.control.memory.tables import build_page_pool
-from quire.control.turns import SharedMemoryGroup
+from quire.core.engine import Engine
+from quire.core.shared_memory import SharedMemoryGroup
 from quire.errors import InputError, StartupError
-from quire.formats import ITEMSIZE, choose_device, choose_dtype, kv_namespace, quantization_savings
-from quire.source import Checkpoint, read_checkpoint
+from quire.memory.jenga.shared_pool import PoolView, SharedPool
+from quire.memory.page_layout import MemorySize, build_joint_kv_configs
+from quire.memory.page_tables import build_page_pool
+from quire.memory.paged import PagedMemory
+from quire.startup.checkpoint import Checkpoint, read_checkpoint
+from quire.startup.dtypes import ITEMSIZE, choose_device, choose_dtype, kv_namespace, quantization_savings
+from quire.startup.memory_plan import GIB, MemoryPlan, plan_memory
 
 if TYPE_CHECKING:
     import torch
@@ -96,7 +95,7 @@ class Pool:
             plan = plan._replace(max_len=longest, limit_note=" (a larger pool would allow more)")
         return PoolMember(config, source, plan, memory, view, self)
 
-    # For quire.build and quire.llm
+    # For quire.startup.build and quire.llm
 
     def member(self, model: str | None, settings: dict[str, Any]) -> PoolMember:
         """The part of a model, which is named as in its config. StartupError if there is none, or not any more."""

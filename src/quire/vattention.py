@@ -15,10 +15,10 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, NamedTuple
 
-from quire.control.memory.buffers import MAX_LAYERS, BufferLayout, plan_buffers
-from quire.control.memory.pages import PagePool
-from quire.data.runner.virtual import Driver, DriverError, PageRun, map_all, open_driver
 from quire.errors import InputError, short_repr
+from quire.memory.page_pool import PagePool
+from quire.memory.virtual.buffers import MAX_LAYERS, BufferLayout, plan_buffers
+from quire.worker.virtual import Driver, DriverError, PageRun, map_all, open_driver
 
 if TYPE_CHECKING:
     import torch
@@ -73,7 +73,7 @@ def init(
     buffers = plan_buffers(N, H * D * P, page_size, layout)
     if driver is None:
         if device == "cpu":
-            from quire.data.runner.virtual.memfd import check_map_count
+            from quire.worker.virtual.memfd import check_map_count
 
             check_map_count(2 * buffers.num_buffers * min(pages, B * (buffers.num_pages(L) + 1)))
         driver = open_driver(device, page_size)

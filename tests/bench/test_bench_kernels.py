@@ -9,7 +9,7 @@ import torch
 
 from quire.bench import cpu_kernels, cpu_kv, kernels, rank_kernels
 from quire.bench.replay import BEYOND_CACHE, MOST_INPUTS, Case, Ceilings, inputs, result
-from quire.data.kernels.cpu.loading import library
+from quire.kernels.cpu.library_loader import library
 
 
 @pytest.mark.parametrize(

@@ -18,13 +18,14 @@ from quire.bench import limits, memory
 from quire.bench.core_limits import CoreLimits, thread_counts
 from quire.bench.shapes import built
 from quire.bench.spent import PRODUCT, Spent, Work, watched
-from quire.build import build
 from quire.config import EngineConfig
-from quire.data.layers.linear import Linear
-from quire.data.runner import model_runner, step
-from quire.source import read_checkpoint
-from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.specs import max_parts_per_step
+from quire.layers.linear import Linear
+from quire.protocol.model_spec import max_parts_per_step
+from quire.protocol.sampling_params import SamplingParams
+from quire.startup.build import build
+from quire.startup.checkpoint import read_checkpoint
+from quire.worker import model_runner
+from quire.worker import step_context as step
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self")
 

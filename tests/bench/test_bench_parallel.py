@@ -18,12 +18,12 @@ from quire.bench import exchange, exchange_rank, parallel
 from quire.bench import parallel_goals as goals
 from quire.bench.exchange_rank import Timed
 from quire.bench.parallel_goals import Goal
-from quire.data.kernels.triton import reduce
-from quire.data.layers.norm import RMSNorm
-from quire.data.layers.prepare import connect_ranks
+from quire.distributed import device_exchange
 from quire.errors import QuireError
-from quire.parallel import device_exchange
-from quire.vocabulary.layout import Shard
+from quire.kernels.triton import all_reduce as reduce
+from quire.layers.norm import RMSNorm
+from quire.layers.prepare import connect_ranks
+from quire.protocol.parallel_layout import Shard
 
 
 @pytest.fixture(autouse=True)

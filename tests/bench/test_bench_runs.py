@@ -15,8 +15,8 @@ from quire.bench import main
 from quire.bench.client import Asking, Client
 from quire.bench.drive import Load
 from quire.bench.workloads import parse
-from quire.data.models.configs import named_config
 from quire.errors import QuireError, StartupError
+from quire.models.named_configs import named_config
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 DOCUMENT = {"name", "command", "machine", "date", "real", "results"}

@@ -14,22 +14,22 @@ from quire.bench.histories import LONGEST, cut, parted
 from quire.bench.mixed import Timed, show
 from quire.bench.structured import made_up
 from quire.bench.wire import ROWS
-from quire.control import matching
-from quire.control.memory.large import TwoLevelPagePool
-from quire.control.memory.pages import PagePool
-from quire.parallel.profiled import covered_time, kernel_kind
+from quire.core import grammar_masks
+from quire.distributed.kernel_profiler import covered_time, kernel_kind
+from quire.memory.jenga.two_level_pool import TwoLevelPagePool
+from quire.memory.page_pool import PagePool
 from quire.sim.histories import load_histories
 
 
 def test_structured(tmp_path: Path) -> None:
-    least = matching.JUMP_AHEAD_MIN_TOKENS
+    least = grammar_masks.JUMP_AHEAD_MIN_TOKENS
     given = ["--rows", "2", "--tokens", "8", "--repeat", "1", "--vocabulary", "1500", "--max-model-len", "160"]
     rows, one, forced, masks = results(tmp_path, "structured", *given, "--max-num-seqs", "2")
     assert (rows["held"], one["held"]) == (2, 1)
     assert set(rows["tokens_per_second"]) == set(one["tokens_per_second"]) == {"free", "schema"}
     assert forced["times"] > 0
     assert all(masks[name]["mask_us"]["p50"] <= masks[name]["mask_us"]["p99"] for name in ("text", "record", "counted"))
-    assert least == matching.JUMP_AHEAD_MIN_TOKENS
+    assert least == grammar_masks.JUMP_AHEAD_MIN_TOKENS
 
 
 def test_made_up_vocabularies() -> None:

@@ -19,14 +19,14 @@ from quire.bench.steps import Sample, encoder
 from quire.bench.workloads import Sketch, Sketched, parse
 from quire.cli import simulate
 from quire.config import EngineConfig
-from quire.data.models import read_spec
-from quire.data.models.configs import named_config
-from quire.data.models.vision.llava import LlavaOneVision
 from quire.errors import StartupError
-from quire.sim.cost import CostModel, ModelShape, StepWork, load_calibration
-from quire.source import read_checkpoint
-from quire.text.images import ImageLimits, read_checked_header
-from quire.vocabulary.pictures import TileGrid
+from quire.models import read_spec
+from quire.models.named_configs import named_config
+from quire.models.vision.llava import LlavaOneVision
+from quire.protocol.image_tiling import TileGrid
+from quire.sim.cost_model import CostModel, ModelShape, StepWork, load_calibration
+from quire.startup.checkpoint import read_checkpoint
+from quire.text.images.decode import ImageLimits, read_checked_header
 
 SEEING = ("llama3.2-vision-11b", "llava-onevision-7b", "internvl2-8b", "phi-3-vision-4b", "paligemma2-10b")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from quire.client.answer import (
+from quire.client.response_parser import (
     MAX_CHUNK_BYTES,
     MAX_HEAD_BYTES,
     MAX_LINE_BYTES,

@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable
 
 from waiting import wait_until_async
 
-from quire.client.answer import ResponseRecord
-from quire.client.connections import SILENCE_SECONDS, Address, ConnectionPool
+from quire.client.connection_pool import SILENCE_SECONDS, Address, ConnectionPool
+from quire.client.response_parser import ResponseRecord
 
 REQUEST = b"POST / HTTP/1.1\r\nContent-Length: 0\r\n\r\n"
 EVENTS = b'data: {"choices":[1],"usage":{"prompt_tokens":1,"completion_tokens":1}}\n\n'

@@ -16,7 +16,7 @@ import pytest
 from asking_clients import ANTHROPIC, METHODS, MODES, RECIPE, RESPONSES
 from echo_service import Saying
 
-from quire.text.chat import ChatTemplate
+from quire.text.chat_template import ChatTemplate
 
 ROOT = Path(__file__).parents[2]
 CLIENTS = ROOT / ".venv" / "clients"

@@ -14,11 +14,8 @@ from contextlib import ExitStack
 import numpy as np
 import numpy.typing as npt
 
-from quire.data.runner.virtual.driver import PageRun
-from quire.data.runner.virtual.fake import ByteSpan, FakeDriver
-from quire.sim.cells import POISON, STATE_BYTES, Bytes, EchoPages, States
-from quire.sim.echo import EchoRunner
-from quire.vocabulary.plan import (
+from quire.protocol.model_spec import KVCacheConfig, KVCacheGroup, KVCacheLayout
+from quire.protocol.step_plan import (
     PageCopy,
     PageOp,
     SeqSlice,
@@ -29,7 +26,10 @@ from quire.vocabulary.plan import (
     SwapOut,
     TableWrite,
 )
-from quire.vocabulary.specs import KVCacheConfig, KVCacheGroup, KVCacheLayout
+from quire.sim.echo_pages import POISON, STATE_BYTES, Bytes, EchoPages, States
+from quire.sim.echo_runner import EchoRunner
+from quire.worker.virtual.driver import PageRun
+from quire.worker.virtual.fake import ByteSpan, FakeDriver
 
 Places = npt.NDArray[np.int64]
 """Which of all cells hold some bytes."""

@@ -8,16 +8,19 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from quire.config import EngineConfig
-from quire.control.memory import Deferred, KVMemory, MemorySize, Usage, build_memory
-from quire.control.memory.buffers import plan_buffers
-from quire.control.memory.large import TwoLevelPagePool
-from quire.control.memory.paged import PagedMemory
-from quire.control.memory.pages import PagePool
-from quire.control.memory.part import PoolView
-from quire.control.memory.reserved import ReservedMemory
-from quire.control.memory.virtual import VirtualMemory
-from quire.control.request import Sequence
-from quire.vocabulary.specs import (
+from quire.core.request import Sequence
+from quire.memory.answers import Deferred, Usage
+from quire.memory.baselines.reserved import ReservedMemory
+from quire.memory.build import build_memory
+from quire.memory.interface import KVMemory
+from quire.memory.jenga.shared_pool import PoolView
+from quire.memory.jenga.two_level_pool import TwoLevelPagePool
+from quire.memory.page_layout import MemorySize
+from quire.memory.page_pool import PagePool
+from quire.memory.paged import PagedMemory
+from quire.memory.virtual.buffers import plan_buffers
+from quire.memory.virtual.virtual_memory import VirtualMemory
+from quire.protocol.model_spec import (
     KVCacheConfig,
     KVCacheGroup,
     KVCacheLayout,

@@ -8,7 +8,7 @@ from dataclasses import replace
 from memories import Build
 from unlike import Kind, Make, large, unlike
 
-from quire.control.memory.paged import PagedMemory
+from quire.memory.paged import PagedMemory
 
 WIDE = 24  # pages of pictures that a table has room for, at most
 

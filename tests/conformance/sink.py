@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from quire.control.memory.policies import POLICIES, FullPolicy
-from quire.control.request import Sequence
-from quire.sim.cells import RULES, EchoPages, States
-from quire.vocabulary.specs import KVCacheGroup
+from quire.core.request import Sequence
+from quire.memory.policies import POLICIES, FullPolicy
+from quire.protocol.model_spec import KVCacheGroup
+from quire.sim.echo_pages import RULES, EchoPages, States
 
 KEPT = 5
 """The tokens that are kept."""

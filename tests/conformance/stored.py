@@ -11,12 +11,12 @@ import numpy.typing as npt
 import torch
 from memories import VOCAB, spec
 
-from quire.data.runner.virtual.memfd import MemfdDriver
-from quire.data.runner.virtual.store import VirtualStore
-from quire.sim.cells import EchoPages, States
-from quire.sim.echo import EchoRunner
-from quire.vocabulary.plan import PageOp, StepResult, TableWrite
-from quire.vocabulary.specs import KVCacheConfig, KVCacheGroup
+from quire.protocol.model_spec import KVCacheConfig, KVCacheGroup
+from quire.protocol.step_plan import PageOp, StepResult, TableWrite
+from quire.sim.echo_pages import EchoPages, States
+from quire.sim.echo_runner import EchoRunner
+from quire.worker.virtual.memfd import MemfdDriver
+from quire.worker.virtual.store import VirtualStore
 
 PAGE = 4096
 

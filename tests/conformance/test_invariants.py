@@ -24,10 +24,11 @@ from memories import (
     usage_of,
 )  # fmt: skip
 
-from quire.control.memory import DEFERRED, KVMemory
-from quire.control.memory.paged import PagedMemory
-from quire.control.request import Sequence
-from quire.vocabulary.plan import SwapIn, SwapOut
+from quire.core.request import Sequence
+from quire.memory.answers import DEFERRED
+from quire.memory.interface import KVMemory
+from quire.memory.paged import PagedMemory
+from quire.protocol.step_plan import SwapIn, SwapOut
 
 every_memory = pytest.mark.parametrize("name", EVERY)
 every_cache = pytest.mark.parametrize("name", CACHED)

@@ -10,14 +10,14 @@ from typing import NamedTuple
 import pytest
 from memories import VOCAB
 
-from quire.control.edge import EngineLimits
-from quire.control.engine import Engine
-from quire.control.memory.paged import PagedMemory
-from quire.control.scheduler import Scheduler
+from quire.core.engine import Engine
+from quire.core.scheduler import Scheduler
+from quire.core.validation import EngineLimits
 from quire.errors import InputError
-from quire.sim.echo import EchoRunner
-from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.specs import KVCacheConfig, KVCacheGroup, KVCacheLayout
+from quire.memory.paged import PagedMemory
+from quire.protocol.model_spec import KVCacheConfig, KVCacheGroup, KVCacheLayout
+from quire.protocol.sampling_params import SamplingParams
+from quire.sim.echo_runner import EchoRunner
 
 SEQS, MAX_LEN = 8, 160
 

@@ -13,8 +13,8 @@ import pytest
 from memories import EVERY, VOCAB, Build
 from traces import Asked, Told, Trace
 
-from quire.vocabulary.params import SamplingParams, Structured
-from quire.vocabulary.plan import LAST_SAMPLED, StepPlan, TokenBitmask
+from quire.protocol.sampling_params import SamplingParams, Structured
+from quire.protocol.step_plan import LAST_SAMPLED, StepPlan, TokenBitmask
 
 FORM = Structured("regex", "numbers")
 END = 0

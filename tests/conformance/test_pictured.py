@@ -7,8 +7,8 @@ from memories import VOCAB, Build
 from pictured import PICTURED
 from traces import DEPTHS, Asked, Trace, drawn_trace
 
-from quire.vocabulary.media import ImageItem
-from quire.vocabulary.params import SamplingParams
+from quire.protocol.images import ImageItem
+from quire.protocol.sampling_params import SamplingParams
 
 
 @pytest.mark.share(8)

@@ -14,18 +14,18 @@ import pytest
 from memories import MEMORIES, Build
 from traces import STEMS, Asked, Checked, Trace, Watched, run_trace
 
-from quire.control.memory.arrivals import AdmissionPlanner
-from quire.control.memory.paged import PagedMemory
-from quire.control.memory.pages import PagePool
-from quire.control.memory.policies import WindowPolicy
-from quire.control.memory.prefix import PrefixCache, PrefixHit
-from quire.control.memory.swap import Swap
-from quire.control.request import Request, Sequence
-from quire.control.scheduler import Scheduler
-from quire.sim.cells import EchoPages
-from quire.sim.echo import EchoRunner
-from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.plan import PageCopy, SeqSlice, SliceResult, StepPlan, StepResult, SwapIn, SwapOut, TableWrite
+from quire.core.request import Request, Sequence
+from quire.core.scheduler import Scheduler
+from quire.memory.admission import AdmissionPlanner
+from quire.memory.page_pool import PagePool
+from quire.memory.paged import PagedMemory
+from quire.memory.policies import WindowPolicy
+from quire.memory.prefix_cache import PrefixCache, PrefixHit
+from quire.memory.swap import Swap
+from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.step_plan import PageCopy, SeqSlice, SliceResult, StepPlan, StepResult, SwapIn, SwapOut, TableWrite
+from quire.sim.echo_pages import EchoPages
+from quire.sim.echo_runner import EchoRunner
 
 Patch = pytest.MonkeyPatch
 Plant = Callable[[Patch], None]

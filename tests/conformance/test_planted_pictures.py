@@ -13,21 +13,21 @@ from pictured import PICTURED
 from test_planted import HIT, SCRATCH, WRONG, Patch, Shown, every_depth, found_by, instead_of, only_outputs
 from traces import Asked, Trace
 
-from quire.control.memory import gallery
-from quire.control.memory.gallery import EncoderCache
-from quire.control.memory.policies import ImageSpan, VisionPolicy
-from quire.control.memory.prefix import PrefixCache
-from quire.control.memory.tables import SeqPages
-from quire.control.request import Sequence
-from quire.control.sight import EncoderBudget
-from quire.sim.cells import STATE_BYTES, EchoPages, States
-from quire.sim.echo import EchoRunner
-from quire.sim.sights import EchoImages
-from quire.text import sight
-from quire.text.messages import ImageSource
-from quire.vocabulary.media import ImageItem
-from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.plan import ImageEncoding, PageOp, StepResult
+from quire.core.encoder_budget import EncoderBudget
+from quire.core.request import Sequence
+from quire.memory import encoder_cache as gallery
+from quire.memory.encoder_cache import EncoderCache
+from quire.memory.page_tables import SeqPages
+from quire.memory.policies import ImageSpan, VisionPolicy
+from quire.memory.prefix_cache import PrefixCache
+from quire.protocol.images import ImageItem
+from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.step_plan import ImageEncoding, PageOp, StepResult
+from quire.sim.echo_images import EchoImages
+from quire.sim.echo_pages import STATE_BYTES, EchoPages, States
+from quire.sim.echo_runner import EchoRunner
+from quire.text.chat_messages import ImageSource
+from quire.text.images import loader as sight
 
 
 def pages_of_another_picture_of_the_same_size(patch: Patch) -> None:

@@ -27,16 +27,14 @@ from test_planted import (
 from traces import run_trace
 from unlike import FULL, STATE, UNLIKE, WINDOW, Kind, large, unlike
 
-from quire.control.memory.large import TwoLevelPagePool
-from quire.control.memory.paged import PagedMemory
-from quire.control.memory.policies import BudgetPolicy, ChunkedPolicy, FullPolicy, StatePolicy, WindowPolicy
-from quire.control.memory.prefix import PrefixCache
-from quire.control.memory.tables import PageTables, SeqPages
-from quire.control.request import Sequence
-from quire.sim.cells import STATE_BYTES, EchoPages, RecurrentStateRule
-from quire.sim.echo import EchoRunner
-from quire.vocabulary import wire
-from quire.vocabulary.plan import (
+from quire.core.request import Sequence
+from quire.memory.jenga.two_level_pool import TwoLevelPagePool
+from quire.memory.page_tables import PageTables, SeqPages
+from quire.memory.paged import PagedMemory
+from quire.memory.policies import BudgetPolicy, ChunkedPolicy, FullPolicy, StatePolicy, WindowPolicy
+from quire.memory.prefix_cache import PrefixCache
+from quire.protocol import wire
+from quire.protocol.step_plan import (
     DeviceSamplingParams,
     PageCopy,
     SeqSlice,
@@ -46,6 +44,8 @@ from quire.vocabulary.plan import (
     StepResult,
     TableWrite,
 )
+from quire.sim.echo_pages import STATE_BYTES, EchoPages, RecurrentStateRule
+from quire.sim.echo_runner import EchoRunner
 
 Make = Callable[[Build], PagedMemory]
 TWINS = unlike(*(Kind(8 + 8 * i, 2) for i in range(5)))

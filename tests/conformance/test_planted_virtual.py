@@ -34,11 +34,11 @@ from test_planted import (
 )
 from traces import Trace
 
-from quire.control.memory.virtual import VirtualMemory
-from quire.control.request import Sequence
-from quire.data.runner.virtual.driver import PageRun
-from quire.data.runner.virtual.fake import FakeDriver
-from quire.vocabulary.plan import PageOp, TableWrite
+from quire.core.request import Sequence
+from quire.memory.virtual.virtual_memory import VirtualMemory
+from quire.protocol.step_plan import PageOp, TableWrite
+from quire.worker.virtual.driver import PageRun
+from quire.worker.virtual.fake import FakeDriver
 
 
 @instead_of(VirtualMemory, "_premap_next_slot")

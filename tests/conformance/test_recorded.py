@@ -25,14 +25,14 @@ import pytest
 from memories import EVERY, RESERVED, VIRTUAL, VOCAB
 from traces import Watched, run_trace
 
-from quire.control.memory import paged
-from quire.control.memory.arrivals import AdmissionPlanner
-from quire.control.memory.policies import FAR, LayerPolicy, drops_pages
-from quire.control.memory.retention import Retention
-from quire.control.memory.tables import PageTables
-from quire.control.request import Sequence
-from quire.sim.echo import EchoRunner
-from quire.vocabulary.plan import PageCopy, PageOp, Poison, StepPlan, SwapIn, SwapOut, TableWrite
+from quire.core.request import Sequence
+from quire.memory import paged
+from quire.memory.admission import AdmissionPlanner
+from quire.memory.jenga.retention import Retention
+from quire.memory.page_tables import PageTables
+from quire.memory.policies import FAR, LayerPolicy, drops_pages
+from quire.protocol.step_plan import PageCopy, PageOp, Poison, StepPlan, SwapIn, SwapOut, TableWrite
+from quire.sim.echo_runner import EchoRunner
 
 FILE = Path(__file__).with_name("recorded.json.gz")
 LETTERS = {TableWrite: "t", PageCopy: "c", SwapOut: "o", SwapIn: "i", Poison: "p"}

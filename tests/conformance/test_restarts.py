@@ -13,7 +13,7 @@ from pictured import PICTURED
 from traces import Checked, Trace, Watched
 from unlike import UNLIKE
 
-from quire.control.recovery import RunnerRestarter
+from quire.core.recovery import RunnerRestarter
 from quire.errors import RanksLost
 
 LAYOUTS = {**EVERY, **UNLIKE, **PICTURED}

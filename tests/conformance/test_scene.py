@@ -12,13 +12,13 @@ import soak as soaking
 from memories import Build, reserved
 from traces import Trace
 
-from quire.control import scene as scenes
-from quire.control.engine import Engine
-from quire.control.memory.paged import PagedMemory
-from quire.control.memory.virtual import VirtualMemory
-from quire.control.outcomes import BranchOutput
-from quire.control.queue import ORDER_STEP
-from quire.control.scene import CACHED, FIRST_OWNER, FREE, NUM_OWNERS, PINNED, SHARED, take_snapshot
+from quire.core import snapshot as scenes
+from quire.core.engine import Engine
+from quire.core.outputs import BranchOutput
+from quire.core.request_queue import ORDER_STEP
+from quire.core.snapshot import CACHED, FIRST_OWNER, FREE, NUM_OWNERS, PINNED, SHARED, take_snapshot
+from quire.memory.paged import PagedMemory
+from quire.memory.virtual.virtual_memory import VirtualMemory
 
 NAMES = ["paged-4", "window", "mixed", "large", "states", "virtual-4", "cross-4", "large-vision-4", "vision-unlike",
          "uncached"]  # fmt: skip

@@ -17,9 +17,9 @@ from hypothesis.stateful import (
 from memories import EVERY, Build, admit_one, check_published, insides, is_unused, reset, total_bytes
 from traces import STEMS
 
-from quire.control.request import Sequence
-from quire.vocabulary.plan import PageCopy, TableWrite
-from quire.vocabulary.specs import KVCacheGroup
+from quire.core.request import Sequence
+from quire.protocol.model_spec import KVCacheGroup
+from quire.protocol.step_plan import PageCopy, TableWrite
 
 OPS = ("admit", "admit", "group", "begin", "begin", "confirm", "step", "step", "fork", "fork", "free", "read", "reset")
 Content = tuple[Any, ...]  # what a position holds: the salt, and the tokens up to it

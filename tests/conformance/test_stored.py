@@ -10,9 +10,9 @@ from memories import VIRTUAL, Build
 from stored import PAGE, StoredRunner, leftovers
 from traces import Trace
 
-from quire.control.memory.virtual import VirtualMemory
-from quire.control.outcomes import BranchOutput
-from quire.data.runner.virtual.store import VirtualStore
+from quire.core.outputs import BranchOutput
+from quire.memory.virtual.virtual_memory import VirtualMemory
+from quire.worker.virtual.store import VirtualStore
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memfd is Linux's")
 LENGTH = 48

@@ -9,9 +9,9 @@ import pytest
 from memories import EVERY, MAX_LEN, RESERVED, VOCAB, Build
 from traces import DEPTHS, WAYS, Asked, Told, Trace, drawn_trace, run_trace
 
-from quire.sim.echo import EchoRunner
-from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.plan import LAST_SAMPLED, SeqSlice, SliceResult, StepPlan
+from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.step_plan import LAST_SAMPLED, SeqSlice, SliceResult, StepPlan
+from quire.sim.echo_runner import EchoRunner
 
 
 def drawn(name: str, seed: int, depth: int) -> Told:

@@ -10,18 +10,18 @@ import pytest
 from memories import spec
 
 from quire.config import EngineConfig
-from quire.control.assembly import assemble
-from quire.control.edge import EngineLimits
-from quire.control.engine import Engine
-from quire.control.memory.layout import MemorySize, build_joint_kv_configs
-from quire.control.memory.paged import PagedMemory
-from quire.control.memory.part import SharedPool
-from quire.control.memory.tables import build_page_pool
-from quire.control.turns import SharedMemoryGroup
-from quire.sim.echo import EchoPages, EchoRunner, expected_tokens
-from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.seeds import branch_seed
-from quire.vocabulary.specs import KVCacheConfig
+from quire.core.assembly import assemble
+from quire.core.engine import Engine
+from quire.core.shared_memory import SharedMemoryGroup
+from quire.core.validation import EngineLimits
+from quire.memory.jenga.shared_pool import SharedPool
+from quire.memory.page_layout import MemorySize, build_joint_kv_configs
+from quire.memory.page_tables import build_page_pool
+from quire.memory.paged import PagedMemory
+from quire.protocol.model_spec import KVCacheConfig
+from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.seeds import branch_seed
+from quire.sim.echo_runner import EchoPages, EchoRunner, expected_tokens
 
 VOCAB, LONGEST = 64, 48
 MODELS = [((None,), 4), ((None, 6, 6), 4), ((9, 9, None), 2)]  # windows of the layers, and tokens of a page

@@ -6,8 +6,8 @@ import pytest
 from traces import DEPTHS, Told, drawn_trace
 from unlike import KNOWN, QUERIES, UNLIKE
 
-from quire.control.request import Sequence
-from quire.vocabulary.specs import KVCacheGroup
+from quire.core.request import Sequence
+from quire.protocol.model_spec import KVCacheGroup
 
 every = pytest.mark.parametrize("name", UNLIKE)
 

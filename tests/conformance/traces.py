@@ -14,22 +14,23 @@ import pytest
 from addresses import AddressedRunner, runner_for
 from memories import MAX_LEN, VOCAB, Build, check_published, evictions, insides, is_static, is_unused
 
-from quire.control.costs import PreemptionCosts
-from quire.control.edge import EngineLimits
-from quire.control.engine import Engine
-from quire.control.memory import Admission, Deferred, KVMemory
-from quire.control.memory.paged import PagedMemory
-from quire.control.outcomes import BranchOutput
-from quire.control.request import Request, RequestStatus, Sequence
-from quire.control.scheduler import Scheduler
-from quire.control.sight import EncoderBudget
+from quire.core.encoder_budget import EncoderBudget
+from quire.core.engine import Engine
+from quire.core.outputs import BranchOutput
+from quire.core.preemption_costs import PreemptionCosts
+from quire.core.request import Request, RequestStatus, Sequence
+from quire.core.scheduler import Scheduler
+from quire.core.validation import EngineLimits
 from quire.errors import Asleep, InputError
-from quire.sim.echo import BeamResult, EchoRunner, expected_beams, expected_states, expected_tokens, fake_top
-from quire.vocabulary.media import ImageItem, ImagePixels
-from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.plan import ImageEncoding, StepPlan, StepResult
-from quire.vocabulary.seeds import branch_seed
-from quire.vocabulary.specs import KVCacheConfig
+from quire.memory.answers import Admission, Deferred
+from quire.memory.interface import KVMemory
+from quire.memory.paged import PagedMemory
+from quire.protocol.images import ImageItem, ImagePixels
+from quire.protocol.model_spec import KVCacheConfig
+from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.seeds import branch_seed
+from quire.protocol.step_plan import ImageEncoding, StepPlan, StepResult
+from quire.sim.echo_runner import BeamResult, EchoRunner, expected_beams, expected_states, expected_tokens, fake_top
 
 EOS = frozenset({0})
 DEPTHS = (1, 2, 3)

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 from memories import Build
 from sink import WITH_SINKS
 
-from quire.control.memory.paged import PagedMemory
-from quire.control.memory.part import SharedPool
-from quire.control.memory.tables import build_page_pool
-from quire.control.request import Sequence
-from quire.vocabulary.specs import KVCacheConfig, KVCacheGroup, KVCacheLayout, place_page_ids
+from quire.core.request import Sequence
+from quire.memory.jenga.shared_pool import SharedPool
+from quire.memory.page_tables import build_page_pool
+from quire.memory.paged import PagedMemory
+from quire.protocol.model_spec import KVCacheConfig, KVCacheGroup, KVCacheLayout, place_page_ids
 
 Make = Callable[[Build], PagedMemory]
 KNOWN = WITH_SINKS

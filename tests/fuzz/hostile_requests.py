@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from quire.server.protocol import (
+from quire.server.request_models import (
     IGNORED_FIELDS,
     REFUSED_FIELDS,
     ChatRequest,

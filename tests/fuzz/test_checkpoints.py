@@ -145,7 +145,7 @@ def attempt(folder: str) -> dict[str, Any]:
     """Load a checkpoint and let it generate a token."""
     from quire.errors import InputError, StartupError
     from quire.llm import LLM
-    from quire.vocabulary.params import SamplingParams
+    from quire.protocol.sampling_params import SamplingParams
 
     began, kind, message = time.monotonic(), "StartupError", ""
     try:

@@ -21,9 +21,9 @@ PROGRAM = """
 import sys, types
 sys.path.insert(0, sys.argv.pop(1))
 import echo_service
-stand_in = types.ModuleType("quire.build")
+stand_in = types.ModuleType("quire.startup.build")
 stand_in.build = lambda config, progress=False: echo_service.built(echo_service.Echo(pause=0.002))
-sys.modules["quire.build"] = stand_in
+sys.modules["quire.startup.build"] = stand_in
 from quire.cli import main
 sys.exit(main(["serve", "--port", "0", "--engine-process", "off"]))
 """

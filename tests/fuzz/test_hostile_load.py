@@ -24,7 +24,7 @@ import pytest
 from serve_process import Process, bearer, serving
 
 from quire.bench.machine import machine
-from quire.server.size import MAX_BYTES, MAX_LOGPROBS
+from quire.server.answer_size import MAX_BYTES, MAX_LOGPROBS
 
 CLIENTS = 64
 SECONDS = float(os.environ.get("QUIRE_HOSTILE_SECONDS", "60"))

@@ -23,15 +23,17 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import pytest
 from picture_files import drawn, mutated, small_files, uri, written
 
-from quire.control.edge import EngineLimits, check_pixels
-from quire.data.models.vision import VisionSettings
-from quire.data.models.vision.shapes import PREPROCESSOR_CONFIGS, VISION_CONFIGS
+from quire.core.validation import EngineLimits, check_pixels
 from quire.errors import InputError
-from quire.text.images import ImageLimits, decode_file
-from quire.text.messages import ImageSource
-from quire.text.pictures import ModelImageProcessor, read_image_preprocessor, read_placeholder
-from quire.text.sight import ImageLoader, merge_adjacent
-from quire.vocabulary.media import ImagePixels
+from quire.models.vision import VisionSettings
+from quire.models.vision.named_configs import PREPROCESSOR_CONFIGS, VISION_CONFIGS
+from quire.protocol.images import ImagePixels
+from quire.text.chat_messages import ImageSource
+from quire.text.images.decode import ImageLimits, decode_file
+from quire.text.images.loader import ImageLoader, merge_adjacent
+from quire.text.images.model_processor import ModelImageProcessor
+from quire.text.images.placeholders import read_placeholder
+from quire.text.images.preprocessor import read_image_preprocessor
 
 LIMITS = ImageLimits(pixels=1 << 20)
 WORDS = {"<image>": 90, "<img>": 91, "</img>": 92, "<IMG_CONTEXT>": 93, "<|image|>": 94, "<bos>": 2, "\n": 10}

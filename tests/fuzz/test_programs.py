@@ -69,7 +69,7 @@ def program(seed: int) -> str:
 def run(count: int) -> dict[str, Any]:
     """Render so many programs, a process after another."""
     from quire.errors import InputError, StartupError
-    from quire.text.chat import ChatTemplate
+    from quire.text.chat_template import ChatTemplate
 
     ends, worst = Counter[str](), (0.0, -1)
     for seed in range(count):

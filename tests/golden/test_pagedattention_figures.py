@@ -10,16 +10,17 @@ import numpy as np
 from memories import admit_one, spec
 
 from quire.config import EngineConfig
-from quire.control.decoding import new_method
-from quire.control.memory import MemorySize, build_memory
-from quire.control.memory.paged import PagedMemory
-from quire.control.memory.reserved import ReservedMemory
-from quire.control.request import Request, Sequence
-from quire.control.scheduler import Scheduler
-from quire.sim.echo import EchoRunner
-from quire.vocabulary.method import Advance, Branch, Choice, Context
-from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.plan import PageCopy, SliceResult, StepPlan, StepResult, TableWrite
+from quire.core.decoding import new_method
+from quire.core.request import Request, Sequence
+from quire.core.scheduler import Scheduler
+from quire.memory.baselines.reserved import ReservedMemory
+from quire.memory.build import build_memory
+from quire.memory.page_layout import MemorySize
+from quire.memory.paged import PagedMemory
+from quire.protocol.method import Advance, Branch, Choice, Context
+from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.step_plan import PageCopy, SliceResult, StepPlan, StepResult, TableWrite
+from quire.sim.echo_runner import EchoRunner
 
 BLOCK = 4
 BLOCKS = 9

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from quire.bench import exchange_rank
 from quire.bench.exchange_rank import Timed, _unlike
-from quire.parallel import rank
-from quire.parallel.questions import RANK_QUERIES
+from quire.distributed import rank_worker
+from quire.distributed.rank_queries import RANK_QUERIES
 
 EXACT, LATE = range(2)
 LAPS = 3
@@ -79,6 +79,6 @@ class Carried(Timed):
 
 
 def main() -> None:
-    """See quire.parallel.rank."""
+    """See quire.distributed.rank_worker."""
     RANK_QUERIES["found"] = lambda runner: runner.found
-    rank.main(Carried)
+    rank_worker.main(Carried)

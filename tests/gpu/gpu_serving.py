@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from quire.build import build
 from quire.config import EngineConfig
-from quire.control.engine import Engine
-from quire.vocabulary.params import SamplingParams
+from quire.core.engine import Engine
+from quire.protocol.sampling_params import SamplingParams
+from quire.startup.build import build
 
 Request = tuple[list[int], SamplingParams]
 

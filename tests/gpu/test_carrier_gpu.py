@@ -12,9 +12,9 @@ import torch
 from carrier_ranks import EXACT, LAPS, LATE
 from ranks_alone import joined
 
-from quire.link.child import BOOTSTRAP
-from quire.parallel import devices
-from quire.parallel.remote import RemoteRunner
+from quire.distributed import rank_devices
+from quire.distributed.remote_runner import RemoteRunner
+from quire.ipc.child_process import BOOTSTRAP
 
 RANKS, PATIENCE = 4, 30.0
 PROGRAM = ("-P", "-c", BOOTSTRAP, str(Path(__file__).parent), "carrier_ranks")
@@ -28,7 +28,7 @@ pytestmark = [
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[RemoteRunner]:
     if torch.cuda.device_count() < RANKS:
-        monkeypatch.setenv(devices.SHARE_GPU_VARIABLE, "1")
+        monkeypatch.setenv(rank_devices.SHARE_GPU_VARIABLE, "1")
     with joined(RANKS, PROGRAM, PATIENCE) as runner:
         yield runner
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from quire.data.models.vision import VisionSettings, build_encoder, encode_image
-from quire.data.models.vision.shapes import PREPROCESSOR_CONFIGS, VISION_CONFIGS
-from quire.data.weights.dummy import fill_dummy_weights
+from quire.models.vision import VisionSettings, build_encoder, encode_image
+from quire.models.vision.named_configs import PREPROCESSOR_CONFIGS, VISION_CONFIGS
+from quire.weights.dummy import fill_dummy_weights
 
 pytestmark = pytest.mark.gpu
 

@@ -22,10 +22,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # helpers of the tests there
 from pictured_models import MODELS
 from test_seeing_logits import check, chunk_of
 
-from quire.control.engine import Engine
-from quire.data.models.configs import CONFIGS
-from quire.data.models.vision import VisionSettings
-from quire.vocabulary.media import ImageItem, ImagePixels
+from quire.core.engine import Engine
+from quire.models.named_configs import CONFIGS
+from quire.models.vision import VisionSettings
+from quire.protocol.images import ImageItem, ImagePixels
 
 pytestmark = pytest.mark.gpu
 

@@ -13,12 +13,12 @@ from gpu_serving import engine_of, greedy, prompt
 from test_deterministic import serve
 
 from quire.config import EngineConfig
-from quire.data.models.configs import named_config
-from quire.data.models.quantization import FP8_ON_LOAD
-from quire.data.weights import fp8
-from quire.data.weights.dummy import fill_dummy_weights
-from quire.formats import quantization_savings
-from quire.source import read_checkpoint
+from quire.models.named_configs import named_config
+from quire.models.quantization import FP8_ON_LOAD
+from quire.startup.checkpoint import read_checkpoint
+from quire.startup.dtypes import quantization_savings
+from quire.weights import fp8
+from quire.weights.dummy import fill_dummy_weights
 
 FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not FP8, reason="this GPU has no FP8")]

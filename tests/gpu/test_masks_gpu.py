@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from quire.data.runner.masks import TokenBitmasks
-from quire.vocabulary.plan import TokenBitmask
+from quire.protocol.step_plan import TokenBitmask
+from quire.worker.token_bitmasks import TokenBitmasks
 
 pytestmark = pytest.mark.gpu
 

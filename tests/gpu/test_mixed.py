@@ -11,13 +11,13 @@ import gpu_serving
 import pytest
 import torch
 
-from quire.control.engine import Engine
-from quire.data.models.configs import named_config
-from quire.data.runner.inputs import FlatInputs, build_flat_batch
-from quire.data.runner.step import StepContext
-from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.plan import StepPlan
-from quire.vocabulary.rows import SeqSlices
+from quire.core.engine import Engine
+from quire.models.named_configs import named_config
+from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.seq_slices import SeqSlices
+from quire.protocol.step_plan import StepPlan
+from quire.worker.inputs import FlatInputs, build_flat_batch
+from quire.worker.step_context import StepContext
 
 pytestmark = pytest.mark.gpu
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from gpu_serving import answers, engine_of, greedy
 
-from quire.control.engine import Engine
-from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.plan import LAST_SAMPLED, StepPlan
+from quire.core.engine import Engine
+from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.step_plan import LAST_SAMPLED, StepPlan
 
 pytestmark = pytest.mark.gpu
 

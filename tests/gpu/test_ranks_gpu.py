@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
-from quire.data.models.configs import named_config
-from quire.parallel.device_exchange import NCCL_MIN_BYTES
+from quire.distributed.device_exchange import NCCL_MIN_BYTES
+from quire.models.named_configs import named_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from gpu_serving import answers, greedy, prompt
 
-from quire.build import build
 from quire.config import EngineConfig
+from quire.startup.build import build
 
 pytestmark = pytest.mark.gpu
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from gpu_serving import Served, greedy, prompt, served
 
-from quire.data.models.configs import named_config
+from quire.models.named_configs import named_config
 
 pytestmark = pytest.mark.gpu
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from quire.bench.kernels import Placed
 from quire.bench.mapped import on_mapped
 from quire.config import VENDOR_ATTENTIONS
-from quire.data.kernels import vendor
 from quire.errors import StartupError
-from quire.vocabulary.specs import LayerSpec, ModelSpec
+from quire.kernels import vendor
+from quire.protocol.model_spec import LayerSpec, ModelSpec
 
 pytestmark = pytest.mark.gpu
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from gpu_serving import answers, engine_of, greedy, nothing_is_compiled, prompt
 
-from quire.control.engine import Engine
-from quire.vocabulary.params import SamplingParams
+from quire.core.engine import Engine
+from quire.protocol.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.gpu
 
@@ -36,7 +36,7 @@ def start(**settings: Any) -> Engine:
 
 def serve(engine: Engine) -> int:
     """Requests that come in waves and end one after another: nearly every number of rows, alone and beside prompts."""
-    from quire.data.kernels.triton.prompt_hopper import MIN_CONTEXT  # not before, see below
+    from quire.kernels.triton.prefill_hopper import MIN_CONTEXT  # not before, see below
 
     kinds = (
         {"temperature": 0.0}, {"temperature": 0.7}, {"temperature": 0.9, "top_p": 0.8}, {"top_k": 5, "logprobs": 3},
@@ -64,8 +64,8 @@ def nothing_loaded() -> None:
     """Kernels that earlier tests of this process have loaded are forgotten."""
     import triton
 
-    import quire.data.kernels.triton as kernels
-    from quire.data.kernels.triton.quick import FastLauncher
+    import quire.kernels.triton as kernels
+    from quire.kernels.triton.fast_launch import FastLauncher
 
     for module in pkgutil.iter_modules(kernels.__path__, f"{kernels.__name__}."):
         for kernel in vars(importlib.import_module(module.name)).values():

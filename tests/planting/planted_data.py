@@ -8,21 +8,21 @@ OTHER_NUMBERS = r"assert \[-.*\] == approx\(\["
 
 BUGS: dict[str, Bug] = {
     "a head counts only if none of its numbers is the embedding's": bug(
-        "data/weights/checkpoint.py",
+        "weights/checkpoint_files.py",
         "return any(bool((first[rows].float() != second[rows].float()).any()) for rows in blocks)",
         "return all(bool((first[rows].float() != second[rows].float()).all()) for rows in blocks)",
-        "tests/data/weights/test_own_head.py::test_a_head_that_differs_counts[True-llama]",
+        "tests/weights/test_own_head.py::test_a_head_that_differs_counts[True-llama]",
         OTHER_NUMBERS,
     ),
     "whole heads are rotated where a share is": bug(
-        "data/layers/rope.py",
+        "layers/rope_config.py",
         "return int(head_dim * self.partial_rotary_factor)",
         "return head_dim",
         "tests/test_partial_rope.py::test_log_probabilities_are_those_of_transformers[plain-one rank]",
         OTHER_NUMBERS,
     ),
     "rows of heads that are rotated in part keep their order": bug(
-        "data/layers/rope.py",
+        "layers/rope_config.py",
         "return [*range(half), *first, *range(half, 2 * half), *second]",
         "return [*range(2 * half), *first, *second]",
         "tests/test_partial_rope.py::test_log_probabilities_are_those_of_transformers[plain-one rank]",

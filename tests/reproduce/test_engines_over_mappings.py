@@ -13,8 +13,8 @@ import torch
 
 from quire.bench import contexts, replay
 from quire.bench.kernels import placed
-from quire.data.models.configs import named_config
-from quire.data.runner.virtual.latencies import PAGE_SIZES, PAPER_BANDWIDTH
+from quire.models.named_configs import named_config
+from quire.protocol.step_plan import SeqSlice
 from quire.reproduce import (
     chunk_kernels,
     decode_rates,
@@ -28,7 +28,7 @@ from quire.reproduce import (
     table_building,
 )  # fmt: skip
 from quire.reproduce.result import DIFFERS, HOLDS, MEASURED
-from quire.vocabulary.plan import SeqSlice
+from quire.worker.virtual.latencies import PAGE_SIZES, PAPER_BANDWIDTH
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memfd is Linux's")
 

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from quire.control.memory.large import TwoLevelPagePool
-from quire.control.memory.policies import POLICIES
 from quire.jenga import Request
+from quire.memory.jenga.two_level_pool import TwoLevelPagePool
+from quire.memory.policies import POLICIES
+from quire.protocol.model_spec import LayerSpec, ModelSpec
 from quire.reproduce import (
     code_taken,
     eviction_orders,
@@ -29,7 +30,6 @@ from quire.reproduce.result import DIFFERS, HOLDS, MEASURED
 from quire.reproduce.unlike_layers import of_images, of_length, waste
 from quire.reproduce.unlike_serving import L4
 from quire.reproduce.unlike_throughput import CASES
-from quire.vocabulary.specs import LayerSpec, ModelSpec
 
 
 def test_figure_12_is_the_papers() -> None:
@@ -79,7 +79,7 @@ def test_all_of_table_1_is_there() -> None:
 def test_lines_are_those_of_files_that_are_there(tmp_path: Path) -> None:
     listed = [name for names in code_taken.PARTS.values() for name in names]
     assert len(set(listed)) == len(listed)
-    assert [name for name in listed if not (ROOT / name).exists()] in ([], ["data/runner/crossing.py"])
+    assert [name for name in listed if not (ROOT / name).exists()] in ([], ["worker/cross_attention.py"])
     (tmp_path / "jenga.py").write_text('"""A text."""\n\nx = 1  # a comment\n')
     (tmp_path / "kernel.cu").write_text("int x;\nint y;\n")
     assert [size[1:] for size in code_taken.sizes(tmp_path) if size.files] == [(1, 3, 1)]
@@ -235,7 +235,7 @@ def test_every_file_is_counted_once() -> None:
 
 
 def test_parts() -> None:
-    paths = ("control/scheduler.py", "data/kernels/triton/rope.py", "data/models/llama.py", "bench/runs.py", "llm.py")
+    paths = ("core/scheduler.py", "kernels/triton/rope.py", "models/llama.py", "bench/runs.py", "llm.py")
     assert [part_of(Path(path)) for path in paths] == ["control plane", KERNELS, "models", MEASURING, OTHER]
     there = {str(path.relative_to(ROOT).with_suffix("")) for path in ROOT.rglob("*")}
     assert not {name for names in PARTS.values() for name in names} - there, "a part names a module that is gone"

@@ -22,8 +22,8 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton and memf
 SMALL = """
 import gc, json, sys, time, torch
 from quire.bench import replay
-from quire.data.models.configs import named_config
-from quire.data.models import read_spec
+from quire.models.named_configs import named_config
+from quire.models import read_spec
 from quire.reproduce import attention_alone as alone, paged_or_contiguous as kernels, long_prompts as prompts
 
 def timed(calls, rounds=1):

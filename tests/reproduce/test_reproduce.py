@@ -12,7 +12,6 @@ import pytest
 
 from quire.bench.drive import Decoding, Load, drive
 from quire.bench.workloads import Job
-from quire.build import build
 from quire.config import EngineConfig
 from quire.errors import StartupError
 from quire.reproduce import ENTRIES, contiguous_sizes, kernel_switch, main
@@ -22,6 +21,7 @@ from quire.reproduce.kernel_switch import WAYS, compared, figure_12
 from quire.reproduce.paging_issues import CHANGED, ISSUES, lines_here
 from quire.reproduce.reqids import figure_7, table_4
 from quire.reproduce.result import CITED, DIFFERS, HOLDS, MEASURED, at_most, equal, near
+from quire.startup.build import build
 from quire.vattention import VAttention
 
 RESULT = {"row", "what", "paper", "ours", "unit", "verdict", "real_or_simulated"}

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from quire.config import MEMORIES, PREEMPTIONS, RESERVED_MEMORIES
-from quire.control.memory import Usage
+from quire.memory.answers import Usage
 from quire.reproduce import equality, memories
 from quire.reproduce.equality import CUTS, Answer, Way, _verdicts, compare, groups, same_tokens, ways
 from quire.reproduce.result import DIFFERS, HOLDS, MEASURED

@@ -13,14 +13,14 @@ import pytest
 from quire.bench.document import document, write
 from quire.bench.shapes import built
 from quire.config import EngineConfig
+from quire.protocol.sampling_params import SamplingParams
 from quire.reproduce import side_by_side
 from quire.reproduce.plots import save
 from quire.reproduce.result import DIFFERS, HOLDS, MEASURED, Reproduction
 from quire.reproduce.serving import SYSTEMS
 from quire.reproduce.serving_gpu import GPU, Setting, _ratios, batches, rates
 from quire.reproduce.side_by_side import Place, Plan, Span, engine_of, serve, sleep_until
-from quire.sim.simulate import TraceRequest
-from quire.vocabulary.params import SamplingParams
+from quire.sim.simulation import TraceRequest
 
 CONFIG = EngineConfig(
     device="cpu", dtype="float32", threads=1, kv_tokens=1536, max_model_len=1024, max_num_seqs=16,

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from quire.data.models.configs import named_config
-from quire.data.models.seeing_settings import PREPROCESSOR_KEY
+from quire.models.named_configs import named_config
+from quire.models.vision_language_settings import PREPROCESSOR_KEY
 from quire.reproduce import (
     articles,
     decode_batches,
@@ -30,7 +30,7 @@ from quire.reproduce.unlike_gpu import PICTURES, Both, Load
 from quire.reproduce.unlike_serving import H100, L4, RULES, Case, Memory, Ran, burst, serve, simulated
 from quire.reproduce.unlike_throughput import Speed
 from quire.reproduce.vision_cache import MODELS, MODES, Cached
-from quire.sim.simulate import ServedRequest
+from quire.sim.simulation import ServedRequest
 
 
 def test_budgets_are_the_papers() -> None:

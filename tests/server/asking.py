@@ -15,10 +15,10 @@ from echo_service import MAX_LEN, VOCAB, EchoBuilt, Placement, Running, Saying
 from openai import OpenAI
 
 from quire.async_llm import AsyncLLM
-from quire.sim.echo import expected_tokens
-from quire.text.chat import ChatTemplate
-from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.seeds import branch_seed
+from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.seeds import branch_seed
+from quire.sim.echo_runner import expected_tokens
+from quire.text.chat_template import ChatTemplate
 
 TALK: Any = [{"role": "user", "content": "once upon a time"}]
 MARKERS = "<think>", "</think>"

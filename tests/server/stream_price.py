@@ -29,12 +29,12 @@ import echo_service
 import quire
 from quire.async_llm import AsyncLLM
 from quire.bench.machine import machine
-from quire.control.outcomes import BranchOutput
-from quire.link.collector import freeze_loaded_objects
+from quire.core.outputs import BranchOutput
+from quire.ipc.garbage_collection import freeze_loaded_objects
+from quire.server.api_server import ServeOptions, bind
 from quire.server.app import create_app
-from quire.server.run import ServeOptions, bind
-from quire.server.web import WebServer
-from quire.text.streams import OutputStream
+from quire.server.web_server import WebServer
+from quire.text.output_stream import OutputStream
 
 WORDS = (" once", " upon", " a", " time", " there", " was", " a", " quire")
 STEP = 0.004  # seconds between two steps, beside what they take

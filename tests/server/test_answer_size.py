@@ -14,12 +14,12 @@ from asking import TALK
 from echo_service import MAX_LEN, Servers
 from waiting import wait_until
 
-import quire.server.size as size_limits
+import quire.server.answer_size as size_limits
 from quire.errors import InputError, Overloaded
-from quire.server import pieces
-from quire.server.pieces import WritePace, WriterTurns
-from quire.server.size import MAX_HELD_LOGPROBS, AnswerBudget, AnswerSize, EchoedPrompt, answer_size
-from quire.vocabulary.params import SamplingParams
+from quire.protocol.sampling_params import SamplingParams
+from quire.server import json_pieces
+from quire.server.answer_size import MAX_HELD_LOGPROBS, AnswerBudget, AnswerSize, EchoedPrompt, answer_size
+from quire.server.json_pieces import WritePace, WriterTurns
 
 PROMPTS = echo_service.prompts()
 
@@ -95,14 +95,14 @@ def test_answers_under_way_are_bounded_together(http: httpx.Client, monkeypatch:
 
 def test_writers_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many write, the event loop turns after each slice; one that is cancelled is passed over."""
-    monkeypatch.setattr(pieces, "TURN_SECONDS", 0.0)
+    monkeypatch.setattr(json_pieces, "TURN_SECONDS", 0.0)
     slices: list[int] = []
 
     async def writer(number: int, turns: WriterTurns) -> None:
         pace = WritePace(turns)
         for _ in range(9):
             slices.append(number)
-            await pace("x" * pieces.SHORT_CHARS)
+            await pace("x" * json_pieces.SHORT_CHARS)
 
     async def most() -> int:
         turns = WriterTurns()
@@ -120,7 +120,7 @@ def test_writers_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_stream_of_short_chunks_waits_for_no_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "TURN_SECONDS", 0.0)
+    monkeypatch.setattr(json_pieces, "TURN_SECONDS", 0.0)
     waited = []
     monkeypatch.setattr(WriterTurns, "wait_turn", lambda self: waited.append(1) or asyncio.sleep(0))
 
@@ -131,7 +131,7 @@ def test_a_stream_of_short_chunks_waits_for_no_turn(monkeypatch: pytest.MonkeyPa
         return len(waited)
 
     assert asyncio.run(write(100, 100)) == 0
-    assert asyncio.run(write(100, 1000)) == 100_000 // pieces.SHORT_CHARS
+    assert asyncio.run(write(100, 1000)) == 100_000 // json_pieces.SHORT_CHARS
 
 
 def test_an_answer_of_unusual_tokens_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:

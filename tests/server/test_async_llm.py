@@ -18,11 +18,11 @@ from waiting import wait_until_async
 
 from quire.async_llm import AsyncLLM
 from quire.errors import EngineDead, InputError, Overloaded, PromptTooLong
-from quire.link.messages import QueueSizes, Reply
-from quire.link.thread import ThreadEngineClient
+from quire.ipc.messages import QueueSizes, Reply
+from quire.ipc.thread_client import ThreadEngineClient
 from quire.llm import LLM
+from quire.protocol.sampling_params import SamplingParams
 from quire.text.outputs import RequestOutput
-from quire.vocabulary.params import SamplingParams
 
 LONG = SamplingParams(max_tokens=100, seed=1, ignore_eos=True)
 

@@ -11,9 +11,9 @@ from asking import events
 from echo_service import VOCAB, Echo, Placement, Running, tokenizer
 from openai import OpenAI
 
-from quire.sim.echo import BeamResult, expected_beams, expected_tokens
-from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.seeds import branch_seed
+from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.seeds import branch_seed
+from quire.sim.echo_runner import BeamResult, expected_beams, expected_tokens
 
 PROMPT = "once upon a time"
 ENDS = frozenset({0})

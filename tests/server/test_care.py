@@ -11,7 +11,7 @@ from asking import ADMIN, KEY, bearer, cached
 from echo_service import Placement, Running, Servers
 
 from quire.config import EngineConfig
-from quire.server.schemas import CacheReset, ServerInfo, TokenizerInfo
+from quire.server.response_models import CacheReset, ServerInfo, TokenizerInfo
 
 pytestmark = pytest.mark.xdist_group(name="care")
 

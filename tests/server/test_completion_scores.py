@@ -8,7 +8,7 @@ import math
 import httpx
 from echo_service import Echo, built, serving, tokenizer
 
-from quire.vocabulary.plan import SeqSlice, SliceResult
+from quire.protocol.step_plan import SeqSlice, SliceResult
 
 TALK = [{"role": "user", "content": "a"}]
 FACE = "\U0001f642 a"

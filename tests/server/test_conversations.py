@@ -13,7 +13,7 @@ from asking import TALK, ids_of, refusal, tokens_of
 from echo_service import MAX_LEN, Servers, tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from quire.text.chat import ChatTemplate
+from quire.text.chat_template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
 
 # Truncation

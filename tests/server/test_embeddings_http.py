@@ -19,10 +19,10 @@ from echo_service import Running
 from quire import LLM
 from quire.config import EngineConfig
 from quire.errors import InputError
+from quire.server.answer_size import embeddings_size
 from quire.server.app import create_app
 from quire.server.batch import run_batch
-from quire.server.protocol import MAX_INPUTS
-from quire.server.size import embeddings_size
+from quire.server.request_models import MAX_INPUTS
 
 pytestmark = pytest.mark.xdist_group(name="embeddings_http")
 

@@ -26,15 +26,15 @@ from waiting import wait_until
 
 from quire.async_llm import AsyncLLM
 from quire.errors import EngineDead
-from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.plan import StepResult
+from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.step_plan import StepResult
 
 MORE = """
-import quire.cli.serve, quire.server.app, quire.server.ending
+import quire.cli.serve, quire.server.app, quire.server.shutdown
 from quire.async_llm import AsyncLLM
 
 # Shorter limits: for the last responses, between two looks at the engine, for the engine to end, and for a step.
-quire.server.ending.LAST_RESPONSES_SECONDS, quire.server.ending.STALL_CHECK_SECONDS = 1, 0.1
+quire.server.shutdown.LAST_RESPONSES_SECONDS, quire.server.shutdown.STALL_CHECK_SECONDS = 1, 0.1
 AsyncLLM.close.__defaults__ = (1.0,)
 run = quire.cli.serve.run
 quire.cli.serve.run = lambda config, options, say: run(config, options._replace(stall_after=0.5), say)
@@ -116,7 +116,7 @@ def test_a_thread_of_a_route_that_hangs() -> None:
     """A template, say. asyncio waits for it without a limit at the end; the process ends nevertheless."""
     program = """
 import asyncio, sys, time
-from quire.server.ending import arm_exit_timer
+from quire.server.shutdown import arm_exit_timer
 async def main():
     asyncio.get_running_loop().run_in_executor(None, time.sleep, 1000)
     arm_exit_timer(1.0)
@@ -261,7 +261,7 @@ llm = AsyncLLM.of(echo_service.built())
 
 
 def test_errors_of_the_loop_are_bounded_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    from quire.server.ending import LoopErrorLogger
+    from quire.server.shutdown import LoopErrorLogger
 
     async def work() -> None:
         loop = asyncio.get_running_loop()

@@ -10,7 +10,7 @@ import pytest
 from asking import TALK, events, ids_of, refusal, tokens_of
 from echo_service import VOCAB, Servers
 
-from quire.server import protocol
+from quire.server import request_models
 
 # Token ids and usage
 
@@ -203,7 +203,7 @@ def test_most_log_probabilities_are_the_operators(servers: Servers) -> None:
             assert (error["param"], error["message"]) == (name, f"{name} must be between 0 and 3, got 4")
 
 
-@pytest.mark.parametrize("name", sorted(protocol.REFUSED_FIELDS))
+@pytest.mark.parametrize("name", sorted(request_models.REFUSED_FIELDS))
 def test_what_changes_the_output_is_refused(http: httpx.Client, name: str) -> None:
     for path, body in (("completions", {"prompt": [5]}), ("chat/completions", {"messages": TALK})):
         assert refusal(http, f"/v1/{path}", {**body, name: {"a": 1}})["param"] == name
@@ -223,13 +223,13 @@ def test_a_request_id_is_the_answers(http: httpx.Client) -> None:
 def test_every_field_does_something() -> None:
     """A field in a model that nothing reads would be silent."""
     names = ("service", "render", "reasoning", "sampling", "structured", "tools")
-    source = "".join((Path(protocol.__file__).parent / f"{name}.py").read_text() for name in names)
+    source = "".join((Path(request_models.__file__).parent / f"{name}.py").read_text() for name in names)
     kinds = ("Completion", "Chat", "Tokenize", "Detokenize", "Prefix")
-    for model in (getattr(protocol, f"{kind}Request") for kind in kinds):
+    for model in (getattr(request_models, f"{kind}Request") for kind in kinds):
         for name in model.model_fields:
             assert f".{name}" in source or f'"{name}"' in source, (model, name)
         own = {"method", "stop_automaton"}  # code comes from the program's owner only
-        assert not (protocol.IGNORED_FIELDS | protocol.REFUSED_FIELDS | own) & model.model_fields.keys()
+        assert not (request_models.IGNORED_FIELDS | request_models.REFUSED_FIELDS | own) & model.model_fields.keys()
 
 
 def test_params_are_named_as_the_client_knows_them(http: httpx.Client) -> None:

@@ -22,9 +22,9 @@ from waiting import wait_until
 
 from quire.config import EngineConfig
 from quire.errors import StartupError
-from quire.link.child import ChildProcess
-from quire.server.fronts import FrontendManager
-from quire.server.run import ServeOptions, serve
+from quire.ipc.child_process import ChildProcess
+from quire.server.api_server import ServeOptions, serve
+from quire.server.frontend_manager import FrontendManager
 
 pytestmark = pytest.mark.xdist_group(name="fronts")
 
@@ -42,8 +42,8 @@ class Server(Served):
         super().ready()
         self.port = int(self.url.rpartition(":")[2])
         self.parts = self.processes()
-        self.fronts = [part for part in self.parts if "quire.server.front" in part.cmdline()]
-        [self.engine] = [part for part in self.parts if "quire.link.program" in part.cmdline()]
+        self.fronts = [part for part in self.parts if "quire.server.frontend_worker" in part.cmdline()]
+        [self.engine] = [part for part in self.parts if "quire.ipc.engine_server" in part.cmdline()]
         return self
 
     def spread(self) -> list[int]:
@@ -313,7 +313,7 @@ def test_all_fronts_drain(tmp_path: Path) -> None:
     [
         ("import os; os._exit(7)", "front 1 ended with status 7 at start. What it wrote"),
         (
-            "import socket, sys; from quire.server.control import receive_blocking, send_blocking; "
+            "import socket, sys; from quire.server.control_channel import receive_blocking, send_blocking; "
             "s = socket.socket(fileno=int(sys.argv[1])); receive_blocking(s); "
             "send_blocking(s, 'failed', {'text': 'no ' + sys.argv[2], 'remedy': 'Mend it'})",
             r"front 1 can't start: no \d+. Mend it",
@@ -322,10 +322,10 @@ def test_all_fronts_drain(tmp_path: Path) -> None:
     ],
 )
 def test_a_front_that_cannot_start_is_named(program: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.server.fronts.WORKER_PROGRAM", ("-c", program))
+    monkeypatch.setattr("quire.server.frontend_manager.WORKER_PROGRAM", ("-c", program))
     if "sleep" in program:
-        monkeypatch.setattr("quire.server.fronts.START_SECONDS", 0.5)
-    monkeypatch.setattr("quire.server.fronts.KILL_SECONDS", 0.1)
+        monkeypatch.setattr("quire.server.frontend_manager.START_SECONDS", 0.5)
+    monkeypatch.setattr("quire.server.frontend_manager.KILL_SECONDS", 0.1)
     closed: list[None] = []
     llm = SimpleNamespace(close=lambda: closed.append(None))
     engine = ChildProcess(2, ("-c", ""))

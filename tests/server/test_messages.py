@@ -12,9 +12,9 @@ import pytest
 from asking import HERMES, MARKERS, SAID, saying
 from echo_service import Running, Saying
 
-from quire.server.message_render import MessageBlocks
-from quire.server.message_schemas import MessageError, MessagesResponse
-from quire.server.translated import parse_partial_arguments
+from quire.server.adapter import parse_partial_arguments
+from quire.server.anthropic.models import MessageError, MessagesResponse
+from quire.server.anthropic.render import MessageBlocks
 
 pytestmark = pytest.mark.xdist_group(name="messages")
 

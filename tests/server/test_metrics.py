@@ -18,10 +18,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from waiting import INTERVAL, wait_until
 
 from quire.config import EngineConfig
-from quire.server.http_counts import CountHttpMiddleware, HttpCounters
+from quire.protocol.sampling_params import SamplingParams
+from quire.server.http_counters import CountHttpMiddleware, HttpCounters
 from quire.server.metrics import LABELS, Metrics, engine_gauges
 from quire.server.status import status_line
-from quire.vocabulary.params import SamplingParams
 
 
 def samples(url: str) -> dict[str, float]:

@@ -21,7 +21,7 @@ from fastapi.routing import APIRoute
 import quire.server.app
 from quire.async_llm import AsyncLLM
 from quire.server.app import create_app
-from quire.server.schemas import RESPONSE_MODELS, STATUS_DESCRIPTIONS, Chunk
+from quire.server.response_models import RESPONSE_MODELS, STATUS_DESCRIPTIONS, Chunk
 
 ALWAYS = ("POST /ping", "GET /health", "GET /metrics", "GET /v1/models", "GET /v1/prefixes", "GET /version")
 # No schema says which names are; the echo has no embeddings, and this server stores no responses.

@@ -14,9 +14,9 @@ from asking import openai_of
 from echo_service import BRAKED, Echo, Placement, Running
 from waiting import wait_until
 
-from quire.control.memory import KVMemory
-from quire.control.recovery import RunnerRestarter
+from quire.core.recovery import RunnerRestarter
 from quire.errors import RanksLost
+from quire.memory.interface import KVMemory
 
 
 def test_a_list_of_prompts_is_queued_whole_or_not_at_all(brake: Path, placement: Placement) -> None:

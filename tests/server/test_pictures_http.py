@@ -20,10 +20,10 @@ from PIL.JpegImagePlugin import JpegImageFile
 from seeing import END, PICTURE, Noted
 
 from quire.async_llm import AsyncLLM
-from quire.control.edge import EngineLimits
+from quire.core.validation import EngineLimits
 from quire.errors import InputError
+from quire.protocol.images import ImageItem
 from quire.server.guards import MAX_BODY
-from quire.vocabulary.media import ImageItem
 
 pytestmark = pytest.mark.xdist_group(name="pictures_http")
 
@@ -209,7 +209,7 @@ def test_a_failure_that_is_not_the_picture_s_ends_its_own_request(
     for where, error, status in (
         ("seeing.Dots.prepare", RuntimeError("a defect at 0x7f00"), 500),
         ("seeing.Dots.prepare", MemoryError(), 503),
-        ("quire.text.images._open_image", MemoryError(), 503),
+        ("quire.text.images.decode._open_image", MemoryError(), 503),
     ):
         with monkeypatch.context() as patched:
             patched.setattr(where, lambda *_, error=error: (_ for _ in ()).throw(error))

@@ -36,11 +36,11 @@ class Echo(echo_service.Echo):
             print("a first step", flush=True)
         return super().submit(plan)
 {more}
-stand_in = types.ModuleType("quire.build")
+stand_in = types.ModuleType("quire.startup.build")
 stand_in.build = lambda config, progress=False: echo_service.built(
     Echo(pause={pause}, brake={brake!r}), max_num_seqs=4, prefix_tokens=config.prefix_tokens,
     max_num_batched_tokens=config.with_device_defaults("cpu").max_num_batched_tokens)
-sys.modules["quire.build"] = stand_in
+sys.modules["quire.startup.build"] = stand_in
 from quire.cli import main
 sys.exit(main(["serve", "--port", "0", "--engine-process", "off", *sys.argv[1:]]))
 """

@@ -16,12 +16,12 @@ from openai import APIStatusError
 from pydantic import BaseModel
 
 from quire.errors import InputError, StartupError
-from quire.server import response_store
+from quire.server.api_server import ServeOptions, _check_options
 from quire.server.errors import UnknownResponse
-from quire.server.response_render import ResponseItems
-from quire.server.response_schemas import ResponsesResponse
-from quire.server.response_store import ResponseStore
-from quire.server.run import ServeOptions, _check_options
+from quire.server.responses import store as response_store
+from quire.server.responses.models import ResponsesResponse
+from quire.server.responses.render import ResponseItems
+from quire.server.responses.store import ResponseStore
 
 pytestmark = pytest.mark.xdist_group(name="responses")
 

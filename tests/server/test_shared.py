@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 from test_guards import accept, status
 
-from quire.server.control import MAX_FRAME_BYTES, ControlChannel, receive_blocking, send_blocking
-from quire.server.counted import PLAIN_COUNTERS, PROMPT_SOURCES, ServerCounters, read_counters
+from quire.protocol.columns import WireError
+from quire.server.accept_slots import AcceptSlots, OpenConnections, create_slots_file
+from quire.server.answer_size import MAX_HELD_LOGPROBS, MAX_LOGPROBS, AnswerBudget, AnswerSize
+from quire.server.control_channel import MAX_FRAME_BYTES, ControlChannel, receive_blocking, send_blocking
+from quire.server.counters import PLAIN_COUNTERS, PROMPT_SOURCES, ServerCounters, read_counters
 from quire.server.guards import MAX_BODIES, MAX_BODY, BodyLimitMiddleware
-from quire.server.places import AcceptSlots, OpenConnections, create_slots_file
-from quire.server.size import MAX_HELD_LOGPROBS, MAX_LOGPROBS, AnswerBudget, AnswerSize
-from quire.vocabulary.columns import WireError
 
 BOUNDS = {"first": (1.0, 2.0, 5.0), "second": (10.0,)}
 

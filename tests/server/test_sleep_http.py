@@ -16,8 +16,8 @@ from asking import ADMIN, KEY, bearer, cached
 from echo_service import Placement, Running, Servers
 
 from quire.errors import InputError, NotIdle
-from quire.server.schemas import SleepStatus
-from quire.vocabulary.params import SamplingParams
+from quire.protocol.sampling_params import SamplingParams
+from quire.server.response_models import SleepStatus
 
 pytestmark = pytest.mark.xdist_group(name="sleep_http")
 

@@ -14,16 +14,16 @@ from typing import Any
 import echo_service
 import pytest
 
-from quire.control.outcomes import BranchOutput
-from quire.server.direct import DIRECT_EXTENSION
-from quire.server.pieces import SHORT_CHARS, TokenStrings
-from quire.server.protocol import ChatRequest, CompletionRequest
+from quire.core.outputs import BranchOutput
+from quire.protocol.step_plan import TopLogprobs
+from quire.server.answer_size import AnswerBudget, AnswerSize
+from quire.server.direct_writer import DIRECT_EXTENSION
+from quire.server.json_pieces import SHORT_CHARS, TokenStrings
 from quire.server.render import ChatRenderer, CompletionRenderer
-from quire.server.size import AnswerBudget, AnswerSize
-from quire.server.stream import EngineCall, EventStream
-from quire.text.prompts import InputProcessor, Prompt
-from quire.text.streams import OutputStream, engine_dead_error
-from quire.vocabulary.plan import TopLogprobs
+from quire.server.request_models import ChatRequest, CompletionRequest
+from quire.server.streaming import EngineCall, EventStream
+from quire.text.input_processor import InputProcessor, Prompt
+from quire.text.output_stream import OutputStream, engine_dead_error
 
 TEXTS = (
     " a", "", '"', "\\", "\n\r\t", "é", "漢字", "\U0001f600", "\x00\x7f\u2028", "data: [DONE]\n\n", "</s>", " b" * 40,

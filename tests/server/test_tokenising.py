@@ -13,8 +13,10 @@ import pytest
 from waiting import wait_until_async
 
 from quire.errors import Overloaded, PromptTooLong
-from quire.text.grammars import GrammarCompiler
-from quire.text.prompts import (
+from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.structured_output import Structured
+from quire.text.grammars.compiler import GrammarCompiler
+from quire.text.input_processor import (
     CHARS_PER_TOKEN,
     INLINE_CHARS,
     LONG_CHARS,
@@ -23,8 +25,6 @@ from quire.text.prompts import (
     Prompt,
     PromptTruncation,
 )
-from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.structured import Structured
 
 MOST = CHARS_PER_TOKEN * echo_service.MAX_LEN
 
@@ -115,7 +115,7 @@ def test_chats_do_not_queue_behind_long_texts(prompts: InputProcessor) -> None:
 def test_conversations_wait_for_the_template_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a thread that nothing else needs, a bounded number of them; and not at all if they are too long."""
     prompts = echo_service.prompts()
-    monkeypatch.setattr("quire.text.prompts.MAX_WAITING", 3)
+    monkeypatch.setattr("quire.text.input_processor.MAX_WAITING", 3)
     talk: list[dict[str, Any]] = [{"role": "user", "content": "once upon a time"}]
     go, threads = threading.Event(), []
 
@@ -147,7 +147,7 @@ def test_conversations_wait_for_the_template_alone(monkeypatch: pytest.MonkeyPat
 
 def test_forms_wait_for_their_grammars_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """On threads that long texts don't need, a bounded number of them."""
-    monkeypatch.setattr("quire.text.prompts.MAX_WAITING", 3)
+    monkeypatch.setattr("quire.text.input_processor.MAX_WAITING", 3)
     go, threads = threading.Event(), []
     get = GrammarCompiler.get
 

@@ -14,8 +14,8 @@ from asking import openai_of, refusal, saying
 from echo_service import Running
 from openai import OpenAI
 
-from quire.text.chat import ChatTemplate
-from quire.text.messages import read_messages
+from quire.text.chat_messages import read_messages
+from quire.text.chat_template import ChatTemplate
 from quire.text.tools import MAX_TOOLS, read_tools
 
 pytestmark = pytest.mark.xdist_group(name="tools_http")

@@ -15,10 +15,10 @@ import pytest
 from asking import ADMIN, bearer
 from echo_service import Echo, Running
 
-from quire.control.outcomes import BranchOutput
+from quire.core.outputs import BranchOutput
 from quire.errors import InputError, Overloaded
+from quire.protocol.step_plan import SeqSlice, SliceResult
 from quire.text.embedding import embedding_vector
-from quire.vocabulary.plan import SeqSlice, SliceResult
 
 pytestmark = pytest.mark.xdist_group(name="unfinished")
 

@@ -32,7 +32,7 @@ from typing import Any
 import httpx
 
 from quire.bench.machine import machine
-from quire.link.host import HISTORY_IDLE_SECONDS
+from quire.ipc.engine_loop import HISTORY_IDLE_SECONDS
 
 REST = 10.0  # seconds
 VOCAB = 3000  # of the bundled model's, without what is special

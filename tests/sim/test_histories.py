@@ -14,16 +14,16 @@ import quire
 from quire.bench.drive import Decoding, Load, drive
 from quire.bench.histories import record
 from quire.bench.workloads import Job
-from quire.build import build
 from quire.config import EngineConfig
-from quire.control.decoding import BeamSearch
+from quire.core.decoding import BeamSearch
 from quire.errors import StartupError
-from quire.sim.cost import Coefficients, CostModel, ModelShape
+from quire.protocol.method import Advance, Branch, Context
+from quire.protocol.model_spec import LayerSpec, ModelSpec
+from quire.protocol.sampling_params import SamplingParams
+from quire.sim.cost_model import Coefficients, CostModel, ModelShape
 from quire.sim.histories import RECORDED_BEAMS, BeamHistory, BeamReplay, load_histories, pack_history, unpack_history
-from quire.sim.simulate import Simulation, TraceRequest
-from quire.vocabulary.method import Advance, Branch, Context
-from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.specs import LayerSpec, ModelSpec
+from quire.sim.simulation import Simulation, TraceRequest
+from quire.startup.build import build
 
 SPEC = ModelSpec("none", (LayerSpec(2, 16),) * 2, 512, 4096, 64, 4, 128, 10**6, eos_ids=(8,))
 COST = CostModel(ModelShape.from_spec(SPEC, 2, tied=True), Coefficients(*(0.0,) * 10)._replace(step=0.01))

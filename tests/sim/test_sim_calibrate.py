@@ -17,9 +17,9 @@ from quire.bench.calibrate import by_kind, errors, fitted, kind_of, planned, rec
 from quire.bench.steps import NOTHING, Sample, Timed, grid
 from quire.config import EngineConfig
 from quire.errors import StartupError
-from quire.sim.cost import AttentionShape, Coefficients, CostModel, ModelShape, StepWork, load_calibration
-from quire.sim.simulate import Simulation
-from quire.source import Checkpoint, read_checkpoint
+from quire.sim.cost_model import AttentionShape, Coefficients, CostModel, ModelShape, StepWork, load_calibration
+from quire.sim.simulation import Simulation
+from quire.startup.checkpoint import Checkpoint, read_checkpoint
 
 SHAPE = ModelShape(10**6, 10**4, 2, (AttentionShape(None, 100, 50),))
 TRUE = Coefficients(1e-9, 1e-12, 1e-8, 1e-10, 0.0, 0.0, 5e-4, 1e-5, 1e-4, 2e-6)

@@ -14,7 +14,7 @@ from quire.cli import main
 from quire.cli.simulate import _generate_trace, read_deployment
 from quire.config import EngineConfig
 from quire.errors import StartupError
-from quire.sim.cost import FOLDER
+from quire.sim.cost_model import FOLDER
 
 TINY = Path(quire.__file__).parent / "assets" / "tiny"
 FIND = ("--find-rate", "--objective", "mean-e2e-ms=9000")

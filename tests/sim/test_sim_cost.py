@@ -12,7 +12,9 @@ import pytest
 from quire.bench.workloads import parse
 from quire.config import EngineConfig
 from quire.errors import StartupError
-from quire.sim.cost import (
+from quire.protocol.model_spec import LayerSpec, ModelSpec, StateTensor
+from quire.protocol.step_plan import PageCopy, SeqSlice, StepPlan, SwapIn, SwapOut, TableWrite
+from quire.sim.cost_model import (
     FOLDER,
     AttentionShape,
     Coefficients,
@@ -23,9 +25,7 @@ from quire.sim.cost import (
     load_calibration,
     step_work,
 )
-from quire.source import read_checkpoint
-from quire.vocabulary.plan import PageCopy, SeqSlice, StepPlan, SwapIn, SwapOut, TableWrite
-from quire.vocabulary.specs import LayerSpec, ModelSpec, StateTensor
+from quire.startup.checkpoint import read_checkpoint
 
 NOTHING = Coefficients(*(0.0,) * 10)
 SHAPE = ModelShape(100, 10, 2, (AttentionShape(None, 8, 4), AttentionShape(3, 16, 2)))

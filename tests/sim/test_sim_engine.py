@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from quire.config import EngineConfig
-from quire.sim.cost import AttentionShape, Coefficients, CostModel, ModelShape
-from quire.sim.echo import EchoRunner
-from quire.sim.simulate import Simulation, TraceRequest
-from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.plan import StepPlan, StepResult
-from quire.vocabulary.specs import LayerSpec, ModelSpec
+from quire.protocol.model_spec import LayerSpec, ModelSpec
+from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.step_plan import StepPlan, StepResult
+from quire.sim.cost_model import AttentionShape, Coefficients, CostModel, ModelShape
+from quire.sim.echo_runner import EchoRunner
+from quire.sim.simulation import Simulation, TraceRequest
 
 SPEC = ModelSpec("none", (LayerSpec(2, 16),) * 2, 512, 256, 64, 4, 128, 10**6, eos_ids=(7, 8))
 SHAPE = ModelShape.from_spec(SPEC, 2, tied=True)

@@ -9,8 +9,10 @@ import pytest
 
 from quire.config import EngineConfig
 from quire.errors import StartupError
-from quire.sim.cost import Coefficients, CostModel, ModelShape
-from quire.sim.simulate import (
+from quire.protocol.model_spec import LayerSpec, ModelSpec
+from quire.protocol.sampling_params import SamplingParams
+from quire.sim.cost_model import Coefficients, CostModel, ModelShape
+from quire.sim.simulation import (
     MEASURES,
     STATISTICS,
     Objective,
@@ -22,8 +24,6 @@ from quire.sim.simulate import (
     meets_objectives,
     parse_objective,
 )
-from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.specs import LayerSpec, ModelSpec
 
 SPEC = ModelSpec("none", (LayerSpec(2, 16),), 512, 64, 64, 4, 128, 10**6)
 SECOND = Coefficients(*(0.0,) * 10)._replace(step=1.0)

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 
 from quire.config import EngineConfig
-from quire.sim.cost import Coefficients, CostModel, ModelShape, step_work
-from quire.sim.sight import VisionShape, attended_images
-from quire.sim.simulate import Simulation, TraceRequest
-from quire.vocabulary.media import ImageItem
-from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.plan import ImageEncoding, SeqSlice, StepPlan
-from quire.vocabulary.specs import LayerSpec, ModelSpec, VisionSpec
+from quire.protocol.images import ImageItem
+from quire.protocol.model_spec import LayerSpec, ModelSpec, VisionSpec
+from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.step_plan import ImageEncoding, SeqSlice, StepPlan
+from quire.sim.cost_model import Coefficients, CostModel, ModelShape, step_work
+from quire.sim.simulation import Simulation, TraceRequest
+from quire.sim.vision_cost import VisionShape, attended_images
 
 KEYS = [bytes([i]) * 32 for i in range(3)]
 NOTHING = Coefficients(*(0.0,) * 10)

@@ -10,7 +10,7 @@ import echo_service
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from quire.text.grammars import GrammarCompiler
+from quire.text.grammars.compiler import GrammarCompiler
 
 CORPUS = [
     "The gathering of pages is a quire, isn't it? Hello, world!",

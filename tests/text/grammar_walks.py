@@ -6,8 +6,8 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from quire.text.grammars import CompiledGrammar, GrammarCompiler, GrammarMatcher
-from quire.vocabulary.structured import Structured, StructuredOutputsParams
+from quire.protocol.structured_output import Structured, StructuredOutputsParams
+from quire.text.grammars.compiler import CompiledGrammar, GrammarCompiler, GrammarMatcher
 
 END = 0
 FREE = {"type": "string"}

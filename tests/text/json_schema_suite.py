@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import echo_service
 
 from quire.errors import InputError
-from quire.text.grammars import GrammarCompiler
-from quire.vocabulary.structured import Structured
+from quire.protocol.structured_output import Structured
+from quire.text.grammars.compiler import GrammarCompiler
 
 
 def matches(grammars: GrammarCompiler, asked: Structured, value: Any) -> bool:

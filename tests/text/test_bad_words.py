@@ -6,9 +6,9 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from quire.text.stream import TextBackend
+from quire.protocol.sampling_params import SamplingParams
+from quire.text.text_backend import TextBackend
 from quire.text.tokenizer import Tokenizer
-from quire.vocabulary.params import SamplingParams
 
 PIECES = ["a", "k", "o", "s", "t", "y", "T", "(", "Ġ", "Ċ"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from jinja2.exceptions import SecurityError
 
-from quire.text.bounds import BoundedFormatter
-from quire.text.rendering import TemplateWorker
-from quire.text.sandbox import Sandbox
+from quire.text.template_bounds import BoundedFormatter
+from quire.text.template_sandbox import Sandbox
+from quire.text.template_worker import TemplateWorker
 
 MESSAGES = [{"role": "user", "content": "x" * 1000}]
 

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from quire.errors import StartupError
-from quire.text.calls.events import ParsedEvent, ToolCallParser
-from quire.text.calls.formats import TOOL_PARSERS, detect_tool_format, tool_format_named
+from quire.text.tool_parsers.base import ParsedEvent, ToolCallParser
+from quire.text.tool_parsers.formats import TOOL_PARSERS, detect_tool_format, tool_format_named
 
 # Outputs as models write them, a hundred a format and more, with the calls and the text that are in them
 

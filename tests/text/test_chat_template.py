@@ -14,7 +14,7 @@ from tokenizers import models
 from transformers import PreTrainedTokenizerFast
 
 from quire.errors import InputError, StartupError
-from quire.text.chat import ChatTemplate
+from quire.text.chat_template import ChatTemplate
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 CHATML = (

@@ -12,7 +12,7 @@ from test_tokenizer import TEXTS
 from tokenizers import pre_tokenizers
 
 from quire.errors import StartupError
-from quire.text.gguf import PRE_TOKENIZERS, template_of, tokenizer_of
+from quire.text.gguf_tokenizer import PRE_TOKENIZERS, template_of, tokenizer_of
 from quire.text.tokenizer import Tokenizer
 
 ALPHABET = pre_tokenizers.ByteLevel.alphabet()

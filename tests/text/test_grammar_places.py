@@ -10,13 +10,13 @@ import pytest
 from grammar_walks import FREE, TOO_MANY, Watched, form, grammars_of, spoken
 from llguidance import LLExecutor
 
-import quire.text.grammar_places
-import quire.text.grammars
+import quire.text.grammars.compiler
+import quire.text.grammars.matcher
 from quire.bench.structured import made_up
-from quire.text.grammar_beginnings import MAX_FORCED, MAX_MASKS, MAX_NODES, PrefixNode, PrefixTreeBudget
-from quire.text.grammar_counted import MIN_VOCAB
-from quire.text.grammars import CompiledGrammar, GrammarCompiler, GrammarMatcher
-from quire.vocabulary.structured import Structured, StructuredOutputsParams
+from quire.protocol.structured_output import Structured, StructuredOutputsParams
+from quire.text.grammars.compiler import CompiledGrammar, GrammarCompiler, GrammarMatcher
+from quire.text.grammars.counted_strings import MIN_VOCAB
+from quire.text.grammars.prefix_tree import MAX_FORCED, MAX_MASKS, MAX_NODES, PrefixNode, PrefixTreeBudget
 
 END = 0
 COUNTED = form({"type": "array", "items": {"type": "string", "maxLength": 3000}}, compact=True)
@@ -35,7 +35,7 @@ def go(place: GrammarMatcher, text: str) -> str:
 
 @pytest.fixture
 def few_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(quire.text.grammars.PARSER_LIMITS, "max_lexer_states", STATES)
+    monkeypatch.setitem(quire.text.grammars.compiler.PARSER_LIMITS, "max_lexer_states", STATES)
 
 
 def grammars() -> GrammarCompiler:
@@ -93,7 +93,7 @@ def test_an_output_goes_on_in_a_grammar_made_anew_only_so_often() -> None:
     made = grammars()
     place = made.get(COUNTED).new_matcher()
     assert go(place, '["a') == ""
-    for _ in range(quire.text.grammar_places.MAX_RENEWALS):
+    for _ in range(quire.text.grammars.matcher.MAX_RENEWALS):
         spoil(made.get(COUNTED), by_masks=False)
         assert go(place, "b") == ""
     spoil(made.get(COUNTED), by_masks=False)
@@ -121,7 +121,7 @@ LONG = form({"type": "array", "items": {"type": "string", "maxLength": 400}}, co
 @pytest.fixture
 def counting(monkeypatch: pytest.MonkeyPatch) -> GrammarCompiler:
     """Over a vocabulary in which strings of counted characters have masks of their own."""
-    monkeypatch.setitem(quire.text.grammars.PARSER_LIMITS, "max_lexer_states", LARGE)
+    monkeypatch.setitem(quire.text.grammars.compiler.PARSER_LIMITS, "max_lexer_states", LARGE)
     return grammars_of(made_up(MIN_VOCAB), MIN_VOCAB)
 
 
@@ -199,7 +199,7 @@ def test_masks_and_forced_tokens_are_those_that_would_be_computed(
     grammar = grammars().get(replace(FORM, after=marker))
     masker = grammar.backend
     masker.is_serial, masker._executor = way == "one by one", LLExecutor(2) if way == "on threads" else None
-    monkeypatch.setattr(quire.text.grammars, "MAX_SERIAL_MASKS", 1)
+    monkeypatch.setattr(quire.text.grammars.compiler, "MAX_SERIAL_MASKS", 1)
     grammar.shared.root.budget.nodes, grammar.shared.root.budget.masks = room
     rng = random.Random(0)
     for _ in range(12):

@@ -10,12 +10,12 @@ import echo_service
 import pytest
 from grammar_walks import FREE, Watched, form, grammars_of, listed, place_of, side_by_side, spoken
 
-import quire.text.grammar_counted
+import quire.text.grammars.counted_strings
 from quire.bench.structured import made_up
-from quire.text import grammar_counted, grammar_strings
-from quire.text.grammar_counted import MAX_RUN, MIN_VOCAB, TokenClasses, byte_tokens
-from quire.text.grammar_strings import MAX_COUNTED_CHARS, StringDetector, make_string_detector
-from quire.text.grammars import CompiledGrammar, GrammarCompiler, GrammarMatcher
+from quire.text.grammars import counted_strings, strings
+from quire.text.grammars.compiler import CompiledGrammar, GrammarCompiler, GrammarMatcher
+from quire.text.grammars.counted_strings import MAX_RUN, MIN_VOCAB, TokenClasses, byte_tokens
+from quire.text.grammars.strings import MAX_COUNTED_CHARS, StringDetector, make_string_detector
 
 SIZE = 3000
 
@@ -126,7 +126,7 @@ def test_what_is_no_schema_where_nothing_refers_to_it_is_no_error(words: Grammar
 def test_nothing_is_known_where_llguidance_has_other_strings(
     size: int, plain: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (grammar_strings, grammar_counted):
+    for module in (strings, counted_strings):
         monkeypatch.setattr(module, "PLAIN_CHARS", re.compile(plain))
     assert known(size) is None
 
@@ -137,7 +137,7 @@ def known(size: int) -> StringDetector | None:
 
 def test_nothing_is_known_where_llguidance_counts_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(known(MIN_VOCAB), StringDetector)
-    monkeypatch.setattr(grammar_counted.CountedStrings, "mask", lambda *_: b"")
+    monkeypatch.setattr(counted_strings.CountedStrings, "mask", lambda *_: b"")
     assert known(MIN_VOCAB) is None
 
 
@@ -200,7 +200,7 @@ def test_where_the_short_vocabulary_fails_all_is_walked_through(
         place._counted_matcher = Watched(place._counted_matcher, "it is too complex")  # type: ignore[assignment]
         place.mask = None
     else:
-        monkeypatch.setattr(quire.text.grammar_counted.CountedStrings, "feed_chars", lambda *_: False)
+        monkeypatch.setattr(quire.text.grammars.counted_strings.CountedStrings, "feed_chars", lambda *_: False)
         token = grammar.backend.string_tokens.letter_tokens[0][0]
         assert place.accept(token) == told.accept(token) == ""
     assert grammar.compute_masks([place]) == uncounted.get(schema).compute_masks([told])

@@ -21,10 +21,10 @@ from grammar_walks import grammars_of
 from waiting import wait_until
 
 from quire.errors import EngineDead, InputError, Overloaded
-from quire.text import grammar_trials
-from quire.text.grammar_trial import MAX_SECONDS
-from quire.text.grammars import GrammarCompiler
-from quire.vocabulary.structured import StructuredOutputsParams
+from quire.protocol.structured_output import StructuredOutputsParams
+from quire.text.grammars import trial_process
+from quire.text.grammars.compiler import GrammarCompiler
+from quire.text.grammars.trial_worker import MAX_SECONDS
 
 TESTS = Path(__file__).parent.parent
 BOMB = {"allOf": [{"type": "integer", "multipleOf": number} for number in (5, 7, 11, 13, 17, 19)]}
@@ -61,12 +61,12 @@ def wait_gone(pid: int, states: str = "XZ") -> None:
 
 def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *changes: tuple[str, str]) -> None:
     """Have another program try: this one, changed."""
-    text = grammar_trials.PROGRAM.read_text()
+    text = trial_process.PROGRAM.read_text()
     for old, new in changes:
         assert old in text
         text = text.replace(old, new)
     (tmp_path / "trial.py").write_text(text)
-    monkeypatch.setattr(grammar_trials, "PROGRAM", tmp_path / "trial.py")
+    monkeypatch.setattr(trial_process, "PROGRAM", tmp_path / "trial.py")
 
 
 @pytest.mark.parametrize("asked", [
@@ -134,7 +134,7 @@ def test_one_that_was_killed_is_another_one(grammars: GrammarCompiler) -> None:
 
 def test_one_that_does_not_answer_is_left(grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     get(grammars, regex="a")
-    monkeypatch.setattr(grammar_trials, "WAIT_SECONDS", 0.2)
+    monkeypatch.setattr(trial_process, "WAIT_SECONDS", 0.2)
     first = process(grammars)
     first.send_signal(signal.SIGSTOP)
     wait_gone(first.pid, states="T")
@@ -194,8 +194,8 @@ def test_nothing_is_left() -> None:
 import os, signal, sys
 sys.path.insert(0, {str(TESTS)!r})
 import echo_service
-from quire.text.grammars import GrammarCompiler
-from quire.vocabulary.structured import Structured
+from quire.text.grammars.compiler.compiler import GrammarCompiler
+from quire.protocol.structured_output import Structured
 grammars = GrammarCompiler(echo_service.tokenizer(), echo_service.VOCAB, (0,))
 grammars.get(Structured("regex", "a"))
 print(grammars._trial_process._process.pid, flush=True)

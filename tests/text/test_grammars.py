@@ -18,16 +18,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from quire.errors import InputError
-from quire.text.grammar_complaints import find_keyword
-from quire.text.grammar_endless import find_endless_reference
-from quire.text.grammars import MAX_CACHED, GrammarCompiler, GrammarMatcher
-from quire.vocabulary.structured import (
+from quire.protocol.structured_output import (
     MAX_CHOICES,
     MAX_SOURCE_CHARS,
     Structured,
     StructuredOutputsParams,
     close_objects,
 )
+from quire.text.grammars.compiler import MAX_CACHED, GrammarCompiler, GrammarMatcher
+from quire.text.grammars.errors import find_keyword
+from quire.text.grammars.schema_cycles import find_endless_reference
 
 VOCAB, END = echo_service.VOCAB, 0
 FORMATS = jsonschema.FormatChecker()

@@ -15,10 +15,10 @@ from picture_files import BLUE, RED, chunk, drawn, mutated, png_of, small_files,
 from PIL import Image, ImageCms, PngImagePlugin
 
 from quire.errors import InputError
-from quire.text import images
-from quire.text.image_headers import MAX_SCANS, read_header
-from quire.text.images import ImageLimits, check_size, decode_file, read_checked_header, read_data_uri
-from quire.vocabulary.pictures import MAX_IMAGE_SIDE
+from quire.protocol.image_tiling import MAX_IMAGE_SIDE
+from quire.text.images import decode
+from quire.text.images.decode import ImageLimits, check_size, decode_file, read_checked_header, read_data_uri
+from quire.text.images.headers import MAX_SCANS, read_header
 
 LIMITS = ImageLimits()
 AT = "messages[1].content[0].image_url"
@@ -106,7 +106,7 @@ SIZES = [(0, 5), (5, 0), (100_000, 1), (1, 100_000), (20_000, 20_000), (4097, 40
 
 @pytest.mark.parametrize(("width", "height"), SIZES)
 def test_sizes_are_refused_from_the_header(width: int, height: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(images, "_open_image", lambda header: pytest.fail("it was opened"))
+    monkeypatch.setattr(decode, "_open_image", lambda header: pytest.fail("it was opened"))
     with pytest.raises(InputError, match=rf"{width} x {height} pixels; it must have 1 to 16777216") as caught:
         decode_file(png_of(width, height), LIMITS, AT)
     assert caught.value.param == AT
@@ -209,7 +209,7 @@ def test_base64_may_be_wrapped_and_unpadded(size: int) -> None:
 
 
 def test_long_uris_are_decoded_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(images, "BASE64_SLICE_CHARS", 8)
+    monkeypatch.setattr(decode, "BASE64_SLICE_CHARS", 8)
     for size in range(40):
         assert read_data_uri(uri(bytes(range(size))), LIMITS, AT) == bytes(range(size))
     with pytest.raises(InputError, match="is no base64"):
@@ -240,7 +240,7 @@ def test_base64_that_is_none(wrong: str) -> None:
 
 
 def test_base64_is_bounded_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(images.binascii, "a2b_base64", lambda *_, **__: pytest.fail("it was decoded"))
+    monkeypatch.setattr(decode.binascii, "a2b_base64", lambda *_, **__: pytest.fail("it was decoded"))
     with pytest.raises(InputError, match="has 16 characters of base64; pictures may have 9 bytes"):
         read_data_uri(uri(bytes(10)), ImageLimits(bytes=9), AT)
 

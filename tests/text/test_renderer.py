@@ -18,9 +18,9 @@ import pytest
 from waiting import wait_until
 
 from quire.errors import EngineDead, InputError, Overloaded, StartupError
-from quire.text import renderer as renderer_module
-from quire.text.chat import ChatTemplate
-from quire.text.renderer import MAX_FRAME, RenderError, TemplateProcess
+from quire.text import template_process as renderer_module
+from quire.text.chat_template import ChatTemplate
+from quire.text.template_process import MAX_FRAME, RenderError, TemplateProcess
 
 ASK = [{"role": "user", "content": "x" * 1000}]
 
@@ -95,7 +95,7 @@ def test_it_ends_with_close_and_with_the_template() -> None:
 
 def test_it_ends_within_its_time_though_nobody_is_left_to_end_it() -> None:
     code = (
-        "import os, signal, threading; from quire.text.chat import ChatTemplate\n"
+        "import os, signal, threading; from quire.text.chat_template import ChatTemplate\n"
         f"t = ChatTemplate({SLOW_CALLS[0]!r}, {{}}, max_seconds=1)\n"
         "signal.signal(signal.SIGALRM, signal.SIG_IGN)\n"
         "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])\n"

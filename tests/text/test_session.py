@@ -15,8 +15,8 @@ import transformers
 
 import quire
 from quire.errors import InputError
+from quire.protocol.step_plan import TopLogprobs
 from quire.text.session import Node
-from quire.vocabulary.plan import TopLogprobs
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_decoding.py"
 PROMPT = "Once upon a time, there was a"

@@ -19,11 +19,11 @@ from seeing import END, PARTS, PICTURE, Dots, sight
 from waiting import wait_until_async
 
 from quire.errors import InputError, Overloaded, PromptTooLong
-from quire.text import sight as sights
-from quire.text.chat import ChatTemplate
-from quire.text.messages import ContentFormats, ImageSource, read_messages
-from quire.text.sight import image_key, split_multi_modal
-from quire.vocabulary.media import ImagePixels
+from quire.protocol.images import ImagePixels
+from quire.text.chat_messages import ContentFormats, ImageSource, read_messages
+from quire.text.chat_template import ChatTemplate
+from quire.text.images import loader as sights
+from quire.text.images.loader import image_key, split_multi_modal
 
 PNG = written(drawn(8, 8))
 

@@ -10,13 +10,13 @@ from echo_service import tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.control.outcomes import BranchOutput
+from quire.core.outputs import BranchOutput
 from quire.errors import InputError
-from quire.text.stop import StopAutomaton, StopChecker
-from quire.text.stream import TextBackend
-from quire.text.transcript import RequestDetokenizer
-from quire.vocabulary.params import MAX_BAD_WORD_IDS, SamplingParams
-from quire.vocabulary.plan import TopLogprobs
+from quire.protocol.sampling_params import MAX_BAD_WORD_IDS, SamplingParams
+from quire.protocol.step_plan import TopLogprobs
+from quire.text.request_detokenizer import RequestDetokenizer
+from quire.text.stop_strings import StopAutomaton, StopChecker
+from quire.text.text_backend import TextBackend
 
 words = st.text("ab", min_size=1, max_size=5)
 

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from quire.errors import StartupError
-from quire.text.thoughts import (
+from quire.text.reasoning_parser import (
     REASONING_ALIASES,
     REASONING_FORMATS,
     ReasoningParser,

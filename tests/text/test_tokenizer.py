@@ -19,10 +19,10 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
 from quire.errors import InputError, StartupError
-from quire.text import library
-from quire.text.detokenize import Detokenizer
-from quire.text.library import errors_to_input_error
+from quire.text import tokenizers_guard
+from quire.text.detokenizer import Detokenizer
 from quire.text.tokenizer import Tokenizer
+from quire.text.tokenizers_guard import errors_to_input_error
 
 TEXTS = [
     "", " ", "Hello, world!", "  two spaces\n\nand lines\t", "naïve 日本語 👩‍👩‍👧 e\u0301", "a<s>b</s> <|end|>c<|é|>",
@@ -131,8 +131,8 @@ def test_code_in_a_model_folder_never_runs(folders: dict[str, Path], tmp_path: P
     ("code", "others"),
     [
         ("import quire.text.tokenizer", ["transformers", "torch", "jinja2"]),
-        ("from quire.text.chat import ChatTemplate; ChatTemplate('x', {})", ["jinja2"]),
-        ("import quire.llm, quire.text.grammars, quire.link.program", ["llguidance"]),
+        ("from quire.text.chat_template import ChatTemplate; ChatTemplate('x', {})", ["jinja2"]),
+        ("import quire.llm, quire.text.grammars.compiler, quire.ipc.engine_server", ["llguidance"]),
     ],
 )
 def test_importing_the_text_plane_is_light(code: str, others: list[str]) -> None:
@@ -199,9 +199,9 @@ def test_what_ends_the_program_passes_the_wrapper() -> None:
 def test_a_tokenizer_that_is_slow_at_a_word_is_refused(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(library, "TEST_SECONDS", 0.05)
+    monkeypatch.setattr(tokenizers_guard, "TEST_SECONDS", 0.05)
     ended = threading.Event()
-    monkeypatch.setattr(library, "encode", lambda *_: ended.wait(10) and [])
+    monkeypatch.setattr(tokenizers_guard, "encode", lambda *_: ended.wait(10) and [])
     with pytest.raises(StartupError, match=r"takes more than 0\.05 s for a word"):
         Tokenizer.load(folders["byte_level"])
     ended.set()

@@ -15,9 +15,9 @@ from typing import Any
 
 from quire.bench.document import short, table
 from quire.bench.machine import Others
-from quire.control.memory.large import TwoLevelPagePool
-from quire.control.memory.pages import PagePool
 from quire.errors import StartupError
+from quire.memory.jenga.two_level_pool import TwoLevelPagePool
+from quire.memory.page_pool import PagePool
 
 RATIOS = (3, 1)
 PAGES = 6250  # of each group: 100,000 tokens in pages of 16

@@ -18,13 +18,13 @@ from quire.bench.drive import Decoding, Load, drive
 from quire.bench.machine import Others
 from quire.bench.shapes import built
 from quire.bench.workloads import Job, parse
-from quire.build import BuiltEngine
 from quire.cli.flags import config_from
 from quire.config import EngineConfig
-from quire.control.engine import Engine
-from quire.control.memory.paged import PagedMemory
-from quire.control.request import Sequence as Seq
+from quire.core.engine import Engine
+from quire.core.request import Sequence as Seq
 from quire.errors import StartupError
+from quire.memory.paged import PagedMemory
+from quire.startup.build import BuiltEngine
 
 WIDTH = 4
 REPEATS = 3
@@ -145,7 +145,7 @@ def _peer(config: EngineConfig) -> Any:
         return None
     import torch
 
-    from quire.source import read_checkpoint
+    from quire.startup.checkpoint import read_checkpoint
 
     source = read_checkpoint(config)
     auto: Any = transformers.AutoModelForCausalLM

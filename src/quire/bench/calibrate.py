@@ -23,15 +23,15 @@ from quire.bench.drive import Decoding
 from quire.bench.machine import Others, machine
 from quire.bench.steps import NOTHING, Sample, Timed, bandwidth_of, grid, moves
 from quire.bench.workloads import Job, parse
-from quire.build import build
 from quire.cli.flags import config_from
 from quire.config import EngineConfig
-from quire.data.models import ARCHITECTURES, architecture_of
 from quire.errors import StartupError
-from quire.formats import ITEMSIZE
-from quire.sim.cost import MAX_DEPTH, Coefficients, CostModel, ModelShape, StepWork
-from quire.sim.simulate import Simulation, TraceRequest
-from quire.source import Checkpoint, read_checkpoint
+from quire.models import ARCHITECTURES, architecture_of
+from quire.sim.cost_model import MAX_DEPTH, Coefficients, CostModel, ModelShape, StepWork
+from quire.sim.simulation import Simulation, TraceRequest
+from quire.startup.build import build
+from quire.startup.checkpoint import Checkpoint, read_checkpoint
+from quire.startup.dtypes import ITEMSIZE
 
 TARGET = 0.15  # median error on steps kept out of the fit
 OVERLAPS = (2.0, 4.0)

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from quire.control.costs import PreemptionCosts
-from quire.control.engine import Engine
-from quire.control.request import Sequence as Seq
-from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.specs import KVCacheConfig
+from quire.core.engine import Engine
+from quire.core.preemption_costs import PreemptionCosts
+from quire.core.request import Sequence as Seq
+from quire.protocol.model_spec import KVCacheConfig
+from quire.protocol.sampling_params import SamplingParams
 
 REPEATS = 7
 FIRST = 16  # tokens of the shortest sample

@@ -16,7 +16,7 @@ from quire.bench.fleet import MOST, Fleet, clients_for
 from quire.bench.scrape import Scrape, Watch, between
 from quire.bench.served import summary
 from quire.bench.workloads import Job
-from quire.client.connections import Address
+from quire.client.connection_pool import Address
 from quire.errors import QuireError, StartupError
 
 ANSWER = 2**24  # bytes of an answer that is no completion

@@ -8,9 +8,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from quire.control.engine import Engine
-from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.plan import SeqSlice, StepPlan, StepResult
+from quire.core.engine import Engine
+from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.step_plan import SeqSlice, StepPlan, StepResult
 
 TOKEN = 10  # of which all prompts are
 WARM = 6  # steps that aren't timed: kernels are compiled and graphs captured in them

@@ -15,17 +15,18 @@ from quire.bench.document import short, table
 from quire.bench.latency import spread
 from quire.bench.machine import Others
 from quire.config import EngineConfig
-from quire.control.memory import MemorySize, build_memory
-from quire.control.request import Request
-from quire.control.request import Sequence as Seq
-from quire.control.scheduler import Scheduler
+from quire.core.request import Request
+from quire.core.request import Sequence as Seq
+from quire.core.scheduler import Scheduler
 from quire.errors import StartupError
-from quire.link.collector import freeze_loaded_objects
-from quire.sim.echo import EchoRunner
-from quire.vocabulary.method import Advance, Branch, Choice, Context
-from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.plan import SliceResult, StepPlan, StepResult, TopLogprobs
-from quire.vocabulary.specs import LayerSpec, ModelSpec
+from quire.ipc.garbage_collection import freeze_loaded_objects
+from quire.memory.build import build_memory
+from quire.memory.page_layout import MemorySize
+from quire.protocol.method import Advance, Branch, Choice, Context
+from quire.protocol.model_spec import LayerSpec, ModelSpec
+from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.step_plan import SliceResult, StepPlan, StepResult, TopLogprobs
+from quire.sim.echo_runner import EchoRunner
 
 SEQUENCES = (1, 256, 1000)
 CONTEXTS = (128, 32768)

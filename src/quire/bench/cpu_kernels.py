@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from quire.bench import cpu_kv
-from quire.data.kernels.cpu import linear
-from quire.data.kernels.cpu.library import Library, RecordedOps
-from quire.data.kernels.cpu.loading import library, use_threads
-from quire.data.layers.linear import pack_onednn
 from quire.errors import StartupError
+from quire.kernels.cpu import linear
+from quire.kernels.cpu.library import Library, RecordedOps
+from quire.kernels.cpu.library_loader import library, use_threads
+from quire.layers.linear import pack_onednn
 
 SHAPES = {
     "SmolLM2-135M": {

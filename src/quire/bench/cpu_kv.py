@@ -15,10 +15,10 @@ import torch
 from quire.bench import contexts
 from quire.bench.shapes import built
 from quire.config import EngineConfig
-from quire.control.engine import Engine
-from quire.data.kernels.cpu.backend import NativeBackend
-from quire.data.kernels.cpu.library import Library, RecordedOps
-from quire.data.runner.store import Store
+from quire.core.engine import Engine
+from quire.kernels.cpu.backend import NativeBackend
+from quire.kernels.cpu.library import Library, RecordedOps
+from quire.worker.store import Store
 
 NAMES = {"auto": "bf16", "int8": "int8"}
 CONTEXTS = (1024, 4096, 16384)

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 from quire.bench.latency import Trace
 from quire.bench.workloads import Job
-from quire.control.engine import Engine
-from quire.control.memory import Usage
-from quire.control.outcomes import BranchOutput
+from quire.core.engine import Engine
+from quire.core.outputs import BranchOutput
 from quire.errors import QuireError
-from quire.vocabulary.params import SamplingParams
+from quire.memory.answers import Usage
+from quire.protocol.sampling_params import SamplingParams
 
 WATCHING = 0.01  # of the time may go into sampling the memory
 

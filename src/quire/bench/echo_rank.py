@@ -7,10 +7,10 @@ from collections import deque
 
 import numpy as np
 
-from quire.parallel import rank
-from quire.parallel.questions import RANK_QUERIES
-from quire.vocabulary.plan import SliceResult, StepPlan, StepResult
-from quire.vocabulary.rows import SeqSlices
+from quire.distributed import rank_worker
+from quire.distributed.rank_queries import RANK_QUERIES
+from quire.protocol.seq_slices import SeqSlices
+from quire.protocol.step_plan import SliceResult, StepPlan, StepResult
 
 ARRIVED = "arrived"
 """What is asked: the clock (CLOCK_MONOTONIC, the engine's too), in nanoseconds, when the last order was there."""
@@ -48,6 +48,6 @@ class StampedRunner:
 
 
 def main() -> None:
-    """See quire.parallel.rank."""
+    """See quire.distributed.rank_worker."""
     RANK_QUERIES[ARRIVED] = lambda runner: runner.arrived
-    rank.main(lambda hello: StampedRunner())
+    rank_worker.main(lambda hello: StampedRunner())

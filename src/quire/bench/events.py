@@ -13,15 +13,17 @@ from typing import Any
 from quire.bench.document import short, table
 from quire.bench.machine import Others
 from quire.config import EngineConfig
-from quire.control.memory import KVMemory, MemorySize, build_memory
-from quire.control.request import Request
-from quire.control.request import Sequence as Seq
-from quire.control.scheduler import Scheduler
+from quire.core.request import Request
+from quire.core.request import Sequence as Seq
+from quire.core.scheduler import Scheduler
 from quire.errors import StartupError
-from quire.link.collector import freeze_loaded_objects
-from quire.sim.echo import EchoRunner
-from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.specs import LayerSpec, ModelSpec
+from quire.ipc.garbage_collection import freeze_loaded_objects
+from quire.memory.build import build_memory
+from quire.memory.interface import KVMemory
+from quire.memory.page_layout import MemorySize
+from quire.protocol.model_spec import LayerSpec, ModelSpec
+from quire.protocol.sampling_params import SamplingParams
+from quire.sim.echo_runner import EchoRunner
 
 BRANCHES, LONG = 128, 32768
 LOOKUP = 131072

@@ -11,13 +11,13 @@ from statistics import median
 from typing import Any
 
 from quire.config import EngineConfig
+from quire.distributed import rank_startup
+from quire.distributed.rank_handle import launch_rank_process
+from quire.distributed.rank_messages import InitMessage
+from quire.distributed.remote_runner import RemoteRunner
 from quire.errors import QuireError
-from quire.link.child import program_arguments
-from quire.parallel import starting
-from quire.parallel.frames import InitMessage
-from quire.parallel.remote import RemoteRunner
-from quire.parallel.sides import launch_rank_process
-from quire.vocabulary.layout import ParallelLayout
+from quire.ipc.child_process import program_arguments
+from quire.protocol.parallel_layout import ParallelLayout
 
 ROWS = (1, 32, 128, 512)
 PROGRAM = program_arguments("quire.bench.exchange_rank")
@@ -38,8 +38,8 @@ def measured(ranks: int, device: str, end: float) -> Iterator[dict[str, Any]]:
     runner = RemoteRunner(ranks, PATIENCE, partial(launch_rank_process, program=PROGRAM))
     try:
         if device == "cuda":
-            starting.open_devices(runner, config)
-        threads = starting.threads_per_rank(None, ranks) if device == "cpu" else None
+            rank_startup.open_devices(runner, config)
+        threads = rank_startup.threads_per_rank(None, ranks) if device == "cpu" else None
         said = EngineConfig(tp=ranks, device=device, threads=threads)
         meeting = runner.rendezvous.descriptors
         runner.send_init([InitMessage(said, part, (), 1, PATIENCE, meeting) for part in ParallelLayout(ranks).shards()])

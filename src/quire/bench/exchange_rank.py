@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 
 from quire.bench.exchange import OURS, SHOTS, WAYS
-from quire.data.kernels.cpu import loading as kernels
-from quire.data.layers.cut import shard_columns
-from quire.data.layers.linear import Linear
-from quire.data.layers.norm import RMSNorm
-from quire.data.layers.prepare import connect_ranks
-from quire.parallel import rank
-from quire.parallel.frames import InitMessage
-from quire.parallel.group import NcclCommunicator
-from quire.parallel.questions import RANK_QUERIES
-from quire.parallel.shared import SharedMemoryExchange
+from quire.distributed import rank_worker as rank
+from quire.distributed.nccl import NcclCommunicator
+from quire.distributed.rank_messages import InitMessage
+from quire.distributed.rank_queries import RANK_QUERIES
+from quire.distributed.shared_memory_exchange import SharedMemoryExchange
+from quire.kernels.cpu import library_loader as kernels
+from quire.layers.linear import Linear
+from quire.layers.norm import RMSNorm
+from quire.layers.prepare import connect_ranks
+from quire.layers.sharding import shard_columns
 
 SIZE = 8192  # numbers of a row, as Llama-3-70B's have
 DTYPE = torch.bfloat16
@@ -96,17 +96,17 @@ class Timed:
         if name not in SHOTS:
             yield
             return
-        from quire.data.kernels.triton import reduce
-        from quire.parallel import device_exchange
+        from quire.distributed import device_exchange
+        from quire.kernels.triton import all_reduce
 
-        former, large = dict(reduce.ONE_SHOT_BYTES), device_exchange.NCCL_MIN_BYTES
-        reduce.ONE_SHOT_BYTES[self.part.tp_size] = 1 << 40 if SHOTS[name] == 1 else 0
+        former, large = dict(all_reduce.ONE_SHOT_BYTES), device_exchange.NCCL_MIN_BYTES
+        all_reduce.ONE_SHOT_BYTES[self.part.tp_size] = 1 << 40 if SHOTS[name] == 1 else 0
         device_exchange.NCCL_MIN_BYTES = 1 << 40
         try:
             yield
         finally:
-            reduce.ONE_SHOT_BYTES.clear()
-            reduce.ONE_SHOT_BYTES.update(former)
+            all_reduce.ONE_SHOT_BYTES.clear()
+            all_reduce.ONE_SHOT_BYTES.update(former)
             device_exchange.NCCL_MIN_BYTES = large
 
     def _compile(self, work: Callable[[], object]) -> None:
@@ -374,6 +374,6 @@ def _bits(*tensors: Tensor) -> int:
 
 
 def main() -> None:
-    """See quire.parallel.rank."""
+    """See quire.distributed.rank_worker."""
     RANK_QUERIES["found"] = lambda runner: runner.found
     rank.main(Timed)

@@ -18,8 +18,8 @@ from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple
 
 from quire.bench.drive import Load
-from quire.client.connections import Address
-from quire.client.load import QUEUE_RECORD
+from quire.client.connection_pool import Address
+from quire.client.load_run import QUEUE_RECORD
 from quire.errors import QuireError
 
 MOST = 64  # client processes

@@ -21,13 +21,13 @@ from quire.bench.shapes import built
 from quire.bench.workloads import Job, parse
 from quire.cli.flags import config_from
 from quire.config import EngineConfig
-from quire.control.decoding import BeamSearch
-from quire.control.engine import Engine
+from quire.core.decoding import BeamSearch
+from quire.core.engine import Engine
 from quire.errors import StartupError
+from quire.protocol.method import Advance, Branch, Context
+from quire.protocol.sampling_params import SamplingParams
 from quire.sim.histories import pack_history
-from quire.source import read_checkpoint
-from quire.vocabulary.method import Advance, Branch, Context
-from quire.vocabulary.params import SamplingParams
+from quire.startup.checkpoint import read_checkpoint
 
 SEED = 0
 STORIES, STORY = 8, 1500  # how many, and tokens of each

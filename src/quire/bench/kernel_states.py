@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quire.bench.replay import Call, Case, inputs
-from quire.data.kernels.states import StateCache, StatePlan, make_state_tiles
+from quire.kernels.mamba_states import StateCache, StatePlan, make_state_tiles
 
 HIDDEN, FFN, EXPERTS, TOP = 4096, 14336, 16, 2
 INNER, SIZE, TAPS = 8192, 16, 4
@@ -112,8 +112,8 @@ def _tokens(count: int) -> Tokens:
 def _calls(
     tokens: Tokens, weights: Weights, pairs: list[tuple[StateCache, StatePlan]]
 ) -> tuple[list[Call], list[Call]]:
-    from quire.data.kernels.triton.conv import causal_conv
-    from quire.data.kernels.triton.scan import selective_scan
+    from quire.kernels.triton.mamba_conv import causal_conv
+    from quire.kernels.triton.mamba_scan import selective_scan
 
     t, w = tokens, weights
     conv: list[Call] = [partial(causal_conv, t.x, w.conv, w.bias, *pair, pdl=True) for pair in pairs]
@@ -126,8 +126,8 @@ def _calls(
 def experts() -> Iterator[Case]:
     """A layer's mixture, its choice given: beside reading the weights of the experts that were chosen, and for prompts
     beside a product's rate. In bf16, and in FP8 where the GPU has it."""
-    from quire.data.kernels.triton.experts import fused_moe
-    from quire.data.weights.fp8 import E4M3, has_fp8_matmul
+    from quire.kernels.triton.fused_moe import fused_moe
+    from quire.weights.fp8 import E4M3, has_fp8_matmul
 
     none, scales = (None, None), tuple(torch.ones(1, EXPERTS * n, device="cuda") for n in (2 * FFN, HIDDEN))
     several = [((_random(EXPERTS, 2 * FFN, HIDDEN), _random(EXPERTS, HIDDEN, FFN)), none) for _ in range(2)]
@@ -149,7 +149,7 @@ def experts() -> Iterator[Case]:
 
 def crossed() -> Iterator[Case]:
     """A token of each row attends to all rows of a picture of its own. The tables of all are one column, as a runner
-    has them (data/runner/crossing.py)."""
+    has them (worker/cross_attention.py)."""
     from quire.bench.kernels import decode_calls, placed
 
     for rows in (1, 8, 32):

@@ -25,9 +25,9 @@ from quire.bench.kernel_states import crossed, experts, states
 from quire.bench.rank_kernels import DECODES, LAYERS, LLAMA_8B, PAGE, Shape, decodes, products, shape_of
 from quire.bench.replay import Call, Case, ceilings, inputs, need_gpu, result, timed
 from quire.config import VENDOR_ATTENTIONS
-from quire.data.kernels.batch import LayerCache
-from quire.data.runner.host_pool import HostPool
 from quire.errors import StartupError
+from quire.kernels.forward_batch import LayerCache
+from quire.worker.host_pool import HostPool
 
 HIDDEN, HEADS, KV_HEADS, DIM, FFN, VOCAB, DEPTH = LLAMA_8B[:7]
 PROMPTS = (512, 2048, 4096, 8192, 32768)
@@ -81,7 +81,7 @@ def _random(*shape: int) -> Tensor:
 
 def copies() -> Iterator[Case]:
     """Copy-on-write: pages of 128 bytes to 2 MiB (16 tokens), up to 4096 in a launch; and one by one."""
-    from quire.data.kernels.triton.copy import copy_pages
+    from quire.kernels.triton.copy_pages import copy_pages
 
     for size in (128, 2**14, 2**17, 2**21):
         pages = torch.zeros(min(2**33 // size, 2**20), size // 8, dtype=torch.int64, device="cuda")
@@ -151,7 +151,7 @@ def wide() -> Iterator[Case]:
 
 def decode_calls(where: Placed) -> list[Call]:
     """A decode step's attention in each layer."""
-    from quire.data.kernels.triton.attention import choose_splits, decode, decode_scratch, multiprocessors
+    from quire.kernels.triton.decode import choose_splits, decode, decode_scratch, multiprocessors
 
     batch, cache, heads = len(where.slots), where.caches[0], where.caches[0].heads
     device, dtype = where.slots.device, cache.dtype
@@ -192,21 +192,21 @@ def windowed() -> Iterator[Case]:
 
 def _ours(cache: LayerCache) -> Iterator[tuple[str, Any, int]]:
     """Our kernels for prompts in this cache, and the queries of their tiles."""
-    from quire.data.kernels.triton import prompt
-    from quire.data.kernels.triton.launch import supports_hopper_kernel
+    from quire.kernels.triton import prefill as prompt
+    from quire.kernels.triton.launch import supports_hopper_kernel
 
     side, shape = "contiguous" if cache.contiguous else "paged", (cache.heads, cache.kv_heads, cache.head_dim)
     yield f"prompt {side}", prompt.prefill, prompt.tile_queries(*shape, cache.dtype.itemsize)
     if supports_hopper_kernel(cache.device):
-        from quire.data.kernels.triton import prompt_hopper
+        from quire.kernels.triton import prefill_hopper
 
-        if prompt_hopper.supports(cache):
-            yield "prompt Hopper", prompt_hopper.prefill, prompt_hopper.tile_queries(shape[0] // shape[1])
+        if prefill_hopper.supports(cache):
+            yield "prompt Hopper", prefill_hopper.prefill, prefill_hopper.tile_queries(shape[0] // shape[1])
 
 
 def _tiles(where: Placed, start: int, length: int, queries: int) -> Tensor:
     """Those of `length` tokens of the first sequence, from `start` on."""
-    from quire.data.kernels.triton.prompt import make_prefill_tiles
+    from quire.kernels.triton.prefill import make_prefill_tiles
 
     row = (np.array([number], dtype=np.int64) for number in (int(where.slots[0]), start, length, 0))
     return torch.from_numpy(make_prefill_tiles(*row, queries)).to(where.slots.device)
@@ -231,7 +231,7 @@ def chunks() -> Iterator[Case]:
 def chunked(where: Placed, chunk: int) -> dict[str, Callable[[], list[Tensor]]]:
     """By kernel, the attention of all of the first sequence's tokens in chunks: outputs [tokens, heads, dim]. On a
     device that a kernel doesn't run on it isn't there."""
-    from quire.data.kernels.triton.vendor_backend import VendorBackend
+    from quire.kernels.triton.vendor_backend import VendorBackend
 
     cache, end = where.caches[0], int(where.lengths[0])
     q = torch.randn(end, cache.heads, cache.head_dim, dtype=cache.dtype, device=cache.device)
@@ -271,9 +271,9 @@ def _causal(length: int) -> int:
 
 def small() -> Iterator[Case]:
     """The small kernels of a step: norm with the residual sum, rotation with the KV write, gated activation."""
-    from quire.data.kernels.triton.activation import act_and_mul
-    from quire.data.kernels.triton.norm import rms_norm
-    from quire.data.kernels.triton.rope_write import rope_write
+    from quire.kernels.triton.activation import act_and_mul
+    from quire.kernels.triton.norm import rms_norm
+    from quire.kernels.triton.rope_write import rope_write
 
     weight, angles = _random(HIDDEN), torch.randn(8192, 2, DIM // 2, device="cuda")
     width = HEADS + 2 * KV_HEADS
@@ -294,7 +294,7 @@ def small() -> Iterator[Case]:
 
 def sampling() -> Iterator[Case]:
     """The greedy choice over the vocabulary."""
-    from quire.data.kernels.triton.sampling import SamplingScratch, greedy
+    from quire.kernels.triton.sampling import SamplingScratch, greedy
 
     for rows in (1, 32, 256, 1024):
         scratch = SamplingScratch.allocate(rows, VOCAB, torch.device("cuda"), has_random=False)

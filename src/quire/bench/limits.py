@@ -22,15 +22,15 @@ from quire.bench.machine import Others
 from quire.bench.spent import ATTENTION, PRODUCT, Spent, Work, watched
 from quire.bench.steps import clock_of
 from quire.bench.workloads import Job, parse
-from quire.build import build
 from quire.cli.flags import config_from
-from quire.control.engine import Engine
+from quire.core.engine import Engine
 from quire.errors import StartupError
-from quire.formats import ITEMSIZE
-from quire.link.collector import freeze_loaded_objects
-from quire.sim.cost import ModelShape, step_work
-from quire.source import read_checkpoint
-from quire.vocabulary.plan import StepPlan
+from quire.ipc.garbage_collection import freeze_loaded_objects
+from quire.protocol.step_plan import StepPlan
+from quire.sim.cost_model import ModelShape, step_work
+from quire.startup.build import build
+from quire.startup.checkpoint import read_checkpoint
+from quire.startup.dtypes import ITEMSIZE
 
 WORKLOADS = ("fixed:128:128@32", "fixed:128:128@1", "fixed:2048:1@1", "shared:512:32:32@32")
 PROMPTS, DECODE = "with prompts", "decode"

@@ -31,7 +31,7 @@ def measured() -> dict[str, Any]:
     link, as NVLink has them, and GB/s of copies one way."""
     import torch
 
-    from quire.parallel.peer_memory import PeerError, has_native_atomics
+    from quire.distributed.peer_memory import PeerError, has_native_atomics
 
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     said = {asked: text for asked in ASKED if (text := _smi(asked))} if names else {}

@@ -14,11 +14,11 @@ import torch
 
 from quire.bench.kernels import Placed
 from quire.config import EngineConfig
-from quire.control.memory.layout import MemorySize
-from quire.control.memory.virtual import build_virtual_kv_config
-from quire.data.runner.virtual.opening import open_store
-from quire.vocabulary.plan import TableWrite
-from quire.vocabulary.specs import ModelSpec
+from quire.memory.page_layout import MemorySize
+from quire.memory.virtual.virtual_memory import build_virtual_kv_config
+from quire.protocol.model_spec import ModelSpec
+from quire.protocol.step_plan import TableWrite
+from quire.worker.virtual.opening import open_store
 
 Found = TypeVar("Found")
 

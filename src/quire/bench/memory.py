@@ -20,14 +20,14 @@ import psutil
 from quire.bench.document import table
 from quire.bench.shapes import built
 from quire.bench.workloads import Job, parse
-from quire.build import BuiltEngine
 from quire.cli.flags import config_from
 from quire.config import EngineConfig
 from quire.errors import StartupError
-from quire.formats import choose_device
-from quire.source import Checkpoint, read_checkpoint
-from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.specs import max_parts_per_step
+from quire.protocol.model_spec import max_parts_per_step
+from quire.protocol.sampling_params import SamplingParams
+from quire.startup.build import BuiltEngine
+from quire.startup.checkpoint import Checkpoint, read_checkpoint
+from quire.startup.dtypes import choose_device
 
 TOKENS = 12  # that each sequence generates, where so many fit
 PICTURE = "mmmu-pro@1"
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     """One result: bytes, planned and measured. Linux only on a CPU."""
     import torch
 
-    import quire.data.runner.model_runner  # noqa: F401  so that what is imported isn't counted
+    import quire.worker.model_runner  # noqa: F401  so that what is imported isn't counted
 
     config = config_from(args)
     gpu = choose_device(config) == "cuda"
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         torch.zeros(1, device="cuda")
         before = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
     else:
-        from quire.data.weights.mapped import trim_memory
+        from quire.weights.mapped_files import trim_memory
 
         trim_memory()  # as a start does at its end: what that gives back would count against what is taken
         Path("/proc/self/clear_refs").write_text("5")  # forget the highest so far

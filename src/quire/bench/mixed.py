@@ -19,10 +19,10 @@ from typing import Any
 from quire.bench.document import short, table
 from quire.bench.shapes import built
 from quire.cli.flags import config_from
-from quire.control.engine import Engine
+from quire.core.engine import Engine
 from quire.errors import StartupError
-from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.plan import StepPlan
+from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.step_plan import StepPlan
 
 WAIT = 40_000_000  # cycles: longer than the launches of the slowest step take the host
 BETWEEN = 3  # steps of decodes alone before each prompt

@@ -24,8 +24,8 @@ from quire.bench import parallel_goals as goals
 from quire.bench.document import document, short, table, write
 from quire.bench.parallel_goals import Goal
 from quire.config import MAX_RANKS
+from quire.distributed.rank_devices import SHARE_GPU_VARIABLE, may_share_gpus
 from quire.errors import QuireError, StartupError
-from quire.parallel.devices import SHARE_GPU_VARIABLE, may_share_gpus
 
 LARGE_FLAGS = ("--model-config", "llama3-70b", "--dummy-weights", "--dtype", "bfloat16")
 SMALL_FLAGS = ("--model-config", "llama3-8b", "--dummy-weights", "--dtype", "bfloat16")

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from quire.bench.workloads import EDGE, Job, Sketch, Sketched
-from quire.data.models.seeing_settings import PREPROCESSOR_KEY
-from quire.data.models.vision.settings import VisionSettings
-from quire.vocabulary.media import ImageItem, ImagePixels
-from quire.vocabulary.pictures import ImageTiling
-from quire.vocabulary.specs import ModelSpec
+from quire.models.vision.settings import VisionSettings
+from quire.models.vision_language_settings import PREPROCESSOR_KEY
+from quire.protocol.image_tiling import ImageTiling
+from quire.protocol.images import ImageItem, ImagePixels
+from quire.protocol.model_spec import ModelSpec
 
 BLOCK = 28  # pixels a side that have one colour in a PNG file, so that it is no larger than a drawing's
 PLACE = EDGE  # the token that a picture's rows stand in the place of; nobody reads it
@@ -62,7 +62,7 @@ class Eyes(NamedTuple):
         """What an encoder gets of a request's pictures: the same of pictures of one name."""
         from PIL import Image
 
-        from quire.text.pictures import read_image_preprocessor
+        from quire.text.images.preprocessor import read_image_preprocessor
 
         said = self.config.get(PREPROCESSOR_KEY) or {}
         how = read_image_preprocessor(

@@ -23,8 +23,8 @@ from quire.bench.machine import Others
 from quire.bench.shapes import built
 from quire.bench.workloads import Job, parse
 from quire.cli.flags import config_from
-from quire.control.costs import PreemptionCosts
-from quire.control.engine import Engine
+from quire.core.engine import Engine
+from quire.core.preemption_costs import PreemptionCosts
 from quire.errors import StartupError
 
 POLICIES = ("swap", "recompute", "auto")

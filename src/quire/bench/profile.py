@@ -17,10 +17,10 @@ from typing import Any
 from quire.bench.document import short, table
 from quire.bench.shapes import built
 from quire.cli.flags import config_from
-from quire.control.engine import Engine
+from quire.core.engine import Engine
+from quire.distributed.kernel_profiler import KernelProfiler
 from quire.errors import StartupError
-from quire.parallel.profiled import KernelProfiler
-from quire.vocabulary.params import SamplingParams
+from quire.protocol.sampling_params import SamplingParams
 
 ROWS = (1, 32, 256)
 CONTEXT = 1000

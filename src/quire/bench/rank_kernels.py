@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.bench.replay import Call, Case, inputs
-from quire.data.models import read_spec
-from quire.data.models.configs import named_config
 from quire.errors import StartupError
-from quire.vocabulary.layout import MOST_RANKS, Shard
+from quire.models import read_spec
+from quire.models.named_configs import named_config
+from quire.protocol.parallel_layout import MOST_RANKS, Shard
 
 LAYERS, PAGE = 8, 16  # those whose caches or weights take turns, at most; tokens
 DECODES = ((1, 1024), (1, 8192), (1, 65536), (8, 4096), (32, 1024), (32, 4096), (128, 1024), (256, 1024))
@@ -81,7 +81,7 @@ def decodes(shape: Shape) -> Iterator[Case]:
 
 def products(shape: Shape) -> Iterator[Case]:
     """Linear layers: cuBLAS, and ours for few rows; then all of a step's, in a step's order."""
-    from quire.data.kernels.triton.linear import gated_linear, linear, supports
+    from quire.kernels.triton.linear import gated_linear, linear, supports
 
     matrices = shape.matrices
     for name, (size, width) in matrices.items():

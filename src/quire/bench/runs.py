@@ -25,8 +25,8 @@ from quire.bench.workloads import Job, Sketch, Workload, parse, poisson
 from quire.cli.flags import config_from
 from quire.config import EngineConfig
 from quire.errors import InputError, StartupError
-from quire.link.collector import freeze_loaded_objects
-from quire.source import read_checkpoint
+from quire.ipc.garbage_collection import freeze_loaded_objects
+from quire.startup.checkpoint import read_checkpoint
 
 Loads = Callable[[Workload, int], Load]
 Attempt = Callable[[Sequence[Job], Load], dict[str, Any]]
@@ -114,7 +114,7 @@ def _decoding(args: argparse.Namespace) -> Decoding:
 
 @contextmanager
 def _engine(config: EngineConfig, decoding: Decoding) -> Iterator[Target]:
-    from quire.build import build
+    from quire.startup.build import build
 
     built = build(config)
     freeze_loaded_objects()

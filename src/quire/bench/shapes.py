@@ -10,9 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from quire.build import BuiltEngine, build
 from quire.config import EngineConfig
-from quire.data.models.configs import named_config
+from quire.models.named_configs import named_config
+from quire.startup.build import BuiltEngine, build
 
 
 @contextmanager

@@ -21,20 +21,20 @@ from quire.bench.shapes import built
 from quire.bench.steps import Timed, encoder, picture_steps
 from quire.bench.workloads import Job
 from quire.cli.flags import config_from
-from quire.control.engine import Engine
-from quire.data.kernels.limits import MAX_IMAGE_PARTS
-from quire.data.models.seeing_settings import PREPROCESSOR_KEY
-from quire.data.models.vision.settings import VisionSettings
+from quire.core.engine import Engine
 from quire.errors import StartupError
-from quire.formats import ITEMSIZE
-from quire.sim.cost import CostModel, load_calibration
-from quire.source import read_checkpoint
-from quire.vocabulary.media import ImageItem, ImagePixels
-from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.pictures import TileGrid
+from quire.kernels.limits import MAX_IMAGE_PARTS
+from quire.models.vision.settings import VisionSettings
+from quire.models.vision_language_settings import PREPROCESSOR_KEY
+from quire.protocol.image_tiling import TileGrid
+from quire.protocol.images import ImageItem, ImagePixels
+from quire.protocol.sampling_params import SamplingParams
+from quire.sim.cost_model import CostModel, load_calibration
+from quire.startup.checkpoint import read_checkpoint
+from quire.startup.dtypes import ITEMSIZE
 
 if TYPE_CHECKING:
-    from quire.text.pictures.preparation import ImagePreprocessor
+    from quire.text.images.preprocessor import ImagePreprocessor
 
 ROUNDS = 5
 TEXT_FIRST = 8
@@ -72,7 +72,7 @@ def flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     """A result for each number of rows: with text alone, and with pictures."""
-    from quire.text.pictures import read_image_preprocessor
+    from quire.text.images.preprocessor import read_image_preprocessor
 
     if min(*args.rows, *args.picture, args.parts, args.steps) < 1 or args.text <= TEXT_FIRST:
         raise StartupError(

@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
-import quire.data.runner.model_runner as running
-import quire.data.runner.step as stepping
+import quire.worker.model_runner as running
+import quire.worker.step_context as stepping
 from quire.bench.steps import clock_of
-from quire.control.engine import Engine
-from quire.data.layers.embedding import Embedding
-from quire.data.layers.linear import Linear
-from quire.data.layers.mlp import MLP, GatedMLP
-from quire.data.layers.norm import LayerNorm, RMSNorm
+from quire.core.engine import Engine
+from quire.layers.embedding import Embedding
+from quire.layers.linear import Linear
+from quire.layers.mlp import MLP, GatedMLP
+from quire.layers.norm import LayerNorm, RMSNorm
 
 CONTROL, RUNNER, MODEL = "control plane", "runner, the rest", "model, the rest"
 ATTENTION, PRODUCT = "attention", "product "

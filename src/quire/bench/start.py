@@ -15,7 +15,7 @@ from quire.bench.document import short, table
 from quire.bench.machine import seconds_alive
 from quire.bench.shapes import built
 from quire.cli.flags import config_from
-from quire.vocabulary.params import SamplingParams
+from quire.protocol.sampling_params import SamplingParams
 
 PROMPT = 128
 

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 from quire.bench.calibration import TOKEN, host_tokens, swap_seconds
 from quire.bench.workloads import Job
-from quire.control.engine import Engine
-from quire.sim.cost import Coefficients, CostModel, ModelShape, StepWork, step_work
-from quire.vocabulary.media import ImageItem, ImagePixels
-from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.plan import PageCopy, StepPlan, StepResult
+from quire.core.engine import Engine
+from quire.protocol.images import ImageItem, ImagePixels
+from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.step_plan import PageCopy, StepPlan, StepResult
+from quire.sim.cost_model import Coefficients, CostModel, ModelShape, StepWork, step_work
 
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 128, 256)
 CONTEXTS = (16, 64, 256, 512, 1024, 1900, 4096)

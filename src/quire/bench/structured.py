@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 from quire.bench.document import short, table
 from quire.bench.shapes import built
 from quire.cli.flags import add_engine_flags, config_from
-from quire.control import matching
-from quire.control.engine import Engine
+from quire.core import grammar_masks
+from quire.core.engine import Engine
 from quire.errors import StartupError
-from quire.text.grammars import CompiledGrammar, GrammarCompiler
-from quire.vocabulary.params import SamplingParams, Structured, StructuredOutputsParams
+from quire.protocol.sampling_params import SamplingParams, Structured, StructuredOutputsParams
+from quire.text.grammars.compiler import CompiledGrammar, GrammarCompiler
 
 if TYPE_CHECKING:
     from quire.text.tokenizer import Tokenizer
@@ -104,12 +104,12 @@ def _forced(engine: Engine, grammars: GrammarCompiler, args: argparse.Namespace)
 
 @contextmanager
 def _jumping(at_once: bool) -> Iterator[None]:
-    least = matching.JUMP_AHEAD_MIN_TOKENS
-    matching.JUMP_AHEAD_MIN_TOKENS = least if at_once else 1 << 30
+    least = grammar_masks.JUMP_AHEAD_MIN_TOKENS
+    grammar_masks.JUMP_AHEAD_MIN_TOKENS = least if at_once else 1 << 30
     try:
         yield
     finally:
-        matching.JUMP_AHEAD_MIN_TOKENS = least
+        grammar_masks.JUMP_AHEAD_MIN_TOKENS = least
 
 
 def _speed(engine: Engine, rows: int, tokens: int, grammar: CompiledGrammar, held: int) -> float:

@@ -311,7 +311,7 @@ def given(args: argparse.Namespace) -> list[Workload]:
     if not args.trace:
         return []
     from quire.cli.flags import config_from
-    from quire.source import read_checkpoint
+    from quire.startup.checkpoint import read_checkpoint
 
     config = config_from(args)
     max_len = MAX_LENGTH
@@ -336,7 +336,7 @@ def counter(config: EngineConfig) -> Count:
 
 def tokenizer_of(config: EngineConfig) -> Tokenizer:
     """The tokenizer of --tokenizer, or the model's own."""
-    from quire.source import read_checkpoint, read_tokenizer
+    from quire.startup.checkpoint import read_checkpoint, read_tokenizer
 
     found = read_tokenizer(config, None if config.tokenizer is not None else read_checkpoint(config, weights=False))
     if found is None:

@@ -23,13 +23,13 @@ from quire.bench.document import short, table
 from quire.bench.echo_rank import ARRIVED
 from quire.bench.machine import Others
 from quire.config import MAX_RANKS, EngineConfig
+from quire.distributed.rank_handle import launch_rank_process
+from quire.distributed.rank_messages import InitMessage
+from quire.distributed.remote_runner import RemoteRunner
 from quire.errors import StartupError
-from quire.link.child import program_arguments
-from quire.parallel.frames import InitMessage
-from quire.parallel.remote import RemoteRunner
-from quire.parallel.sides import launch_rank_process
-from quire.vocabulary.layout import ParallelLayout
-from quire.vocabulary.plan import (
+from quire.ipc.child_process import program_arguments
+from quire.protocol.parallel_layout import ParallelLayout
+from quire.protocol.step_plan import (
     LAST_SAMPLED,
     SeqSlice,
     SliceResult,
@@ -39,7 +39,7 @@ from quire.vocabulary.plan import (
     TableWrite,
     TopLogprobs,
 )
-from quire.vocabulary.wire import KEY_BYTES, Message, decode_frame, encode_frame
+from quire.protocol.wire import KEY_BYTES, Message, decode_frame, encode_frame
 
 REPEATS = 200
 PAUSE = 5e-4  # seconds in which ranks that were sent a step need nothing else

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from quire.bench.arrivals import poisson
 from quire.errors import StartupError
-from quire.vocabulary.media import ImageItem, ImagePixels
+from quire.protocol.images import ImageItem, ImagePixels
 
 __all__ = [
     "DRAWN", "EXPECTED", "MAX_LENGTH", "MAX_PROMPT_TOKENS", "MAX_REQUESTS", "Job", "Lengths", "LogNormal", "Named",

@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from quire.cli.flags import add_batch_flags, add_engine_flags, add_sampling_flags, add_serve_flags
 from quire.cli.parser import USAGE_ERROR, Parser, fail
-from quire.cli.vllm import no_effect_notices, unsupported_reason
+from quire.cli.vllm_flags import no_effect_notices, unsupported_reason
 from quire.errors import QuireError, StartupError
 
 INTERRUPTED = 130

@@ -11,7 +11,7 @@ from typing import Any
 from quire.cli.flags import config_from, sampling_from
 from quire.errors import InputError
 from quire.llm import LLM
-from quire.vocabulary.params import SamplingParams
+from quire.protocol.sampling_params import SamplingParams
 
 HELP = (
     "/reset forgets the conversation, /quit or /exit ends it, /help says this; Ctrl-C stops an answer; "
@@ -26,7 +26,7 @@ def chat(args: argparse.Namespace) -> int:
     one that begins with // it hears all but the first of them."""
     config = config_from(args)
     interactive = sys.stdin.isatty()
-    from quire.build import build
+    from quire.startup.build import build
 
     with LLM.of(build(config, progress=sys.stderr.isatty())) as llm:
         for notice in llm.built.notices:

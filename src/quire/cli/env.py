@@ -58,7 +58,7 @@ def facts() -> list[tuple[str, str]]:
 
 
 def _kernels() -> str:
-    from quire.data.kernels.cpu.loading import library, missing_reason
+    from quire.kernels.cpu.library_loader import library, missing_reason
 
     found = library()
     return found.path.stem if found is not None else f"none: {missing_reason()}"

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, NamedTuple
 
-from quire.cli.vllm import add_vllm_flags, no_effect_notices, vllm_settings
+from quire.cli.vllm_flags import add_vllm_flags, no_effect_notices, vllm_settings
 from quire.config import (
     ASSOCIATIONS,
     ATTENTIONS,
@@ -34,7 +34,7 @@ from quire.config import (
     EngineConfig,
 )
 from quire.errors import InputError
-from quire.vocabulary.params import MAX_LOGPROBS
+from quire.protocol.sampling_params import MAX_LOGPROBS
 
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")  # trace would log what requests say
 

@@ -15,8 +15,8 @@ def generate(args: argparse.Namespace) -> int:
     """Continue the given prompts."""
     config = config_from(args)
     prompts = read_prompts(args)
-    from quire.build import build
     from quire.llm import LLM
+    from quire.startup.build import build
 
     with LLM.of(build(config, progress=sys.stderr.isatty())) as llm:
         for notice in llm.built.notices:

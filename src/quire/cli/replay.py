@@ -10,9 +10,9 @@ DIFFERENT = 1
 
 def replay(args: argparse.Namespace) -> int:
     """Print what the log holds; with --against the first difference instead, if there is one."""
-    from quire.plan_log import PlanLog
-    from quire.plan_replay import compare_files, summarize
-    from quire.plan_replay import replay as replayed
+    from quire.protocol.plan_log import PlanLog
+    from quire.sim.plan_replay import compare_files, summarize
+    from quire.sim.plan_replay import replay as replayed
 
     if args.against is not None:
         found = compare_files(Path(args.file), Path(args.against))

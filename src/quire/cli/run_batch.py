@@ -12,9 +12,9 @@ from starlette.types import ASGIApp
 
 from quire.cli.flags import config_from
 from quire.errors import StartupError
+from quire.server.api_server import read_chat_template, set_chat_template
 from quire.server.batch import MAX_IN_FLIGHT
 from quire.server.batch import run_batch as run
-from quire.server.run import read_chat_template, set_chat_template
 
 if TYPE_CHECKING:
     from quire.async_llm import AsyncLLM
@@ -28,8 +28,8 @@ def run_batch(args: argparse.Namespace) -> int:
 
     def make() -> tuple[AsyncLLM, ASGIApp]:
         from quire.async_llm import AsyncLLM
-        from quire.build import build
         from quire.server.app import create_app
+        from quire.startup.build import build
 
         built = build(config, progress=sys.stderr.isatty())
         for notice in built.notices:

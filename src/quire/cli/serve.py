@@ -1,4 +1,4 @@
-"""`quire serve`: logging to stderr, then quire.server.run."""
+"""`quire serve`: logging to stderr, then quire.server.api_server."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from collections.abc import Sequence
 
 from quire.cli.flags import config_from
 from quire.errors import StartupError
+from quire.protocol.sampling_params import MAX_LOGPROBS
+from quire.server.api_server import ServeOptions
+from quire.server.api_server import serve as run
 from quire.server.logs import MAX_INT_DIGITS, configure_logging
-from quire.server.run import ServeOptions
-from quire.server.run import serve as run
-from quire.text.calls.formats import tool_format_named
-from quire.text.thoughts import reasoning_format_named
-from quire.vocabulary.params import MAX_LOGPROBS
+from quire.text.reasoning_parser import reasoning_format_named
+from quire.text.tool_parsers.formats import tool_format_named
 
 ORIGIN = re.compile(r"\*|https?://[A-Za-z0-9.\[\]:_-]{1,300}")
 ROOT_PATH = re.compile(r"(/[A-Za-z0-9._~-]+)*/?")

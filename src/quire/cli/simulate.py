@@ -1,6 +1,6 @@
 """`quire simulate`: what a model on a device would serve, without either: request rates, latencies, memory by category.
 
-The engine, the scheduler and the memory are those that serve; the device is a calibration (quire.sim.cost).
+The engine, the scheduler and the memory are those that serve; the device is a calibration (quire.sim.cost_model).
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from quire.bench.latency import Trace, latencies, totals
 from quire.bench.pictured import Eyes
 from quire.bench.traces import Traced, counter, load_trace
 from quire.bench.workloads import EXPECTED, Workload, parse, poisson
-from quire.budget import activation_bytes
 from quire.cli.flags import add_engine_flags, config_from
 from quire.cli.parser import Parser
 from quire.config import EngineConfig
-from quire.control.memory import MemorySize, max_seq_len
-from quire.control.memory.layout import tokens_for_bytes
-from quire.data.models.configs import CONFIGS
-from quire.data.models.quantization import resolve_fp8_scheme
 from quire.errors import InputError, StartupError
-from quire.formats import ITEMSIZE
-from quire.sim.cost import Calibration, CostModel, calibration_names, load_calibration
+from quire.memory.build import max_seq_len
+from quire.memory.page_layout import MemorySize, tokens_for_bytes
+from quire.models.named_configs import CONFIGS
+from quire.models.quantization import resolve_fp8_scheme
+from quire.protocol.model_spec import ModelSpec
+from quire.protocol.sampling_params import SamplingParams
+from quire.sim.cost_model import Calibration, CostModel, calibration_names, load_calibration
 from quire.sim.runner import DrawFunction
-from quire.sim.simulate import (
+from quire.sim.simulation import (
     MEASURES,
     STATISTICS,
     Objective,
@@ -45,9 +45,9 @@ from quire.sim.simulate import (
     meets_objectives,
     parse_objective,
 )
-from quire.source import DEFAULT_MODEL, Checkpoint, read_checkpoint
-from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.specs import ModelSpec
+from quire.startup.checkpoint import DEFAULT_MODEL, Checkpoint, read_checkpoint
+from quire.startup.dtypes import ITEMSIZE
+from quire.startup.memory_plan import activation_bytes
 
 DEFAULT_SECONDS = 600.0  # of a trace that is made here
 MIN_RATE, MAX_RATE = 1e-6, 1e5
@@ -202,7 +202,7 @@ def _fp8_saved_bytes(config: EngineConfig, source: Checkpoint, itemsize: int, fo
     scheme = resolve_fp8_scheme(source.config, config.quantization)
     if scheme is None or found.kind != "cuda" or itemsize != 2:
         return 0
-    from quire.data.weights.fp8 import saved_bytes
+    from quire.weights.fp8 import saved_bytes
 
     return saved_bytes(source.config, scheme, itemsize)
 

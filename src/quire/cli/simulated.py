@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from quire.control.memory import Usage
+from quire.memory.answers import Usage
 from quire.reproduce.plots import COLOURS, figure
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from quire.client.connections import Address
-from quire.client.load import LoadPlan, LoadRun, PlannedRequest
+from quire.client.connection_pool import Address
+from quire.client.load_run import LoadPlan, LoadRun, PlannedRequest
 
 MAX_PLAN_BYTES = 2**26  # bytes of a plan
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from quire.bench.kernels import Placed
     from quire.bench.replay import Call
-    from quire.data.kernels.batch import LayerCache
+    from quire.kernels.forward_batch import LayerCache
 
 CONTEXT = 16384
 MODELS = {"yi-6b": (1, 8, 32), "llama3-8b": (1, 8, 32), "yi-34b": (1, 8, 16)}  # batches, and with --full

@@ -19,10 +19,10 @@ from quire.bench.drive import Decoding, Load, drive
 from quire.bench.latency import latencies
 from quire.bench.shapes import built
 from quire.bench.workloads import Job, parse, poisson
-from quire.build import BuiltEngine
 from quire.config import EngineConfig
-from quire.control.engine import Engine
+from quire.core.engine import Engine
 from quire.reproduce.result import DIFFERS, HOLDS, Reproduction, Result
+from quire.startup.build import BuiltEngine
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

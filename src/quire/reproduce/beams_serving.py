@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from quire.bench.document import table
+from quire.protocol.sampling_params import SamplingParams
 from quire.reproduce.result import DIFFERS, HOLDS, Reproduction, Result, measured, near
 from quire.reproduce.serving import (
     BELOW,
@@ -32,8 +33,7 @@ from quire.reproduce.serving import (
     in_parallel,
 )
 from quire.sim.histories import BeamReplay, load_histories
-from quire.sim.simulate import Objective, SimulationResult, TraceRequest
-from quire.vocabulary.params import SamplingParams
+from quire.sim.simulation import Objective, SimulationResult, TraceRequest
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

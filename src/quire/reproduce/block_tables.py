@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from quire.bench.document import table
 from quire.config import EngineConfig
-from quire.control.memory import MemorySize
-from quire.control.memory.layout import build_kv_config
-from quire.control.memory.paged import PagedMemory
-from quire.control.request import Request, Sequence
-from quire.control.scheduler import Scheduler
+from quire.core.request import Request, Sequence
+from quire.core.scheduler import Scheduler
+from quire.memory.page_layout import MemorySize, build_kv_config
+from quire.memory.paged import PagedMemory
+from quire.protocol.model_spec import LayerSpec, ModelSpec
+from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.step_plan import SliceResult, StepResult
 from quire.reproduce.result import Reproduction, Result, equal
-from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.plan import SliceResult, StepResult
-from quire.vocabulary.specs import LayerSpec, ModelSpec
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

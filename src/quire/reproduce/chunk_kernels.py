@@ -23,7 +23,7 @@ def chunk_calls(where: Placed, start: int, missing: dict[str, str]) -> dict[str,
     `missing` told, is what can't compute it, or computes something else."""
     import torch
 
-    from quire.data.kernels import vendor
+    from quire.kernels import vendor
 
     cache, end = where.caches[0], int(where.lengths[0])
     one = where._replace(slots=where.slots[:1], lengths=where.lengths[:1])

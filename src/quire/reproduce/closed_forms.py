@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from quire.data.models import read_spec
-from quire.data.models.configs import named_config
+from quire.models import read_spec
+from quire.models.named_configs import named_config
+from quire.protocol.model_spec import ModelSpec
 from quire.reproduce.result import Reproduction, Result, equal, near
-from quire.vocabulary.specs import ModelSpec
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -23,8 +23,8 @@ OTHER, KERNELS, MEASURING = "text and Python API", "kernels", "measuring"
 PARTS = {  # files and folders below the package; a file belongs to the longest name that it begins with
     "control plane": ("control", "vocabulary", "config", "errors"),
     "runner": ("data",),
-    "models": ("data/layers", "data/models", "data/weights"),
-    KERNELS: ("data/kernels",),
+    "models": ("layers", "models", "weights"),
+    KERNELS: ("kernels",),
     "server and command line": ("server", "cli", "__main__"),
     MEASURING: ("bench", "sim", "reproduce"),
 }

@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 PAPER = 4000
 PARTS = {  # files below the package, by what they are there for
     "large pages, and pages in them": tuple(
-        f"control/memory/{name}.py" for name in ("large", "partial", "audit", "sizes", "layout")
+        f"memory/{name}.py" for name in ("large", "partial", "audit", "sizes", "layout")
     ),
     "layer types and what they keep": tuple(
-        f"control/memory/{name}.py" for name in ("policies", "demands", "retention", "gathering", "followers")
+        f"memory/{name}.py" for name in ("policies", "demands", "retention", "gathering", "followers")
     ),
-    "pictures": ("control/memory/gallery.py", "control/sight.py"),
-    "several models in one pool": ("control/memory/part.py", "pool.py"),
+    "pictures": ("memory/encoder_cache.py", "core/encoder_budget.py"),
+    "several models in one pool": ("memory/jenga/shared_pool.py", "pool.py"),
     "the paper's own interface": ("jenga.py",),
-    "the runner's side": tuple(f"data/runner/{name}.py" for name in ("views", "prompts", "pictures", "crossing")),
+    "the runner's side": tuple(f"worker/{name}.py" for name in ("views", "prompts", "pictures", "crossing")),
 }
 CUDA = {".cu", ".cuh"}
 

@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from quire.bench.document import table
-from quire.control.memory.buffers import BufferLayout, max_waste_bytes, plan_buffers, split_workers
+from quire.memory.virtual.buffers import BufferLayout, max_waste_bytes, plan_buffers, split_workers
 from quire.reproduce.closed_forms import bars, spec_of
 from quire.reproduce.result import Reproduction, Result, equal, measured
 

@@ -24,7 +24,7 @@ from quire.reproduce.unlike_serving import (
     serve,
     simulated,
 )
-from quire.sim.simulate import TraceRequest
+from quire.sim.simulation import TraceRequest
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

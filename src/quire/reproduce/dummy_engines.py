@@ -10,9 +10,9 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from quire.bench.shapes import built
-from quire.build import BuiltEngine
 from quire.config import EngineConfig
-from quire.data.models.configs import named_config
+from quire.models.named_configs import named_config
+from quire.startup.build import BuiltEngine
 
 ON = "cuda"
 SHAPES: dict[str, dict[str, Any]] = {name: named_config(name) for name in ("yi-6b", "llama3-8b", "yi-34b")}

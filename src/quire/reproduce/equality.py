@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import quire
 from quire.bench.document import table
 from quire.bench.shapes import built
-from quire.build import BuiltEngine, build
 from quire.config import MEMORIES, PREEMPTIONS, RESERVED_MEMORIES, EngineConfig
-from quire.control.engine import Engine
-from quire.data.models.configs import named_config
+from quire.core.engine import Engine
+from quire.models.named_configs import named_config
+from quire.protocol.sampling_params import SamplingParams
 from quire.reproduce.result import DIFFERS, HOLDS, Reproduction, Result
-from quire.vocabulary.params import SamplingParams
+from quire.startup.build import BuiltEngine, build
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

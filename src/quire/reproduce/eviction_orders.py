@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.bench.document import table
-from quire.control.memory.paged import PagedMemory
-from quire.control.request import Sequence as Seq
+from quire.core.request import Sequence as Seq
+from quire.memory.paged import PagedMemory
+from quire.protocol.model_spec import KVCacheConfig, KVCacheGroup, KVCacheLayout
 from quire.reproduce.result import DIFFERS, HOLDS, Reproduction, Result, equal, measured
 from quire.reproduce.unlike_serving import H100, Case, assumed, burst, serve
-from quire.vocabulary.specs import KVCacheConfig, KVCacheGroup, KVCacheLayout
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 MOST = 10  # lines
 FIRST = "sdpa"
 ADAPTERS = {  # what makes a kernel one of --attention, below the package
-    "torch's attention over contiguous memory": "data/kernels/contiguous.py",
-    "torch's attention over paged memory": "data/kernels/sdpa.py",
-    "our kernels over both, without the kernels": "data/kernels/triton/backend.py",
+    "torch's attention over contiguous memory": "kernels/contiguous.py",
+    "torch's attention over paged memory": "kernels/sdpa.py",
+    "our kernels over both, without the kernels": "kernels/triton/backend.py",
 }
 
 
@@ -74,7 +74,7 @@ def varlen_attn(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 
 
 def _grouped(call: Callable[..., Tensor]) -> dict[str, bool]:
-    from quire.data.kernels.vendor import gqa_kwargs
+    from quire.kernels.vendor import gqa_kwargs
 
     return gqa_kwargs(call)
 

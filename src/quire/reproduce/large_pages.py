@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.bench.document import table
-from quire.control.memory.large import ASSOCIATIONS, TwoLevelPagePool
-from quire.control.memory.sizes import LayerType, plan_pages
+from quire.memory.jenga.page_sizes import LayerType, plan_pages
+from quire.memory.jenga.two_level_pool import ASSOCIATIONS, TwoLevelPagePool
 from quire.reproduce.result import Reproduction, Result, equal, measured
 
 if TYPE_CHECKING:

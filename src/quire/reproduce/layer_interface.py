@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from quire.bench.document import table
-from quire.control.memory.paged import PagedMemory
-from quire.control.memory.policies import POLICIES
-from quire.control.request import Sequence as Seq
+from quire.core.request import Sequence as Seq
 from quire.jenga import Evictor, LayerSupportsPrefixCache, Request, access, longest_prefix, policy_of
+from quire.memory.paged import PagedMemory
+from quire.memory.policies import POLICIES
+from quire.protocol.model_spec import KVCacheConfig, KVCacheGroup, KVCacheLayout
 from quire.reproduce.result import DIFFERS, HOLDS, Reproduction, Result, equal, measured
-from quire.vocabulary.specs import KVCacheConfig, KVCacheGroup, KVCacheLayout
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from quire.protocol.model_spec import ModelSpec
 from quire.reproduce.closed_forms import spec_of
-from quire.vocabulary.specs import ModelSpec
 
 BF16 = 2
 

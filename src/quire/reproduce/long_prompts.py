@@ -194,7 +194,7 @@ def first_tokens(model: str, settings: dict[str, Any], thousands: Sequence[int])
     """Seconds to the first token of a prompt of each length, after one of that length that isn't timed: cuDNN plans for
     some 40 ms for each pair of lengths that it meets first."""
     from quire.bench.contexts import TOKEN, stop
-    from quire.vocabulary.params import SamplingParams
+    from quire.protocol.sampling_params import SamplingParams
 
     once = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
 

@@ -19,9 +19,9 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from quire.bench.document import table
-from quire.data.runner.virtual import latencies
-from quire.data.runner.virtual.latencies import CALL_INFOS, KIB, PAPER_BANDWIDTH, CallLatency
 from quire.reproduce.result import DIFFERS, HOLDS, MEASURED, Reproduction, Result
+from quire.worker.virtual import latencies
+from quire.worker.virtual.latencies import CALL_INFOS, KIB, PAPER_BANDWIDTH, CallLatency
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -51,7 +51,7 @@ def devices() -> list[str]:
 
 def measured_rows(device: str, page: int) -> list[CallLatency]:
     """All calls over pages of this size, idle and under load."""
-    from quire.data.runner.virtual import open_driver
+    from quire.worker.virtual import open_driver
 
     if device.startswith("cuda"):
         return latencies.measure_latencies(open_driver(device, page), COUNT, RUNS, _products(device))
@@ -245,7 +245,7 @@ def at_once(pair: Sequence[str], page: int, seconds: float = AT_ONCE) -> list[fl
 
 def work(device: str, page: int, seconds: float) -> None:
     """One of the processes: says that it is ready, waits for a line, and prints the median of its GB/s."""
-    from quire.data.runner.virtual import open_driver
+    from quire.worker.virtual import open_driver
 
     latencies.measure_latencies(open_driver(device, page), 16, (1,))
     print("ready", flush=True)

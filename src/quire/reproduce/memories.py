@@ -19,12 +19,12 @@ from quire.bench.document import short, table
 from quire.bench.drive import Decoding, Load, drive
 from quire.bench.latency import latencies
 from quire.bench.workloads import parse, poisson
-from quire.build import build
 from quire.config import MEMORIES, EngineConfig
-from quire.control.memory import Usage
+from quire.memory.answers import Usage
 from quire.reproduce import serving, unlike_serving
 from quire.reproduce.result import DIFFERS, HOLDS, Reproduction, Result, measured
-from quire.sim.simulate import Objective, mean_usage
+from quire.sim.simulation import Objective, mean_usage
+from quire.startup.build import build
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

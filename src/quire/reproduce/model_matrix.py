@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.bench.document import table
-from quire.data.models.quantization import FP8_ON_LOAD
-from quire.data.weights.fp8 import saved_bytes
 from quire.errors import StartupError
+from quire.models.quantization import FP8_ON_LOAD
 from quire.reproduce.result import Reproduction, Result, equal, measured
 from quire.reproduce.unlike_serving import BESIDE, GB, L4, SHARE, Case, burst
 from quire.reproduce.unlike_throughput import CASES
+from quire.weights.fp8 import saved_bytes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

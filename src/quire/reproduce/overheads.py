@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from quire.bench import control
 from quire.bench.document import table
-from quire.build import build
 from quire.config import EngineConfig
-from quire.control.engine import Engine
-from quire.data.models.configs import named_config
+from quire.core.engine import Engine
+from quire.models.named_configs import named_config
+from quire.protocol.sampling_params import SamplingParams
 from quire.reproduce.result import Reproduction, at_most, equal, near
-from quire.vocabulary.params import SamplingParams
+from quire.startup.build import build
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -19,7 +19,7 @@ from quire.bench.document import table
 from quire.errors import StartupError
 from quire.reproduce.result import DIFFERS, HOLDS, Reproduction, Result, measured
 from quire.reproduce.serving import LIMIT, SEED, STEP, TOLERANCE, Load, in_parallel
-from quire.sim.simulate import Objective, highest_rate, mean_usage, meets_objectives
+from quire.sim.simulation import Objective, highest_rate, mean_usage, meets_objectives
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

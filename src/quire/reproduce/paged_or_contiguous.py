@@ -174,23 +174,23 @@ def prompt_calls(where: Placed, missing: dict[str, str], start: int = 0, q: Tens
     import numpy as np
     import torch
 
-    from quire.data.kernels.triton import prompt
-    from quire.data.kernels.triton.launch import supports_hopper_kernel
+    from quire.kernels.triton import prefill
+    from quire.kernels.triton.launch import supports_hopper_kernel
 
     cache, device = where.caches[0], where.slots.device
     batch, context, group = len(where.slots), int(where.lengths[0]), cache.heads // cache.kv_heads
     kernels = {
         "prompt": (
-            prompt.prefill,
-            prompt.tile_queries(cache.heads, cache.kv_heads, cache.head_dim, cache.dtype.itemsize),
+            prefill.prefill,
+            prefill.tile_queries(cache.heads, cache.kv_heads, cache.head_dim, cache.dtype.itemsize),
         )
     }
     side = "contiguous" if cache.contiguous else "paged"
     if supports_hopper_kernel(device):
-        from quire.data.kernels.triton import prompt_hopper
+        from quire.kernels.triton import prefill_hopper
 
-        if prompt_hopper.supports(cache):
-            kernels["prompt_hopper"] = prompt_hopper.prefill, prompt_hopper.tile_queries(group)
+        if prefill_hopper.supports(cache):
+            kernels["prompt_hopper"] = prefill_hopper.prefill, prefill_hopper.tile_queries(group)
         else:
             missing[f"prompt_hopper, {side}"] = "the kernel doesn't take it"
     else:
@@ -202,7 +202,7 @@ def prompt_calls(where: Placed, missing: dict[str, str], start: int = 0, q: Tens
         q = torch.randn(batch * count, cache.heads, cache.head_dim, dtype=cache.dtype, device=device)
     out, calls = torch.empty_like(q), dict[str, Any]()
     for name, (kernel, queries) in kernels.items():
-        tiles = prompt.make_prefill_tiles(slots, starts, lengths, np.arange(batch) * count, queries)
+        tiles = prefill.make_prefill_tiles(slots, starts, lengths, np.arange(batch) * count, queries)
         calls[f"{name}, {side}"] = partial(kernel, q, cache, where.tables, torch.from_numpy(tiles).to(device), out)
     return calls
 

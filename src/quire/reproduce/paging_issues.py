@@ -37,7 +37,7 @@ ISSUES = [
     Issue("FlashAttention", "paged kernel slower than the vanilla one, up to", 12, "%", 12, "Figure 3",
           "vattention-fig3"),
     Issue("FlashAttention", "first attempts to add paging failed unit tests", None, "", None, "its [15]",
-          "pytest tests/data/kernels"),
+          "pytest tests/kernels"),
     Issue("TensorRT-LLM", "throughput lost in a Python front-end, more than", 10, "%", 10, "its [13]",
           "vattention-x2, step-overhead"),
     Issue("TensorRT-LLM", "latency with paging even in C++, up to", 5, "%", 5, "Table 1", "nothing"),
@@ -64,8 +64,8 @@ CHANGED = {  # lines that paging took, as §7 (implementation effort) tells
     "paging in FlashAttention's kernel, about": 280,
 }
 KEPT = {  # files below the package
-    "memory in user code: all memories' ledgers and policies": "control/memory",
-    "drivers of virtual memory": "data/runner/virtual",
+    "memory in user code: all memories' ledgers and policies": "memory",
+    "drivers of virtual memory": "worker/virtual",
 }
 
 

@@ -21,7 +21,7 @@ from quire.reproduce.serving import in_parallel
 from quire.reproduce.side_by_side import Span, Wait, serve, sleep_until
 from quire.reproduce.unlike_serving import H200, SEED, Case, assumed, burst
 from quire.reproduce.unlike_throughput import CASES
-from quire.sim.simulate import ServedRequest, TraceRequest
+from quire.sim.simulation import ServedRequest, TraceRequest
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

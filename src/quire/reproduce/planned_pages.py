@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from quire.bench.document import table
-from quire.control.memory.sizes import LayerType, PagePlan, gcd_page, max_page, plan_pages
+from quire.memory.jenga.page_sizes import LayerType, PagePlan, gcd_page, max_page, plan_pages
 from quire.reproduce.layer_kinds import (
     EMBEDDED,
     GEMMA2_2B,

@@ -14,7 +14,7 @@ from quire.cli.simulate import read_deployment
 from quire.config import EngineConfig
 from quire.reproduce.result import DIFFERS, HOLDS, Reproduction, Result, measured
 from quire.reproduce.serving import SEED, Load, in_parallel
-from quire.sim.simulate import Objective
+from quire.sim.simulation import Objective
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -15,15 +15,15 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from quire.bench.document import table
-from quire.data.models.configs import named_config
 from quire.errors import StartupError
+from quire.models.named_configs import named_config
 from quire.reproduce.dummy_engines import PAGED, SHAPES, dummy, release, virtual
 from quire.reproduce.result import DIFFERS, HOLDS, MEASURED, Reproduction, Result, left_out
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from quire.control.engine import Engine
+    from quire.core.engine import Engine
 
 LENGTH = {"cuda": 16384, "cpu": 2048}
 REPEATS = 3
@@ -105,7 +105,7 @@ def _run(model: str, way: str, settings: Mapping[str, Any], device: str) -> list
 def _prompt(engine: Engine, name: str, length: int) -> tuple[float, int, float]:
     """Seconds until its first token; the pages mapped in its way, and the seconds of that."""
     from quire.bench.contexts import TOKEN
-    from quire.vocabulary.params import SamplingParams
+    from quire.protocol.sampling_params import SamplingParams
 
     store: Any = engine.runner.store  # type: ignore[attr-defined]
     before = getattr(store, "mapping_stats", None)

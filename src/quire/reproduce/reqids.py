@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from quire import vattention
 from quire.bench.document import table
-from quire.data.runner.virtual import FakeDriver
 from quire.reproduce.result import Reproduction, Result, equal, measured
 from quire.vattention import VAttention, init
+from quire.worker.virtual import FakeDriver
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

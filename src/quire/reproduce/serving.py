@@ -22,8 +22,8 @@ from quire.bench.workloads import EDGE, Sketch, poisson
 from quire.cli.simulate import SimulatedDeployment, read_deployment
 from quire.config import EngineConfig
 from quire.errors import StartupError
-from quire.sim.simulate import Objective, SimulationResult, TraceRequest, highest_rate
-from quire.vocabulary.params import SamplingParams
+from quire.protocol.sampling_params import SamplingParams
+from quire.sim.simulation import Objective, SimulationResult, TraceRequest, highest_rate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from quire.bench.document import table
 from quire.bench.shapes import built
-from quire.build import BuiltEngine
 from quire.config import EngineConfig
-from quire.link.collector import freeze_loaded_objects
+from quire.ipc.garbage_collection import freeze_loaded_objects
 from quire.reproduce.result import DIFFERS, HOLDS, Reproduction, Result, at_most, measured, near
 from quire.reproduce.serving import SYSTEMS
 from quire.reproduce.side_by_side import Place, Plan, Run, Span, engine_of, run, sleep_until, warm_up
+from quire.startup.build import BuiltEngine
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

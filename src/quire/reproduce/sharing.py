@@ -16,10 +16,10 @@ from quire.bench.document import table
 from quire.bench.drive import Decoding, Load, drive
 from quire.bench.histories import SEED, cut, stories
 from quire.bench.workloads import Job
-from quire.build import build
 from quire.config import EngineConfig
-from quire.control.engine import Engine
+from quire.core.engine import Engine
 from quire.reproduce.result import DIFFERS, HOLDS, Reproduction, Result
+from quire.startup.build import build
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -15,16 +15,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from quire.build import BuiltEngine
 from quire.cli.simulate import read_deployment
 from quire.config import EngineConfig
-from quire.control.assembly import assemble
-from quire.control.engine import Engine
-from quire.control.memory import MemorySize, Usage, build_memory
+from quire.core.assembly import assemble
+from quire.core.engine import Engine
 from quire.errors import QuireError
-from quire.formats import ITEMSIZE
+from quire.memory.answers import Usage
+from quire.memory.build import build_memory
+from quire.memory.page_layout import MemorySize
 from quire.reproduce.serving import MANY, Load
-from quire.sim.simulate import ServedRequest, Simulation, TraceRequest
+from quire.sim.simulation import ServedRequest, Simulation, TraceRequest
+from quire.startup.build import BuiltEngine
+from quire.startup.dtypes import ITEMSIZE
 
 LOOK = 0.25  # seconds between samples of the memory
 CROWD = 1024  # requests that come at once where a capacity is measured, by simulation,

@@ -20,7 +20,7 @@ from quire.reproduce.result import DIFFERS, HOLDS, Reproduction, Result, measure
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from quire.control.engine import Engine
+    from quire.core.engine import Engine
 
 MODEL, CONTEXT = "llama3-8b", 32768
 PAGE = 1024  # tokens of a page of 2 MB of one layer's keys

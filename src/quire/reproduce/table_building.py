@@ -16,15 +16,15 @@ import numpy as np
 
 from quire.bench.document import table
 from quire.config import EngineConfig
+from quire.protocol.model_spec import LayerSpec
+from quire.protocol.step_plan import TableWrite
 from quire.reproduce.closed_forms import spec_of
 from quire.reproduce.result import DIFFERS, HOLDS, Reproduction, Result
-from quire.vocabulary.plan import TableWrite
-from quire.vocabulary.specs import LayerSpec
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from quire.data.runner.store import Store
+    from quire.worker.store import Store
 
 PAGE = 16
 STEP_MS, TOKEN_MS = 3.93, 4.7e-5  # a step of one row, and for each token of KV: 5.48 and 15.7 ms at 32 and 256 x 1,000
@@ -73,8 +73,8 @@ def rows_of(lengths: Sequence[int]) -> Rows:
     """Pages of next to no bytes: only their numbers matter."""
     import torch
 
-    from quire.control.memory.layout import MemorySize, build_kv_config
-    from quire.data.runner.store import Store
+    from quire.memory.page_layout import MemorySize, build_kv_config
+    from quire.worker.store import Store
 
     spec = replace(spec_of("llama3-8b"), layers=(LayerSpec(1, 8),))
     config = EngineConfig(page_size=PAGE, max_num_seqs=len(lengths), swap_gib=0.0)

@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.bench.document import table
 from quire.bench.workloads import parse
-from quire.build import BuiltEngine
 from quire.reproduce.articles import HITS, SPEED
 from quire.reproduce.decode_batches import RATIO
 from quire.reproduce.result import DIFFERS, HOLDS, Reproduction, Result, at_most, equal, measured
 from quire.reproduce.unlike_serving import H200, OWN, SEED, Case, Ran, assumed, burst, exactly, serve
 from quire.reproduce.unlike_throughput import CASES
 from quire.reproduce.vision_cache import LATENCY, THROUGHPUT, chunked
-from quire.sim.simulate import TraceRequest
+from quire.sim.simulation import TraceRequest
+from quire.startup.build import BuiltEngine
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

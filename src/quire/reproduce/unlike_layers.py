@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.bench.document import table
-from quire.control.memory.sizes import wasted_fraction
+from quire.memory.jenga.page_sizes import wasted_fraction
+from quire.protocol.model_spec import KVCacheConfig, KVCacheGroup, KVCacheLayout, LayerSpec, ModelSpec
 from quire.reproduce.closed_forms import bars, spec_of
 from quire.reproduce.layer_kinds import GEMMA2_9B, GEMMA2_27B, MLLAMA, Kind, named
 from quire.reproduce.result import DIFFERS, HOLDS, Reproduction, Result, equal, measured
-from quire.vocabulary.specs import KVCacheConfig, KVCacheGroup, KVCacheLayout, LayerSpec, ModelSpec
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -164,7 +164,7 @@ def views() -> dict[str, Place]:
     """(c): the same from the tensors that kernels are given here."""
     import torch
 
-    from quire.data.runner.views import layer_caches
+    from quire.worker.cache_views import layer_caches
 
     layer = LayerSpec(1, LAYER // (2 * 2))
     spec = ModelSpec("the example of §4.1", (layer,) * (SELF + CROSS), 64, 32, 32, 1, 1, 1)

@@ -17,17 +17,17 @@ from quire.bench.pictured import Eyes
 from quire.bench.workloads import Sketch, parse
 from quire.cli.simulate import SimulatedDeployment, read_deployment
 from quire.config import EngineConfig
-from quire.control.engine import Engine
-from quire.control.memory.policies import POLICIES
-from quire.data.models import read_spec
-from quire.data.models.configs import named_config
+from quire.core.engine import Engine
 from quire.errors import QuireError
-from quire.sim.cost import calibration_names, load_calibration
-from quire.sim.simulate import TraceRequest
-from quire.vocabulary.media import ImagePixels
-from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.plan import StepPlan, StepResult
-from quire.vocabulary.specs import KVCacheGroup, LayerSpec, ModelSpec
+from quire.memory.policies import POLICIES
+from quire.models import read_spec
+from quire.models.named_configs import named_config
+from quire.protocol.images import ImagePixels
+from quire.protocol.model_spec import KVCacheGroup, LayerSpec, ModelSpec
+from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.step_plan import StepPlan, StepResult
+from quire.sim.cost_model import calibration_names, load_calibration
+from quire.sim.simulation import TraceRequest
 
 WINDOWED, OTHER = "h200-ministral-8b", "h200-llama3-8b"
 CALIBRATION = WINDOWED if WINDOWED in calibration_names() else OTHER

@@ -10,7 +10,7 @@ from statistics import mean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.bench.document import table
-from quire.control.engine import Engine
+from quire.core.engine import Engine
 from quire.reproduce.result import DIFFERS, HOLDS, Reproduction, Result, equal, measured
 from quire.reproduce.serving import in_parallel
 from quire.reproduce.unlike_serving import H100, Case, assumed, burst, serve

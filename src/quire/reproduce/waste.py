@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from quire.bench.document import table
-from quire.control.memory import Usage
+from quire.memory.answers import Usage
 from quire.reproduce.result import DIFFERS, HOLDS, Reproduction, Result, measured, near
 from quire.reproduce.serving import HOUR, SECONDS, SYSTEMS, Load, in_parallel
-from quire.sim.cost import load_calibration as calibration
-from quire.sim.simulate import mean_usage
+from quire.sim.cost_model import load_calibration as calibration
+from quire.sim.simulation import mean_usage
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

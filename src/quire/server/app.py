@@ -12,21 +12,21 @@ from starlette.types import ASGIApp
 import quire
 from quire.async_llm import AsyncLLM
 from quire.config import EngineConfig
-from quire.server.care import AdminRoutes
+from quire.protocol.sampling_params import MAX_LOGPROBS
+from quire.server.admin import AdminRoutes
+from quire.server.anthropic.routes import MessageRoutes
 from quire.server.console import FILES, OPEN_PATHS, PAGE, Console
 from quire.server.embeddings import EmbeddingRoutes
 from quire.server.errors import add_handlers
 from quire.server.guards import MAX_BODY, ApiKeyMiddleware, BodyLimitMiddleware, require_admin
-from quire.server.messages import MessageRoutes
 from quire.server.metrics import Metrics
-from quire.server.peers import ServerGroup
-from quire.server.proxy import wrap_app
-from quire.server.responses import ResponseRoutes
-from quire.server.routes import PlainRoute
-from quire.server.sampling import RequestRules
-from quire.server.schemas import finish_openapi, query_parameters, route_responses
+from quire.server.outer_middleware import wrap_app
+from quire.server.plain_route import PlainRoute
+from quire.server.request_params import RequestRules
+from quire.server.response_models import finish_openapi, query_parameters, route_responses
+from quire.server.responses.routes import ResponseRoutes
+from quire.server.server_group import ServerGroup
 from quire.server.service import Service
-from quire.vocabulary.params import MAX_LOGPROBS
 
 ALIAS_PATHS = {"/score": ("/v1/score",), "/rerank": ("/v1/rerank", "/v2/rerank")}  # where Cohere's clients ask
 HEAD_PATHS = ("/health", "/ping", "/metrics", "/version", "/v1/models")

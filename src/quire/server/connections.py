@@ -25,9 +25,9 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from quire.server.direct import DIRECT_EXTENSION, DirectWriter
+from quire.server.accept_slots import AcceptSlots, OpenConnections
+from quire.server.direct_writer import DIRECT_EXTENSION, DirectWriter
 from quire.server.errors import Failure
-from quire.server.places import AcceptSlots, OpenConnections
 
 MAX_HEAD_BYTES = 64 << 10  # bytes of a request line and its headers
 MAX_HEADERS = 100  # and as many trailers, which are headers after a chunked body

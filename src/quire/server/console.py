@@ -78,7 +78,7 @@ class Console:
         return Response(self._files[name], media_type=FILES[name], headers=HEADERS)
 
     async def events(self, request: Request) -> Response:
-        """Scenes (quire.control.scene), as they come."""
+        """Scenes (quire.core.snapshot), as they come."""
         if self.num_watchers >= MAX_WATCHERS:
             return Failure(503, f"{MAX_WATCHERS} watch already", headers={"Retry-After": "10"}).response(request.scope)
         return StreamingResponse(

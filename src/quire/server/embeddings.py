@@ -16,14 +16,14 @@ from fastapi import Request
 from starlette.responses import Response
 
 from quire.errors import InputError
+from quire.server.answer_size import embeddings_size
 from quire.server.errors import rename_param
 from quire.server.guards import client_of
-from quire.server.pieces import JsonPieces
-from quire.server.protocol import MAX_INPUTS, EmbeddingRequest, RerankRequest, ScoreRequest
+from quire.server.json_pieces import JsonPieces
 from quire.server.request_log import log_request
-from quire.server.sampling import check_known, split_prompts
-from quire.server.size import embeddings_size
-from quire.server.stream import EngineCall, respond
+from quire.server.request_models import MAX_INPUTS, EmbeddingRequest, RerankRequest, ScoreRequest
+from quire.server.request_params import check_known, split_prompts
+from quire.server.streaming import EngineCall, respond
 from quire.text.embedding import EMBEDDING_PARAMS, cosine, embedding_vector
 from quire.text.tools import read_tools
 

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.errors import EngineDead, InputError, NotIdle, Overloaded, PrefixesFull, PrefixTaken, UnknownPrefix
 from quire.server.metrics import Metrics
-from quire.server.protocol import wrong_type_error
+from quire.server.request_models import wrong_type_error
 
 MAX_MESSAGE = 1000
 MAX_PARAM = 100

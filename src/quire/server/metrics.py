@@ -13,11 +13,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 
 from quire.async_llm import AsyncLLM
 from quire.config import EngineConfig
-from quire.control.memory import TypeUsage
-from quire.control.outcomes import BranchOutput
-from quire.link.messages import EngineMetrics
-from quire.server.counted import ServerCounters
-from quire.text.streams import RequestRecord
+from quire.core.outputs import BranchOutput
+from quire.ipc.messages import EngineMetrics
+from quire.memory.answers import TypeUsage
+from quire.server.counters import ServerCounters
+from quire.text.output_stream import RequestRecord
 
 PREFIXES = {"quire": "quire_", "vllm": "vllm:"}  # --metrics-prefix, and what names begin with
 LABELS = ("model_name", "engine")

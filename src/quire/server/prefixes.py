@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.errors import EngineDead, QuireError, StartupError, short_repr
 from quire.files import MAX_BYTES_BY_FILE, read_bounded
-from quire.text.prompts import PREFIX_NAME
+from quire.text.input_processor import PREFIX_NAME
 
 if TYPE_CHECKING:
     from quire.async_llm import AsyncLLM

@@ -7,10 +7,12 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from quire.errors import InputError
-from quire.server.protocol import ChatRequest
+from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.structured_output import ANY_OUTPUT, PARAM_NAME, Structured
+from quire.server.request_models import ChatRequest
 from quire.server.structured import structured_field
-from quire.text.prompts import Prompt
-from quire.text.thoughts import (
+from quire.text.input_processor import Prompt
+from quire.text.reasoning_parser import (
     OFF,
     REASONING_FORMATS,
     ReasoningFormat,
@@ -19,8 +21,6 @@ from quire.text.thoughts import (
     reasoning_start,
 )
 from quire.text.tokenizer import Tokenizer
-from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.structured import ANY_OUTPUT, PARAM_NAME, Structured
 
 BUDGET_FIELD = "thinking_token_budget"
 PROMPT_END_TOKENS = 64  # tokens of a prompt, in which its last marker is looked for

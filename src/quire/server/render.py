@@ -12,14 +12,22 @@ from functools import partial
 from json.encoder import encode_basestring_ascii as quoted
 from typing import NamedTuple
 
-from quire.control.outcomes import BranchOutput
-from quire.server.pieces import SLICE_ENTRIES, JsonPieces, TokenStrings, WritePace, ids_json, json_array, logprob_json
-from quire.server.protocol import ChatRequest, CompletionRequest
-from quire.server.reading import ChoiceParser, MessageParts
+from quire.core.outputs import BranchOutput
+from quire.protocol.step_plan import TopLogprobs
+from quire.server.json_pieces import (
+    SLICE_ENTRIES,
+    JsonPieces,
+    TokenStrings,
+    WritePace,
+    ids_json,
+    json_array,
+    logprob_json,
+)
+from quire.server.message_parser import ChoiceParser, MessageParts
 from quire.server.reasoning import RequestReasoning
-from quire.server.tools import ToolChoice
-from quire.text.prompts import InputProcessor, Prompt
-from quire.vocabulary.plan import TopLogprobs
+from quire.server.request_models import ChatRequest, CompletionRequest
+from quire.server.tool_choice import ToolChoice
+from quire.text.input_processor import InputProcessor, Prompt
 
 NO_TOOLS = ToolChoice()
 

@@ -9,9 +9,9 @@ from reprlib import repr as short
 
 from starlette.types import Scope
 
-from quire.server.proxy import REQUEST_ID
-from quire.text.prompts import Prompt
-from quire.vocabulary.params import SamplingParams
+from quire.protocol.sampling_params import SamplingParams
+from quire.server.outer_middleware import REQUEST_ID
+from quire.text.input_processor import Prompt
 
 MAX_PARAM_CHARS = 500  # characters of parameters
 log = logging.getLogger("quire.server")

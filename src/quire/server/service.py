@@ -14,12 +14,17 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 import quire
 from quire.async_llm import AsyncLLM
 from quire.errors import InputError, input_error_at
+from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.structured_output import PARAM_NAME
+from quire.server.answer_size import AnswerBudget, EchoedPrompt, limit_answer
 from quire.server.errors import Failure, UnknownModel
 from quire.server.guards import TRUSTED, client_of
+from quire.server.json_pieces import TokenIdStrings, TokenStrings, WritePace, WriterTurns, ids_json, texts_json
 from quire.server.metrics import Metrics
-from quire.server.peers import ServerGroup
-from quire.server.pieces import TokenIdStrings, TokenStrings, WritePace, WriterTurns, ids_json, texts_json
-from quire.server.protocol import (
+from quire.server.reasoning import ModelReasoning, RequestReasoning
+from quire.server.render import ChatRenderer, CompletionRenderer, Renderer, last_assistant_text
+from quire.server.request_log import log_request
+from quire.server.request_models import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -32,22 +37,17 @@ from quire.server.protocol import (
     TruncationFields,
     warning_header,
 )
-from quire.server.reasoning import ModelReasoning, RequestReasoning
-from quire.server.render import ChatRenderer, CompletionRenderer, Renderer, last_assistant_text
-from quire.server.request_log import log_request
-from quire.server.sampling import RequestRules, chat_params, check_known, completion_params, split_prompts
-from quire.server.size import AnswerBudget, EchoedPrompt, limit_answer
-from quire.server.stream import EngineCall, EventStream, Json, JsonPiecesResponse, render_whole, respond
+from quire.server.request_params import RequestRules, chat_params, check_known, completion_params, split_prompts
+from quire.server.server_group import ServerGroup
+from quire.server.streaming import EngineCall, EventStream, Json, JsonPiecesResponse, render_whole, respond
 from quire.server.structured import structured_field
-from quire.server.tools import ToolChoice, read_tool_choice
-from quire.text.calls.formats import detect_tool_format
-from quire.text.messages import drop_unknown_fields
-from quire.text.prompts import Prompt, PromptTruncation
-from quire.text.sight import split_multi_modal
-from quire.text.thoughts import detect_reasoning_format
+from quire.server.tool_choice import ToolChoice, read_tool_choice
+from quire.text.chat_messages import drop_unknown_fields
+from quire.text.images.loader import split_multi_modal
+from quire.text.input_processor import Prompt, PromptTruncation
+from quire.text.reasoning_parser import detect_reasoning_format
+from quire.text.tool_parsers.formats import detect_tool_format
 from quire.text.tools import Tool, read_tools
-from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.structured import PARAM_NAME
 
 RESERVED_TEMPLATE_KWARGS = frozenset({"messages", "add_generation_prompt", "continue_final_message", "documents",
 "add_special_tokens",

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.errors import InputError
-from quire.server.protocol import SamplingFields
-from quire.vocabulary.structured import (
+from quire.protocol.structured_output import (
     MAX_CHOICES,
     PARAM_NAME,
     STRUCTURED_KINDS,
@@ -17,6 +16,7 @@ from quire.vocabulary.structured import (
     to_source,
     with_lenient,
 )
+from quire.server.request_models import SamplingFields
 
 GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 FIELDS = ("response_format", "structured_outputs", *GUIDED)

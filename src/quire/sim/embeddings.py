@@ -6,16 +6,17 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from quire.config import EngineConfig
-from quire.control.edge import EngineLimits
-from quire.control.engine import Engine
-from quire.control.memory import MemorySize, build_memory
-from quire.control.memory.paged import PagedMemory
-from quire.control.scheduler import Scheduler
-from quire.sim.echo import EchoRunner
-from quire.vocabulary.media import ImageItem, ImagePixels
-from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.plan import ImageEncoding
-from quire.vocabulary.specs import LayerSpec, ModelSpec, VisionSpec
+from quire.core.engine import Engine
+from quire.core.scheduler import Scheduler
+from quire.core.validation import EngineLimits
+from quire.memory.build import build_memory
+from quire.memory.page_layout import MemorySize
+from quire.memory.paged import PagedMemory
+from quire.protocol.images import ImageItem, ImagePixels
+from quire.protocol.model_spec import LayerSpec, ModelSpec, VisionSpec
+from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.step_plan import ImageEncoding
+from quire.sim.echo_runner import EchoRunner
 
 PICTURE = bytes(32)
 VOCAB = 64

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from quire.errors import StartupError
-from quire.vocabulary.params import MAX_BEAM_WIDTH, MAX_N
-from quire.vocabulary.plan import SeqSlice, SliceResult, SlotInit, TopLogprobs
-from quire.vocabulary.seeds import splitmix64
+from quire.protocol.sampling_params import MAX_BEAM_WIDTH, MAX_N
+from quire.protocol.seeds import splitmix64
+from quire.protocol.step_plan import SeqSlice, SliceResult, SlotInit, TopLogprobs
 
 RECORDED_BEAMS = Path(__file__).parent / "recorded" / "beams.json"
 FIRST_TOKEN = 7  # the first that is drawn

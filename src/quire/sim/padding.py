@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from quire.control.scheduler import Scheduler
-from quire.vocabulary.plan import StepPlan
+from quire.core.scheduler import Scheduler
+from quire.protocol.step_plan import StepPlan
 
 
 class PaddingCounts(NamedTuple):

@@ -10,13 +10,13 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
+from quire.protocol.images import ImageItem, ImagePixels
+from quire.protocol.model_spec import KVCacheConfig
+from quire.protocol.sampling_params import MAX_N
+from quire.protocol.step_plan import SeqSlice, SliceResult, SlotInit, StepPlan, StepResult
 from quire.sim.clock import VirtualClock
-from quire.sim.cost import CostModel, StepWork, add_padding, step_work
+from quire.sim.cost_model import CostModel, StepWork, add_padding, step_work
 from quire.sim.padding import PaddingCounts
-from quire.vocabulary.media import ImageItem, ImagePixels
-from quire.vocabulary.params import MAX_N
-from quire.vocabulary.plan import SeqSlice, SliceResult, SlotInit, StepPlan, StepResult
-from quire.vocabulary.specs import KVCacheConfig
 
 FIRST_TOKEN = 7
 DrawFunction = Callable[[SeqSlice, SlotInit], SliceResult]

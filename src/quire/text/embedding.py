@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from quire.control.outcomes import BranchOutput
+from quire.core.outputs import BranchOutput
 from quire.errors import InputError, Overloaded
-from quire.vocabulary.params import SamplingParams
+from quire.protocol.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     import numpy as np

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, replace
 from itertools import count, repeat
 from typing import NamedTuple
 
-from quire.control.outcomes import BranchOutput
-from quire.control.request import Request
+from quire.core.outputs import BranchOutput
+from quire.core.request import Request
 from quire.errors import PrefixesFull, PrefixTaken
-from quire.text.streams import RequestRecord
-from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.plan import TopLogprobs
+from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.step_plan import TopLogprobs
+from quire.text.output_stream import RequestRecord
 
 Decode = Callable[[int], str | None] | None
 

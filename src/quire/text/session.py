@@ -8,12 +8,12 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from types import TracebackType
 
-from quire.control.engine import Engine
-from quire.control.request import Request, RequestStatus, Sequence
+from quire.core.engine import Engine
+from quire.core.request import Request, RequestStatus, Sequence
 from quire.errors import EngineDead, InputError
-from quire.vocabulary.method import Advance, Branch, Context
-from quire.vocabulary.params import MAX_N, SamplingParams
-from quire.vocabulary.plan import TopLogprobs
+from quire.protocol.method import Advance, Branch, Context
+from quire.protocol.sampling_params import MAX_N, SamplingParams
+from quire.protocol.step_plan import TopLogprobs
 
 MAX_TOP = 4096
 
@@ -25,7 +25,7 @@ class SessionMethod:
         self.width, self._top = width, top
 
     def top(self, context: Context) -> int:
-        """See quire.vocabulary.method."""
+        """See quire.protocol.method."""
         return self._top
 
     def advance(self, branches: Seq[Branch], context: Context) -> Advance | None:

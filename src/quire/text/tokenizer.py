@@ -16,8 +16,9 @@ from tokenizers import AddedToken
 
 from quire.errors import InputError, StartupError, short_repr
 from quire.files import MAX_BYTES_BY_FILE, find_checkpoint_file, read_bounded
-from quire.text.folder import is_unicode, special_tokens, tokenizer_config
-from quire.text.library import (
+from quire.text.decoder_rules import DecoderRules
+from quire.text.tokenizer_files import is_unicode, special_tokens, tokenizer_config
+from quire.text.tokenizers_guard import (
     check_encodes,
     check_replacement_growth,
     encode,
@@ -25,7 +26,6 @@ from quire.text.library import (
     errors_to_startup_error,
     translate_errors,
 )
-from quire.text.pieces import DecoderRules
 
 MAX_DIGITS = 9  # of an added token's id
 

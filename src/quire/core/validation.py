@@ -1,0 +1,196 @@
+"""What a request may ask for, checked at the edge: before anything of it is queued. Every refusal names the value and
+the limit.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from quire.errors import InputError, Overloaded, PromptTooLong, short_repr
+from quire.protocol.image_tiling import MAX_IMAGE_SIDE, ImageTiling, TileGrid
+from quire.protocol.images import ImageItem, ImagePixels
+from quire.protocol.model_spec import KVCacheConfig
+from quire.protocol.sampling_params import SamplingParams
+
+MAX_SALT = 1024
+PROMPTS_PER_REQUEST = 16  # of the requests that wait, on an average
+EXTRA_TOKEN_IDS = (
+    8  # ids behind the vocabulary, which stand for pictures alone: an embedding has rows for so many (Mllama)
+)
+
+FitsFunction = Callable[[list[int], int], bool]
+"""Whether branches that reach these lengths, with a common prompt of so many tokens, fit into an empty memory."""
+
+
+class EngineLimits(NamedTuple):
+    """Of one engine."""
+
+    vocab_size: int
+    max_len: int
+    max_queued: int
+    held_by: str = "the model"  # what sets max_len: the model, the memory or an option
+    hidden: int = 0  # numbers of an embedding; 0: there are none
+
+    def check_queue(self, more: int, batches: int, waiting: int) -> None:
+        """Check that a batch of `more` requests may join `waiting` requests of so many `batches`. A batch counts once.
+        Overloaded if there is no room now, InputError if the batch is too large for an empty queue."""
+        most = self.max_queued * PROMPTS_PER_REQUEST
+        if 1 < more > most:
+            each = f"{PROMPTS_PER_REQUEST} for each of --max-num-queued-reqs"
+            raise InputError(
+                f"there are {more} prompts, but at most {most} may wait ({each}): send fewer at once", "prompt"
+            )
+        if batches >= self.max_queued:
+            raise Overloaded(f"the queue is full: {batches} of {self.max_queued} requests are waiting")
+        if waiting + more > most:
+            raise Overloaded(f"the queue is full: {waiting} of {most} prompts are waiting")
+
+    def check_length(self, length: int) -> None:
+        """InputError (PromptTooLong) for a prompt of no tokens, or of too many."""
+        if length == 0:
+            raise InputError("the prompt is empty: it must have at least one token", "prompt")
+        if length >= self.max_len:
+            raise PromptTooLong(
+                f"the prompt has {length} tokens, but {self.held_by} holds {self.max_len} "
+                "with at least one token of output",
+                "prompt",
+            )
+
+    def resolved(self, params: SamplingParams, pooling: str, keeps_partial_prompt: bool) -> SamplingParams:
+        """Parameters that an engine can follow, words in them being token ids; with `pooling` if they leave it open.
+        InputError otherwise. `keeps_partial_prompt`: layers keep a part of each prompt, or its tokens see all of it."""
+        params.check_vocabulary(self.vocab_size)
+        if params.prompt_logprobs is not None and keeps_partial_prompt:
+            raise InputError(
+                f"prompt_logprobs is {params.prompt_logprobs}, and the model's layers keep a part of each prompt, or "
+                "each of its tokens sees all of it: it couldn't be scored again after a preemption, or not at all",
+                "prompt_logprobs",
+            )
+        if params.pooling is not None:
+            self.check_embedding()
+            kind = pooling if params.pooling == "auto" else params.pooling
+            params = replace(params, pooling=kind, max_tokens=1, min_tokens=0)
+        if params.bad_words:
+            raise InputError("bad_words need a tokenizer to make token ids of them", "bad_words")
+        if params.structured is not None and params.grammar is None:
+            raise InputError("structured output needs a tokenizer to make a grammar of it", "structured_outputs")
+        return params
+
+    def check_embedding(self, dimensions: int | None = None) -> None:
+        """InputError where there are no embeddings, or none of so many numbers."""
+        if not self.hidden:
+            why = (
+                "what computes it has no hidden states, or it keeps a part of a prompt, or tokens of one see all of it"
+            )
+            raise InputError(f"this model has no embeddings: {why}", "model")
+        if dimensions is not None and not 1 <= dimensions <= self.hidden:
+            raise InputError(
+                f"dimensions must be between 1 and {self.hidden}, got {str(dimensions)[:40]}", "dimensions"
+            )
+
+    def check_prompt(self, prompt: Sequence[int], images: Sequence[ImageItem] = ()) -> list[int]:
+        """The prompt's tokens. InputError (PromptTooLong) if there is none, or one that isn't, or too many. Where its
+        pictures stand, ids may lie beyond the vocabulary: no output has these."""
+        self.check_length(len(prompt))
+        for i, token in enumerate(prompt):
+            if type(token) is not int or not 0 <= token < self.vocab_size:
+                beyond = type(token) is int and 0 <= token < self.vocab_size + EXTRA_TOKEN_IDS
+                if beyond and any(one.start <= i < one.end for one in images):
+                    continue
+                shown, most = repr(token)[:40], self.vocab_size - 1
+                raise InputError(f"prompt token {i} is {shown}; token ids are integers from 0 to {most}", "prompt")
+        return list(prompt)
+
+    def resolve_max_tokens(
+        self, prompt_len: int, params: SamplingParams, width: int, max_seqs: int, fits: FitsFunction
+    ) -> int:
+        """Tokens that a request of `width` branches may generate: what it asks for, cut to the model's length; if it
+        doesn't ask, cut to what the memory holds too. InputError if more than `max_seqs` branches would run,
+        PromptTooLong if nothing fits."""
+        room = self.max_len - prompt_len
+        wanted = room if params.max_tokens is None else min(params.max_tokens, room)
+        if width > max_seqs:
+            name = "beam_width" if params.beam_width else "best_of" if params.best_of else "n"
+            what, name = (name, name) if params.method is None else ("the width of the method", "method")
+            raise InputError(f"{what} is {width}, but at most {max_seqs} sequences run at once", name)
+
+        def held(output: int) -> bool:
+            return fits([prompt_len + output] * width, prompt_len)
+
+        if params.max_tokens is None and not held(wanted):
+            wanted = bisect(range(1, wanted + 1), False, key=lambda output: not held(output))
+        if wanted == 0 or not held(wanted):
+            raise PromptTooLong(
+                f"{width} x ({prompt_len} prompt + {wanted} output) tokens don't fit into the KV memory; "
+                "ask for fewer branches or a smaller max_tokens, or start with a larger --kv-gib",
+                "max_tokens",
+            )
+        return wanted
+
+
+def check_images(images: Sequence[ImageItem], tokens: Sequence[int], kv_config: KVCacheConfig) -> None:
+    """InputError for pictures that a model hasn't eyes for, or that don't stand in the prompt one behind another."""
+    if images and not kv_config.has_images:
+        raise InputError(f"there are {len(images)} pictures, and the model or its memory has no place for any", "media")
+    end = 0
+    for i, medium in enumerate(images):
+        if not end <= medium.start < medium.end <= len(tokens) or min(medium.num_embeds, medium.num_parts) < 1:
+            raise InputError(
+                f"picture {i} stands at tokens {medium.start} to {medium.end} with {medium.num_embeds} rows of "
+                f"{medium.num_parts} parts, in a prompt of {len(tokens)} tokens, behind token {end}",
+                "media",
+            )
+        if kv_config.sight and medium.num_embeds != medium.num_tokens:
+            raise InputError(f"picture {i} has {medium.num_embeds} rows for {medium.num_tokens} tokens", "media")
+        end = medium.end
+
+
+def check_pixels(i: int, image: ImageItem, pixels: ImagePixels, tiling: ImageTiling, is_joined: bool) -> None:
+    """InputError unless these are the pixels of a picture that `tiling` cuts so, or with `is_joined` of some that are
+    seen
+    as one; and the prompt's picture `i` takes as much as these do."""
+    size, numbers = len(TileGrid._fields), pixels.grid
+    grids = [TileGrid(*numbers[at : at + size]) for at in range(0, len(numbers) - size + 1, size)]
+    known = 1 <= len(grids) == len(numbers) / size and (is_joined or len(grids) == 1)
+    if not known or not all(_is_valid_grid(grid, tiling) for grid in grids):
+        raise InputError(f"picture {i} is cut as {short_repr(numbers)}, which the model doesn't do", "media")
+    shape = sum(map(tiling.num_tiles, grids)), tiling.tile_size, tiling.tile_size, 3
+    if pixels.shape != shape or len(pixels.data) != math.prod(shape):
+        raise InputError(
+            f"picture {i} has {len(pixels.data)} bytes of shape {short_repr(pixels.shape)}; cut as it is, it has "
+            f"{shape}",
+            "media",
+        )
+    rows, parts = sum(map(tiling.num_embeds, grids)), sum(map(tiling.num_parts, grids))
+    takes = len(grids) if is_joined else rows, rows, parts
+    if (image.num_tokens, image.num_embeds, image.num_parts) != takes:
+        raise InputError(
+            f"picture {i} has {image.num_tokens} tokens, {image.num_embeds} rows and {image.num_parts} parts; cut as "
+            f"it is, it "
+            f"has {takes[0]}, {rows} and {parts}",
+            "media",
+        )
+
+
+def _is_valid_grid(grid: TileGrid, tiling: ImageTiling) -> bool:
+    """Whether a picture of this size is cut so."""
+    sides = grid.height, grid.width
+    if not all(1 <= side <= MAX_IMAGE_SIDE for side in sides):
+        return False
+    return any(tiling.choose_grid(*sides, alone) == grid for alone in (True, False))
+
+
+def check_salt(salt: str) -> None:
+    """InputError for what is no salt of a prefix cache."""
+    if not isinstance(salt, str):
+        raise InputError(f"cache_salt must be a string, got {type(salt).__name__}", "cache_salt")
+    if len(salt) > MAX_SALT:
+        raise InputError(f"cache_salt may have at most {MAX_SALT} characters, got {len(salt)}", "cache_salt")
+    try:
+        salt.encode()
+    except UnicodeEncodeError as error:
+        raise InputError("cache_salt has half of a surrogate pair, which is no character", "cache_salt") from error

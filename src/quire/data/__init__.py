@@ -1,1 +1,0 @@
-"""The data plane: tensors only. It does what a plan says and decides nothing."""

@@ -1,0 +1,152 @@
+"""How ranks on GPUs meet in a step: through each other's memory where they reach it (kernels.triton.reduce), else, and
+for the largest sums, through NCCL. Both may be captured in graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from quire.distributed.nccl import NcclCommunicator
+from quire.distributed.shared_memory_exchange import START_FACTOR, SharedMemoryExchange
+from quire.errors import PeerLost
+from quire.kernels.peer_memory_layout import KERNEL_BYTES
+from quire.protocol.parallel_layout import Shard
+
+if TYPE_CHECKING:
+    from quire.distributed.copy_engine_allreduce import CopyEngineAllReduce
+
+NCCL_MIN_BYTES = 16 << 20
+"""Bytes from which on sums are NCCL's, or carried, where a product is computed in pieces."""
+WARMUP_BYTES = 1 << 20  # bytes of `Peers.more`, for a row
+
+
+class DeviceExchange:
+    """One rank's end (see quire.layers.exchange). `peers` are a kernels.triton.reduce.Peers, None where GPUs don't
+    reach each other; `nccl` is None where NCCL must not be used; `host_exchange` is where processes meet outside of
+    steps."""
+
+    def __init__(
+        self,
+        shard: Shard,
+        device: torch.device,
+        host_exchange: SharedMemoryExchange,
+        peers: Any,
+        nccl: NcclCommunicator | None,
+    ) -> None:
+        assert peers is not None or nccl is not None, "ranks have something to meet through"
+        self.shard, self.device, self.host_exchange, self.nccl = shard, device, host_exchange, nccl
+        self.peers, self._error = peers, None if peers is None else peers.error
+        self.is_warming_up, self.pdl = False, False
+        self.copy_engine: CopyEngineAllReduce | None = None
+        if peers is not None:
+            from quire.kernels.triton import all_reduce as reduce
+            from quire.kernels.triton.launch import supports_pdl
+
+            self.kernels, self.pdl = reduce, device.type == "cuda" and supports_pdl(device)
+            if peers.copy_bytes:
+                from quire.distributed.copy_engine_allreduce import make_copy_engine_all_reduce
+
+                self.copy_engine = make_copy_engine_all_reduce(peers, device)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """See quire.layers.exchange."""
+        if self.copy_engine is not None and self.copy_engine.pending_delta is not None:
+            if self.copy_engine.pending_delta is x:
+                return self.copy_engine.finish(None, None, None, 0.0, None)
+            self.copy_engine.finish_and_discard()
+        if self._uses_nccl(x):
+            return x if self.is_warming_up or self.nccl is None else self.nccl.all_reduce(x)
+        dense = x.contiguous()
+        rows = dense.view(-1, x.shape[-1])
+        if not self.kernels.exchange_shape(
+            self.shard.tp_size, rows.shape[1], x.itemsize
+        ).two_shot_rows:  # too long for rows
+            rows = dense.view(-1, 64)
+        self.kernels.all_reduce(self.peers, rows, pdl=self.pdl)
+        return x if dense is x else x.copy_(dense)
+
+    def all_reduce_norm(
+        self,
+        x: Tensor,
+        delta: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        post_norm_weight: Tensor | None = None,
+    ) -> Tensor | None:
+        """x [T, size] += the sum of all ranks' delta, in place, and the norm of that, in one launch: see
+        kernels.triton.reduce.add_norm. None where that isn't done: `all_reduce` comes first then."""
+        if self.copy_engine is not None:
+            if self.copy_engine.pending_delta is delta:
+                return self.copy_engine.finish(x, weight, bias, eps, post_norm_weight)
+            self.copy_engine.finish_and_discard()
+            if self.is_warming_up:
+                self.copy_engine.warm_up(self.peers, x, delta, weight, bias, eps, post_norm_weight)
+        if (
+            self._uses_nccl(x)
+            or not self.kernels.exchange_shape(self.shard.tp_size, x.shape[1], x.itemsize).two_shot_rows
+        ):
+            return None
+        return self.kernels.all_reduce_norm(
+            self.peers, x, delta, weight, bias, eps, post_norm_weight=post_norm_weight, pdl=self.pdl
+        )
+
+    def split_rows(self, rows: int, nbytes: int) -> tuple[slice, ...]:
+        """In what pieces a product is to be computed that is to be added up over ranks, of so many rows and bytes in
+        all, each of which `send_rows` is then given; none: as a whole, and nothing is sent before `all_reduce` or
+        `all_reduce_norm`."""
+        if self.copy_engine is None or self.is_warming_up or nbytes <= NCCL_MIN_BYTES:
+            return ()
+        return self.copy_engine.split_rows(rows, nbytes)
+
+    def send_rows(self, delta: Tensor, rows: slice) -> None:
+        """Begin to exchange these rows of delta, the next of its `overlap_chunks`."""
+        assert self.copy_engine is not None, "there are no pieces without"
+        self.copy_engine.send_rows(delta, rows)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """See quire.layers.exchange."""
+        if self.peers is not None:
+            return self.kernels.all_gather(self.peers, x, pdl=self.pdl)
+        if self.is_warming_up or self.nccl is None:
+            return x.expand(self.shard.tp_size, *x.shape).contiguous()
+        return self.nccl.all_gather(x)
+
+    def all_reduce_max(self, x: Tensor) -> Tensor:
+        """See SharedExchange, through which it goes: nothing is captured, and no time counts."""
+        return self.host_exchange.all_reduce_max(x)
+
+    def _uses_nccl(self, x: Tensor) -> bool:
+        """Whether sums like x are not taken through peers' memory."""
+        if self.peers is None:
+            return True
+        return x.nbytes > NCCL_MIN_BYTES and self.nccl is not None and not self.nccl.is_ordered
+
+    def check_peers(self) -> None:
+        """PeerLost if a kernel has waited in vain."""
+        if self._error is not None and (missed := int(self._error[0])):
+            raise PeerLost(f"rank {missed - 1} has said nothing in a step")
+
+    @contextmanager
+    def warming_up(self) -> Iterator[None]:
+        """Within, steps may run in any threads and in any order: nobody is met, and sums are of no use. It ends for all
+        ranks together."""
+        peers = self.peers
+        if peers is not None:
+            scratch = torch.zeros(KERNEL_BYTES + WARMUP_BYTES, dtype=torch.uint8, device=self.device)
+            table = torch.full_like(peers.table, scratch.data_ptr())
+            counters, error = torch.zeros_like(peers.counters), torch.zeros_like(peers.counters)
+            self.peers = peers._replace(table=table, counters=counters, error=error, polls=0, copy_bytes=WARMUP_BYTES)
+        self.is_warming_up = True
+        try:
+            yield
+        finally:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            self.is_warming_up, self.peers = False, peers
+            self.host_exchange.barrier(START_FACTOR)

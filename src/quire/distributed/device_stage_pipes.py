@@ -1,0 +1,89 @@
+"""How stages on GPUs of one host give each other what a step's tokens are at a layer's border: each has an inbox on its
+GPU, into which the stage before copies, with a flag behind. That something is on its way is said through the pipes
+that stages on CPUs use, so that who waits in vain, and for whom, is known as there.
+
+An inbox has INBOX places, used in turn. Whoever takes a step's rows has finished the step before, and says so: what is
+written over has been read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from quire.distributed import peer_memory
+from quire.distributed.peer_memory import HANDLE_BYTES, PeerError
+from quire.distributed.stage_pipes import StagePipes
+from quire.errors import StartupError
+from quire.protocol.parallel_layout import Shard
+from quire.protocol.pipeline_stages import STAGE_BUFFER_STEPS
+
+FLAG_BYTES = 4096  # bytes before the slots, for flags
+ACK = b"\1"
+
+
+class DeviceStagePipes(StagePipes):
+    """One rank's ends, as Pipes."""
+
+    def __init__(
+        self, shard: Shard, descriptors: Sequence[int], seconds: float, device: torch.device, slot_bytes: int
+    ) -> None:
+        """`slot_bytes`: bytes of the longest step's rows. StartupError where GPUs don't reach each other's memory.
+        Returns
+        once the stage behind is here too."""
+        super().__init__(shard, descriptors, seconds)
+        self.device, self.slot_bytes, self.acknowledged = device, -(-slot_bytes // 256) * 256, 0
+        try:
+            if self._previous is not None:
+                nbytes = FLAG_BYTES + 2 * STAGE_BUFFER_STEPS * self.slot_bytes
+                self._inbox_address, handle = peer_memory.export(nbytes)
+                self._inbox = peer_memory.as_tensor(self._inbox_address, nbytes, device)
+                self._blocking_call(self._previous.sendall, handle)
+            if self._next is not None:
+                found = bytearray(HANDLE_BYTES)
+                self._receive_into(self._next, memoryview(found))
+                self._next_inbox_address = peer_memory.open_handle(bytes(found))
+        except PeerError as error:
+            raise StartupError(
+                f"a stage's GPU doesn't reach another one's memory: {error}", "Use GPUs with peer access, or --tp"
+            ) from error
+
+    def send(self, x: Tensor, delta: Tensor | None) -> None:
+        """See Pipes; behind what the current stream computes."""
+        assert self._next is not None, "the last stage has none behind it"
+        while self.num_sent - self.acknowledged >= STAGE_BUFFER_STEPS:
+            self._receive_into(self._next, memoryview(bytearray(len(ACK))))
+            self.acknowledged += 1
+        slot, stream = (self.num_sent + 1) % STAGE_BUFFER_STEPS, self._current_stream()
+        both = [x] if delta is None else [x, delta]
+        for i, tensor in enumerate(both):
+            dense = tensor.contiguous()
+            assert dense.nbytes <= self.slot_bytes, (
+                f"{dense.nbytes} bytes are more than the {self.slot_bytes} of a step"
+            )
+            peer_memory.copy(
+                self._next_inbox_address + self._slot_offset(slot, i), dense.data_ptr(), dense.nbytes, stream
+            )
+        peer_memory.stream_write_value(self._next_inbox_address + 8 * slot, self.num_sent + 1, stream)
+        self._send_head(x, len(both))
+
+    def receive(self, rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """See Pipes. What is returned is there when the current stream gets to it, until the step after next is
+        sent."""
+        assert self._previous is not None, "the first stage has none before it"
+        if self.num_received:
+            self._blocking_call(self._previous.sendall, ACK)
+        more = self._receive_head(rows, columns, dtype)
+        slot, nbytes = self.num_received % STAGE_BUFFER_STEPS, rows * columns * dtype.itemsize
+        peer_memory.stream_wait_value(self._inbox_address + 8 * slot, self.num_received, self._current_stream())
+        places = (self._slot_offset(slot, i) for i in range(2))
+        x, delta = (self._inbox[at : at + nbytes].view(dtype).view(rows, columns) for at in places)
+        return x, delta if more else None
+
+    def _slot_offset(self, slot: int, place: int) -> int:
+        return FLAG_BYTES + (2 * slot + place) * self.slot_bytes
+
+    def _current_stream(self) -> int:
+        return int(torch.cuda.current_stream(self.device).cuda_stream)

@@ -1,0 +1,70 @@
+"""Ranks as a group of torch.distributed: NCCL on GPUs. They find each other through a file without a name, so no port
+is asked for; NCCL itself listens on the loopback interface.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import FileStore, PrefixStore
+
+from quire.protocol.parallel_layout import Shard
+
+SINGLE_HOST_ENVIRONMENT = {"NCCL_SOCKET_IFNAME": "lo", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+"""What is set where nothing else is: the engine ends ranks that fail, not NCCL's watchdog."""
+
+
+class NcclCommunicator:
+    """One rank's end. `is_ordered`: sums are taken here, in rank order and in fp32; else NCCL takes them, in an order
+    that
+    depends on their size, and rounds as it goes."""
+
+    def __init__(
+        self, shard: Shard, store: int, seconds: float, device: torch.device, is_ordered: bool, backend: str = "nccl"
+    ) -> None:
+        """Meet the others, through the file that the descriptor `store` is of."""
+        for name, value in SINGLE_HOST_ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        self.shard, self.is_ordered = shard, is_ordered
+        dist.init_process_group(
+            backend,
+            store=PrefixStore(
+                f"stage {shard.pp_rank}", FileStore(f"/proc/self/fd/{store}", shard.tp_size * shard.pp_size)
+            ),
+            rank=shard.tp_rank,
+            world_size=shard.tp_size,
+            timeout=timedelta(seconds=seconds),
+            device_id=device if device.type == "cuda" else None,
+        )
+        self.all_reduce(torch.zeros(1, device=device))  # what communicators allocate is allocated now
+        self.all_gather(torch.zeros(1, device=device))
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """See quire.layers.exchange."""
+        if self.is_ordered:
+            total, *others = self.all_gather(x)
+            total = total.float()
+            for other in others:
+                total += other
+            return x.copy_(total)
+        if x.is_contiguous():
+            dist.all_reduce(x)
+            return x
+        dense = x.contiguous()
+        dist.all_reduce(dense)
+        return x.copy_(dense)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """See quire.layers.exchange."""
+        every = x.new_empty((self.shard.tp_size, *x.shape))
+        gather_all = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # newer and older torch
+        gather_all(every.view(-1), x.contiguous().view(-1))
+        return every
+
+    def close(self) -> None:
+        """Leave it. Graphs that have its operations are gone."""
+        dist.destroy_process_group()

@@ -1,0 +1,89 @@
+"""The exchange memories of ranks on one host's GPUs, opened by one another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from quire.distributed import peer_memory
+from quire.distributed.peer_memory import HANDLE_BYTES, PeerError
+from quire.distributed.shared_memory_exchange import SharedMemoryExchange
+from quire.kernels import peer_memory_layout
+from quire.protocol.parallel_layout import Shard
+
+
+def open_peer_buffers(
+    shard: Shard, device: torch.device, indices: Sequence[int], host: SharedMemoryExchange, seconds: float
+) -> tuple[Any, str]:
+    """A kernels.triton.reduce.Peers, or None and why there is none, alike on all ranks. `indices`: the ranks' GPUs."""
+    from quire.kernels.triton import all_reduce, copy_engine_pair
+
+    try:
+        why = _unreachable(shard, indices)
+    except PeerError as error:  # a driver that doesn't say
+        why = str(error)
+    mine, nbytes = b"", peer_memory_layout.peer_bytes(shard.tp_size)
+    more = nbytes - peer_memory_layout.KERNEL_BYTES
+    if not why:
+        try:
+            address, mine = peer_memory.export(nbytes)
+        except PeerError as error:
+            why = str(error)
+    handles = host.all_gather(torch.tensor(list(mine.ljust(HANDLE_BYTES, b"\0")), dtype=torch.uint8))
+    if not _all_ranks_ok(why, host):
+        if mine:
+            peer_memory.free(address)
+        return None, _first_reason(why, host)
+    addresses: list[int] = []
+    try:
+        for rank in range(shard.tp_size):
+            theirs = bytes(handles[rank].tolist())
+            addresses.append(address if rank == shard.tp_rank else peer_memory.open_handle(theirs))
+            if more:  # where it is refused, it is so now
+                peer_memory.stream_write_value(addresses[-1] + copy_engine_pair.flag_offset(0, 0), 0, 0)
+    except PeerError as error:
+        why = str(error)
+    if not _all_ranks_ok(why, host):
+        for one in addresses:
+            if one != address:
+                peer_memory.close(one)
+        why = _first_reason(why, host)
+        peer_memory.free(address)
+        return None, why
+    polls = min(int(seconds * all_reduce.POLLS), 2**31 - 1)
+    counters = torch.zeros(peer_memory_layout.PROGRAMS, dtype=torch.int64, device=device)
+    word = torch.zeros(
+        1, dtype=torch.int64, pin_memory=device.type == "cuda"
+    )  # the host reads it without asking the device
+    table = torch.tensor(addresses, dtype=torch.int64, device=device)
+    return all_reduce.PeerBuffers(
+        table, counters, word, shard.tp_rank, shard.tp_size, polls, tuple(addresses), more
+    ), ""
+
+
+def _unreachable(shard: Shard, indices: Sequence[int]) -> str:
+    """Why this rank's GPU doesn't reach another one's memory, if so."""
+    here = indices[shard.tp_rank]
+    if shard.tp_size > peer_memory_layout.MAX_PEERS:
+        return f"more than {peer_memory_layout.MAX_PEERS} ranks"
+    if 2 * torch.cuda.get_device_properties(here).multi_processor_count < peer_memory_layout.PROGRAMS:
+        return f"GPU {here} has fewer than {peer_memory_layout.PROGRAMS // 2} multiprocessors"
+    for there in set(indices) - {here}:
+        if not torch.cuda.can_device_access_peer(here, there):
+            return f"GPU {here} has no access to the memory of GPU {there}"
+        if not peer_memory.has_native_atomics(here, there):
+            return f"GPU {here} has no NVLink to GPU {there}"
+    return ""
+
+
+def _all_ranks_ok(why: str, host: SharedMemoryExchange) -> bool:
+    """No rank has a reason against it."""
+    return not host.all_gather(torch.tensor([bool(why)])).any()
+
+
+def _first_reason(why: str, host: SharedMemoryExchange) -> str:
+    """The first rank's reason that has one: all say the same."""
+    said = host.all_gather(torch.tensor(list(why.encode()[:200].ljust(200, b"\0")), dtype=torch.uint8))
+    return next(filter(None, (bytes(one.tolist()).rstrip(b"\0").decode(errors="replace") for one in said)))

@@ -1,0 +1,141 @@
+"""Ranks on GPUs, before they build anything: which GPU each has, how they will meet, and what room that leaves.
+
+QUIRE_SHARE_GPU=1 lets more ranks start than there are GPUs, to try the code without them: they take turns on one, so
+each exchange takes as long as some time slices, and NCCL, which refuses that, isn't used.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from glob import glob
+from typing import TYPE_CHECKING, Any
+
+from quire.distributed.neighbours import REPORT_SHARE, other_gpu_processes
+from quire.distributed.rank_messages import InitMessage
+from quire.errors import StartupError
+
+if TYPE_CHECKING:
+    from quire.distributed.device_exchange import DeviceExchange
+    from quire.distributed.shared_memory_exchange import SharedMemoryExchange
+
+SHARE_GPU_VARIABLE = "QUIRE_SHARE_GPU"
+GPU_DEVICE_FILES = "/dev/nvidia[0-9]*"  # a GPU each
+GIB = 2**30
+log = logging.getLogger("quire.distributed")
+
+
+def seems_to_have_devices(device: str, ranks: int) -> bool:
+    """Whether it is likely, before torch is imported and `check_gpus` says it, that so many ranks have what to compute
+    on: by the GPUs' files, and by how many CUDA_VISIBLE_DEVICES names."""
+    if device == "cpu":
+        return True
+    count, named = len(glob(GPU_DEVICE_FILES)), os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        count = min(count, len(list(filter(None, map(str.strip, named.split(","))))))
+    if count == 0:
+        return device == "auto"
+    return ranks <= count or may_share_gpus()
+
+
+def check_gpus(tp: int, pp: int = 1) -> None:
+    """StartupError for more ranks than GPUs that this process may use."""
+    import torch
+
+    count, ranks = torch.cuda.device_count(), tp * pp
+    if ranks > count and not (count and may_share_gpus()):
+        seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+        named = "" if seen is None else f" (CUDA_VISIBLE_DEVICES is {seen[:80]!r})"
+        raise StartupError(
+            f"--tp is {tp}{f' and --pp {pp}' * (pp > 1)}, and torch finds {count} GPU{'s' * (count != 1)}{named}",
+            f"Use --tp {count} or less, or --device cpu",
+        )
+
+
+def may_share_gpus() -> bool:
+    """Ranks may share GPUs."""
+    return os.environ.get(SHARE_GPU_VARIABLE, "") not in ("", "0")
+
+
+def gpus_per_rank(ranks: int) -> float:
+    """What a rank has of a GPU: one, or a share where they share."""
+    import torch
+
+    count = torch.cuda.device_count()
+    return 1 / -(-ranks // count) if may_share_gpus() and count else 1.0
+
+
+def smallest_device_memory(memory_infos: Sequence[dict[str, Any]], utilization: float) -> tuple[int, int, str]:
+    """What memory is planned for, given what each rank's Seat tells: bytes of a rank's GPU in all and free, of the one
+    with the least room, and a name for it that says who uses it, if known. StartupError for GPUs of different kinds."""
+    names = [str(one["name"]) for one in memory_infos]
+    for rank, name in enumerate(names):
+        if name != names[0]:
+            raise StartupError(
+                f"GPU 0 is {names[0]}, and GPU {rank} is {name}: ranks share out each layer equally",
+                "Choose GPUs of one kind by CUDA_VISIBLE_DEVICES",
+            )
+    users = {one["index"]: sum(other["index"] == one["index"] for other in memory_infos) for one in memory_infos}
+    rooms = [
+        (int(one["total"]) // users[one["index"]], int(one["free"]) // users[one["index"]]) for one in memory_infos
+    ]
+    rank = min(range(len(rooms)), key=lambda rank: utilization * rooms[rank][0] - rooms[rank][0] + rooms[rank][1])
+    total, free = rooms[rank]
+    others = f" (used: {memory_infos[rank]['others']})" if memory_infos[rank].get("others") else ""
+    said = f"GPU {memory_infos[rank]['index']}, of which {free / GIB:.2f} of {total / GIB:.2f} GiB are free{others}"
+    return total, free, said
+
+
+class RankDevice:
+    """A rank's GPU, opened, and its end of the exchange (None: there are no others)."""
+
+    def __init__(self, hello: InitMessage) -> None:
+        """StartupError where ranks can't meet. All ranks at a time."""
+        import torch
+
+        from quire.distributed.shared_memory_exchange import SharedMemoryExchange
+
+        self.index = hello.part.global_rank % max(torch.cuda.device_count(), 1)
+        self.device = torch.device("cuda", self.index)
+        torch.cuda.set_device(self.device)
+        torch.zeros(1, device=self.device)  # makes the context
+        self.notices: tuple[str, ...] = ()
+        self.exchange: DeviceExchange | None = None
+        if hello.part.tp_size > 1:
+            host = SharedMemoryExchange(hello.part, hello.meeting, hello.seconds)
+            self.exchange = self._open_exchange(hello, host)
+            host.barrier()  # all have all that they allocate
+
+    def _open_exchange(self, hello: InitMessage, host: SharedMemoryExchange) -> DeviceExchange:
+        import torch
+
+        from quire.distributed.device_exchange import DeviceExchange
+        from quire.distributed.nccl import NcclCommunicator
+        from quire.distributed.peer_buffers import open_peer_buffers
+
+        indices = host.all_gather(torch.tensor([self.index])).flatten().tolist()
+        peers, why = open_peer_buffers(hello.part, self.device, indices, host, hello.seconds)
+        if len(set(indices)) < len(indices):
+            if peers is None:
+                raise StartupError(
+                    f"ranks share a GPU ({SHARE_GPU_VARIABLE}), and can't reach each other's memory: {why}"
+                )
+            self.notices += (
+                f"{len(indices)} ranks share {len(set(indices))} GPU ({SHARE_GPU_VARIABLE}): this is slow",
+            )
+            return DeviceExchange(hello.part, self.device, host, peers, None)
+        if why:
+            self.notices += (f"ranks exchange through NCCL: {why}",)
+        group = NcclCommunicator(hello.part, host.store, hello.seconds, self.device, hello.config.deterministic)
+        return DeviceExchange(hello.part, self.device, host, peers, group)
+
+    def memory_info(self) -> dict[str, Any]:
+        """For `smallest_device_memory`."""
+        import torch
+
+        free, total = torch.cuda.mem_get_info(self.device)
+        found = {"name": torch.cuda.get_device_name(self.device), "index": self.index, "free": free, "total": total}
+        if total - free > REPORT_SHARE * total:
+            found["others"] = other_gpu_processes(str(torch.cuda.get_device_properties(self.device).uuid))
+        return found

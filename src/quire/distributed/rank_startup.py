@@ -1,0 +1,106 @@
+"""The start of ranks, from the engine's side: what each is told to build."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import replace
+
+from quire.config import EngineConfig
+from quire.distributed import remote_runner
+from quire.distributed.rank_devices import gpus_per_rank, smallest_device_memory
+from quire.distributed.rank_handle import RankLauncher
+from quire.distributed.rank_messages import InitMessage
+from quire.distributed.remote_runner import RemoteRunner
+from quire.memory.interface import KVMemory
+from quire.protocol.parallel_layout import ParallelLayout
+
+
+def launcher_arguments(config: EngineConfig, device: str) -> dict[str, RankLauncher]:
+    """What RemoteRunner is told of how ranks start on "cpu" or "cuda". StartupError where it can't be so."""
+    if config.executor != "ray":
+        return {}
+    from quire.distributed.ray_launcher import RayLauncher
+
+    gpus = gpus_per_rank(config.world_size) if device != "cpu" else 0.0
+    return {"start": RayLauncher(config.world_size, gpus, config.ray_address)}
+
+
+def open_devices(ranks: RemoteRunner, config: EngineConfig) -> tuple[int, int, str]:
+    """Have all ranks open their GPUs, and find what memory is planned for: see devices.room_of."""
+    parts = ranks.layout.shards()
+    told = ranks.open_devices(
+        [InitMessage(config, part, (), 1, ranks.seconds, ranks.rendezvous.descriptors) for part in parts]
+    )
+    return smallest_device_memory(told, config.gpu_memory_utilization)
+
+
+def build_ranks(
+    ranks: RemoteRunner, config: EngineConfig, folder: str, eos_ids: tuple[int, ...], max_len: int, progress: bool
+) -> None:
+    """Have all ranks build their part of the model in `folder` ("": the config's shape). `config` is sized, and says
+    dtype, device and attention. Returns when they have."""
+    if folder:
+        config = replace(config, model=folder, revision=None)
+    if config.device == "cpu" or config.threads is not None:
+        config = replace(config, threads=threads_per_rank(config.threads, config.world_size))
+    level = logging.getLogger().getEffectiveLevel()
+    ranks.send_init([
+        InitMessage(
+            config, part, eos_ids, max_len, ranks.seconds, ranks.rendezvous.descriptors,
+            progress and part.global_rank == 0, level,
+        )
+        for part in ranks.layout.shards()
+    ])  # fmt: skip
+    ranks.wait_until_built()
+
+
+def rebuild_ranks(
+    config: EngineConfig,
+    folder: str,
+    eos_ids: tuple[int, ...],
+    max_len: int,
+    make_memory: Callable[[], KVMemory],
+    check_memory: Callable[[tuple[int, int, str]], None],
+) -> tuple[RemoteRunner, KVMemory]:
+    """Other ranks like those that have ended, bound to a memory like theirs; `config` is as for `build_ranks`, and
+    `check_memory`
+    raises StartupError where their GPUs, as `open_devices` finds them, lack the room by now. StartupError or RanksLost
+    if they
+    can't be."""
+    assert config.max_num_batched_tokens is not None, "a sized config"
+    start = launcher_arguments(config, config.device)
+    ranks = remote_runner.RemoteRunner(ParallelLayout(config.tp, config.pp), config.rank_timeout, **start)
+    try:
+        if config.device != "cpu":
+            check_memory(open_devices(ranks, config))
+        build_ranks(ranks, config, folder, eos_ids, max_len, progress=False)
+        memory = make_memory()
+        ranks.bind(memory.kv_config)
+        if config.warm_up:
+            ranks.warm_up(config.max_num_batched_tokens, max_len)
+    except BaseException:
+        ranks.kill()
+        raise
+    return ranks, memory
+
+
+def threads_per_rank(threads: int | None, ranks: int) -> int | None:
+    """The threads of a rank, where all of them have `threads` (None: one a core); None: as OMP_NUM_THREADS says."""
+    if threads is None and "OMP_NUM_THREADS" in os.environ:
+        return None
+    if threads is None:
+        from quire.kernels.cpu.cores import available_cores
+
+        here = available_cores()
+        threads = here.threads if here is not None else os.cpu_count() or 1
+    return max(threads // ranks, 1)
+
+
+def unused_threads_notice(threads: int | None, ranks: int) -> list[str]:
+    """What to say of --threads that ranks don't share out evenly: all have as many, so that they compute alike."""
+    each = max(threads // ranks, 1) if threads is not None else 0
+    if threads is None or each * ranks == threads:
+        return []
+    return [f"--threads is {threads}, and {ranks} ranks use {each} each: {each * ranks}"]

@@ -1,0 +1,111 @@
+"""How ranks on CPUs of one host meet in a step: each writes what it has into its slot, tells the others, and reads
+theirs. Every rank adds up all by itself, in rank order and in fp32, so that all have the same bits.
+
+A rank has two slots, used in turn. Whoever has heard of the others' next piece knows that they have read this one, so
+that what is written over was read by all.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from quire.distributed.rendezvous import COUNTER_BYTES, COUNTER_STRIDE, SLOT_BYTES, rank_fds
+from quire.errors import PeerLost
+from quire.protocol.parallel_layout import Shard
+
+START_FACTOR = 5.0  # times as long as in a step others are waited for: quire.distributed.remote_runner.STARTS
+TIMEOUT_MARGIN = 30.0  # seconds more than the engine waits: it names who is silent before anybody else gives up
+
+
+class SharedMemoryExchange:
+    """One rank's end (see quire.layers.exchange). PeerLost where another one says nothing for `seconds`."""
+
+    def __init__(self, shard: Shard, descriptors: Sequence[int], seconds: float) -> None:
+        """`descriptors` are a Meeting's."""
+        self.shard, self._seconds = shard, seconds + TIMEOUT_MARGIN
+        seats = rank_fds(shard, descriptors)
+        events, self.store = seats.events, seats.store
+        shared = mmap.mmap(seats.memory, seats.bytes)
+        self._counters = memoryview(shared)[:COUNTER_BYTES].cast("Q")
+        slots = torch.frombuffer(shared, dtype=torch.uint8, offset=COUNTER_BYTES).view(-1, shard.tp_size, 2, SLOT_BYTES)
+        self._slots = slots[shard.pp_rank]
+        self._own_events = events[2 * shard.tp_rank : 2 * shard.tp_rank + 2]
+        self._other_events = [list(events[turn::2]) for turn in range(2)]
+        for turn in range(2):
+            self._other_events[turn].pop(shard.tp_rank)
+        self._polls = [select.poll() for _ in range(2)]
+        for poll, event in zip(self._polls, self._own_events):
+            poll.register(event, select.POLLIN)
+        self._slot = 0
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """[ranks, *x.shape]: everybody's, in rank order."""
+        every = x.new_empty((self.shard.tp_size, *x.shape))
+        sent, received = _as_bytes(x.contiguous()), every.view(self.shard.tp_size, -1).view(torch.uint8)
+        for at in range(0, len(sent), SLOT_BYTES):
+            piece = sent[at : at + SLOT_BYTES]
+            received[:, at : at + SLOT_BYTES] = self._all_gather_chunk(piece)
+        return every
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """x, in place and returned: the sum of all ranks'."""
+        flat, most = x.contiguous().view(-1), SLOT_BYTES // x.itemsize
+        for at in range(0, len(flat), most):
+            piece = flat[at : at + most]
+            every = self._all_gather_chunk(_as_bytes(piece)).view(x.dtype)
+            total = every[0].to(torch.float32, copy=True)
+            for other in every[1:]:
+                total += other
+            piece.copy_(total)
+        return x if x.is_contiguous() else x.copy_(flat.view(x.shape))
+
+    def all_reduce_max(self, x: Tensor) -> Tensor:
+        """x's numbers, each the largest of all ranks': asked for while weights are loaded, for as long as a start may
+        take. On x's device."""
+        with self._scaled_timeout(START_FACTOR):
+            return self.all_gather(x.cpu()).amax(0).to(x.device)
+
+    def barrier(self, timeout_factor: float = 1.0) -> None:
+        """Wait until all are here, so many times as long as in a step."""
+        with self._scaled_timeout(timeout_factor):
+            self.all_gather(torch.zeros(1))
+
+    @contextmanager
+    def _scaled_timeout(self, timeout_factor: float) -> Iterator[None]:
+        seconds, self._seconds = self._seconds, self._seconds * timeout_factor
+        try:
+            yield
+        finally:
+            self._seconds = seconds
+
+    def check_peers(self) -> None:
+        """Who is missed is missed at once."""
+
+    def _all_gather_chunk(self, piece: Tensor) -> Tensor:
+        """[ranks, bytes]: everybody's piece, until two more are met."""
+        turn, missing = self._next_slot(), self.shard.tp_size - 1
+        self._counters[self.shard.global_rank * COUNTER_STRIDE] += 1
+        self._slots[self.shard.tp_rank, turn, : len(piece)] = piece
+        for event in self._other_events[turn]:
+            os.eventfd_write(event, 1)
+        while missing:
+            if not self._polls[turn].poll(self._seconds * 1000):
+                raise PeerLost(f"{missing} of {self.shard.tp_size - 1} other ranks have said nothing in a step")
+            missing -= os.eventfd_read(self._own_events[turn])
+        return self._slots[:, turn, : len(piece)]
+
+    def _next_slot(self) -> int:
+        """The slot of the next piece."""
+        self._slot = 1 - self._slot
+        return self._slot
+
+
+def _as_bytes(x: Tensor) -> Tensor:
+    return x.view(-1).view(torch.uint8)

@@ -1,0 +1,262 @@
+"""The front's side of a link: requests that are under way, questions that wait for an answer, and what the engine tells
+of both, on its way to the event loops that asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+from quire.core.engine import Engine
+from quire.core.outputs import BranchOutput
+from quire.errors import EngineDead, InputError, Overloaded
+from quire.ipc.heartbeat import Health
+from quire.ipc.messages import (
+    MAX_NUMBER,
+    AbortRequests,
+    ClientMessage,
+    EngineExited,
+    EngineMessage,
+    EngineMetrics,
+    EngineReady,
+    QueueSizes,
+    Reply,
+    RequestProgress,
+    StepOutputs,
+    StopBranch,
+)
+from quire.text.input_processor import InputProcessor
+from quire.text.output_stream import OutputStream, RequestRecord, StepObserver, engine_dead_error, resolve_future
+from quire.text.request_detokenizer import RequestDetokenizer
+
+log = logging.getLogger("quire")
+
+
+class EngineClient(Protocol):
+    """The way to an engine, and what is known of it."""
+
+    @property
+    def engine(self) -> Engine | None: ...  # where it is in this process
+    @property
+    def is_in_process(self) -> bool: ...  # the engine is in this process
+    @property
+    def ready(self) -> EngineReady: ...
+
+    def start(self, receive: Callable[[EngineMessage], None]) -> None: ...
+    def attach_event_loop(self) -> None: ...
+    def send(self, message: ClientMessage) -> bool: ...
+    @property
+    def queue_sizes(self) -> QueueSizes: ...
+    @property
+    def metrics(self) -> EngineMetrics: ...
+    def health(self) -> Health: ...
+    def start_replacement(self) -> EngineClient: ...
+    def cancel_replacement(self) -> None: ...
+    def close(self, timeout: float) -> bool: ...
+
+
+class PendingReply(NamedTuple):
+    """What the engine was asked, until it answers; `streams` are those of the requests that it was to take."""
+
+    future: asyncio.Future[Any]
+    streams: Sequence[OutputStream]
+
+
+class RequestTracker:
+    """What is under way over `engine_client`. `observer` sees every step."""
+
+    def __init__(
+        self, engine_client: EngineClient, prompts: InputProcessor, observer: StepObserver | None = None
+    ) -> None:
+        self.prompts, self.observer = prompts, observer
+        self.num_aborted = self.num_rejected = 0
+        self._rejected_lock = threading.Lock()  # of those that are refused, on the engine's thread and on callers'
+        self.on_death: Callable[[], object] | None = None
+        self._closing = False
+        self._streams_by_number: dict[int, OutputStream] = {}  # by number, from when they are asked for
+        self._streams_by_id: dict[str, OutputStream] = {}  # the same by id
+        self._pending_replies: dict[int, PendingReply] = {}
+        self._numbers, self._keys = itertools.count(), itertools.count()  # they begin anew behind MOST_NUMBER
+        self.connect(engine_client)
+
+    def connect(self, engine_client: EngineClient) -> None:
+        """Go on over another link, after the engine's death; the first one too."""
+        self.engine_client = engine_client
+        self.error: BaseException | None = None
+        self.limits, self.kv_cache_info = engine_client.ready.limits, engine_client.ready.cache
+        self.prompts.limits = self.limits
+        engine_client.start(self._receive)
+
+    @property
+    def engine(self) -> Engine:
+        """The engine, where it is in this process."""
+        assert self.engine_client.engine is not None, "the engine has a process of its own"
+        return self.engine_client.engine
+
+    @property
+    def metrics(self) -> EngineMetrics:
+        """What the engine has counted, and its memory, as they were lately."""
+        return self.engine_client.metrics
+
+    # For callers, on their event loops
+
+    def _new_stream(
+        self, answer: asyncio.Future[None], record: RequestRecord, prompt: Sequence[int], patient: bool = False
+    ) -> OutputStream:
+        """The stream of a request to come."""
+        stream = OutputStream(record.id, answer, patient)
+        stream.number, stream.record = next(self._numbers) & MAX_NUMBER, record
+        stop = partial(self._send_stop, stream.number)
+        stream.detokenizer = RequestDetokenizer(self.prompts.text_backend, prompt, record.params, stop)
+        return stream
+
+    async def _send_and_wait(
+        self, answer: asyncio.Future[Any], message: Callable[[int], ClientMessage], streams: Sequence[OutputStream] = ()
+    ) -> Any:
+        """The engine's answer to `message` of a key; the requests of `streams` share it."""
+        if self.error is not None or self._closing:
+            raise engine_dead_error(self.error)
+        for at, stream in enumerate(streams):
+            if stream.id in self._streams_by_id or any(stream.id == other.id for other in streams[:at]):
+                raise InputError(f"request id {stream.id[:80]!r} is in use", "request_id")
+        key = next(self._keys) & MAX_NUMBER
+        for stream in streams:
+            self._streams_by_number[stream.number] = self._streams_by_id[stream.id] = stream
+        self._pending_replies[key] = PendingReply(answer, streams)
+        self.engine_client.attach_event_loop()
+        try:
+            if not self.engine_client.send(message(key)):
+                self._resolve_reply(key, None, engine_dead_error(self.error))
+        except BaseException as error:  # of what can't be sent
+            self._resolve_reply(key, None, error)
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            for stream in streams:
+                self.abort(stream.id)
+            raise
+
+    def abort(self, request_id: str) -> None:
+        """End a request whose caller left. From any thread; unknown ids pass."""
+        stream = self._streams_by_id.get(request_id)
+        if stream is not None:
+            self.engine_client.send(AbortRequests((stream.number,)))
+
+    def _send_stop(self, number: int, branch: int, reason: str) -> None:
+        """A stop string was found in a branch's text."""
+        self.engine_client.send(StopBranch(number, branch, reason))
+
+    def _count_rejected(self) -> None:
+        """Count a request for which the queue had no room."""
+        with self._rejected_lock:
+            self.num_rejected += 1
+
+    # What the engine tells, on whichever thread it comes
+
+    def _receive(self, message: EngineMessage) -> None:
+        if isinstance(message, StepOutputs):
+            self._handle_step_outputs(message)
+        elif isinstance(message, Reply):
+            question = self._pending_replies.get(message.key)
+            if isinstance(message.error, Overloaded) and (question is None or question.streams):
+                self._count_rejected()
+            self._resolve_reply(message.key, message.value, message.error)
+        else:
+            assert isinstance(message, EngineExited), "there are three kinds"
+            self._handle_engine_exit(message.error)
+
+    def _resolve_reply(self, key: int, value: Any, error: BaseException | None) -> None:
+        question = self._pending_replies.pop(key, None)
+        if question is None:
+            return
+        if error is not None:
+            for stream in question.streams:
+                self._forget_stream(stream)
+        self._call_on_loop(question.future.get_loop(), resolve_future, question.future, value, error)
+
+    def _handle_step_outputs(self, message: StepOutputs) -> None:
+        """Hand a step's outputs to their streams: one call an event loop."""
+        for progress in message.progress:
+            if (stream := self._streams_by_number.get(progress.number)) is not None:
+                _update_record(stream.record, progress)
+        batches: dict[asyncio.AbstractEventLoop, list[tuple[OutputStream, BranchOutput]]] = {}
+        for number, output in message.outputs:
+            if (found := self._streams_by_number.get(number)) is not None:
+                batches.setdefault(found.loop, []).append((found, output))
+        for loop, batch in batches.items():
+            self._call_on_loop(loop, self._deliver, batch, message.now)
+        if self.observer is not None and message.computed:
+            self.observer.on_step_computed(message.computed)
+
+    def _deliver(self, batch: list[tuple[OutputStream, BranchOutput]], now: float) -> None:
+        """On the loop: a step's outputs become text, and go each to its stream."""
+        seen: list[tuple[BranchOutput, RequestRecord]] = []
+        for stream, output in batch:
+            if stream.failed:
+                continue
+            try:
+                found = stream.detokenizer.process(output)
+                if found is None:
+                    continue
+                if found.done:
+                    self._forget_stream(stream)
+                stream.put(found)
+            except BaseException as error:  # also what libraries raise beside Exception: its own request's alone
+                self._fail_stream(stream, error)
+                continue
+            if not stream.record.is_prefix:  # what the operator registers isn't a client's request
+                seen.append((found, stream.record))
+                self.num_aborted += found.done and found.finish_reason == "abort"
+        if self.observer is not None:
+            self.observer.on_outputs(seen, now)
+
+    def _fail_stream(self, stream: OutputStream, error: BaseException) -> None:
+        """A request whose text can't be made."""
+        log.error("the text of request %s failed", stream.id, exc_info=error)
+        self.abort(stream.id)
+        self._forget_stream(stream)
+        stream.fail(EngineDead(f"the text of the request failed: {type(error).__name__}: {error}"[:300]))
+
+    def _forget_stream(self, stream: OutputStream) -> None:
+        self._streams_by_number.pop(stream.number, None)
+        if self._streams_by_id.get(stream.id) is stream:
+            del self._streams_by_id[stream.id]
+
+    def _call_on_loop(self, loop: asyncio.AbstractEventLoop, function: Callable[..., None], *args: Any) -> None:
+        """Call a function on an event loop, at once if it is this one."""
+        try:
+            if asyncio._get_running_loop() is loop:
+                function(*args)
+            else:
+                loop.call_soon_threadsafe(function, *args)
+        except RuntimeError:  # the caller's loop is closed
+            if not loop.is_closed():
+                raise
+            for stream in [stream for stream in list(self._streams_by_number.values()) if stream.loop is loop]:
+                self.abort(stream.id)
+                self._forget_stream(stream)
+
+    def _handle_engine_exit(self, error: BaseException) -> None:
+        """Nothing will be served any more: tell everybody."""
+        if self.error is not None:
+            return
+        closed = self._closing
+        self.error = EngineDead("the engine was closed") if closed else error
+        for key in list(self._pending_replies):
+            self._resolve_reply(key, None, engine_dead_error(self.error))
+        streams, self._streams_by_number, self._streams_by_id = list(self._streams_by_number.values()), {}, {}
+        for stream in streams:
+            self._call_on_loop(stream.loop, stream.fail, engine_dead_error(self.error))
+        if not closed and self.on_death is not None:
+            self.on_death()
+
+
+def _update_record(record: RequestRecord, progress: RequestProgress) -> None:
+    _, record.max_tokens, record.scheduled_time, record.first_token_time, record.cached_tokens, record.preemptions = (
+        progress
+    )

@@ -1,0 +1,406 @@
+"""The frames that fronts and an engine in a process of its own exchange: typed, versioned, numbered, bounded; no JSON a
+step, and no pickle.
+
+A frame is a head (version, kind, number in its direction, length of the body) and a body. What comes every step, and
+prompts, are columns of numbers (quire.protocol.columns); what is rare is JSON. A reader refuses what no writer of
+this version sends, naming the field, before it makes anything of that size.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
+from typing import Any, NamedTuple, TypeVar
+
+from quire.errors import (
+    EngineDead,
+    InputError,
+    NotIdle,
+    Overloaded,
+    PrefixesFull,
+    PrefixTaken,
+    PromptTooLong,
+    StartupError,
+    UnknownPrefix,
+)
+from quire.ipc.image_frames import read_images, write_images
+from quire.ipc.messages import (
+    ADMIN_OPERATIONS,
+    MAX_ID_CHARS,
+    MAX_NUMBER,
+    MAX_REQUESTS,
+    MAX_TAGS,
+    SLEEP_MODES,
+    AbortRequests,
+    AddRequests,
+    AdminRequest,
+    ClientMessage,
+    EngineExited,
+    EngineMessage,
+    ListPrefixes,
+    NewRequest,
+    RegisterPrefix,
+    ReleasePrefix,
+    Reply,
+    SnapshotRequest,
+    StepOutputs,
+    StopBranch,
+)
+from quire.ipc.stepped import read_step_outputs, write_step_outputs
+from quire.protocol.columns import MAX_FRAME_BYTES, FrameReader, WireError, write_ints, write_runs
+from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.structured_output import Structured
+
+VERSION = 1
+HEAD = struct.Struct("<BBHII")  # version, kind, 0, number, bytes of the body
+MAX_JSON_BYTES = 1 << 24  # bytes
+MAX_ERROR_CHARS = 1 << 16  # characters of an error
+MAX_CLIENT_CHARS = 64  # characters of a client's name
+COUNT = struct.Struct("<I")
+STOP_HEAD = struct.Struct("<III")  # number, branch, bytes of the reason
+KINDS = (
+    INIT, ADD, ABORT, STOP, REGISTER_PREFIX, RELEASE_PREFIX, LIST_PREFIXES, PING, READY, START_FAILED, REPLY,
+    STEP_OUTPUTS, ENGINE_EXITED, PONG, SNAPSHOT,
+    ADMIN,
+) = range(1, 17)  # fmt: skip
+INPUT_ERRORS: dict[str, type[InputError]] = {
+    kind.__name__: kind for kind in (InputError, PromptTooLong, PrefixTaken, PrefixesFull, UnknownPrefix, NotIdle)
+}
+# Of parameters: the front's own. The form of an output goes as it is, to be compiled there.
+NOT_SENT_PARAMS = ("stop", "bad_words", "method", "stop_automaton", "structured_outputs", "grammar")
+DEFAULTS = {field.name: field.default for field in fields(SamplingParams) if field.name not in NOT_SENT_PARAMS}
+T = TypeVar("T")
+
+
+class Frame(NamedTuple):
+    """A frame as it was read."""
+
+    kind: int
+    body: memoryview
+
+
+class FrameCodec:
+    """The frames of one direction of a connection: numbers those that are written, and checks those that are read,
+    which are of these `kinds`."""
+
+    def __init__(self, kinds: range = KINDS) -> None:
+        self.kinds = kinds
+        self._written = self._read = 0
+        self._buffer = bytearray()
+
+    def encode(self, kind: int, body: bytes) -> bytes:
+        """The next frame. WireError beyond MOST_BYTES."""
+        if len(body) > MAX_FRAME_BYTES:
+            raise WireError("frame", f"{len(body)} bytes, at most {MAX_FRAME_BYTES} are sent")
+        self._written += 1
+        return HEAD.pack(VERSION, kind, 0, self._written & 0xFFFFFFFF, len(body)) + body
+
+    def decode(self, data: bytes) -> Iterator[Frame]:
+        """Frames that `data`, which came, completes. WireError for what is none."""
+        if not self._buffer and len(data) >= HEAD.size:
+            kind, length = self._check_head(HEAD.unpack_from(data))
+            if len(data) == HEAD.size + length:  # as most come: one, and whole
+                self._read += 1
+                yield Frame(kind, memoryview(data)[HEAD.size :])
+                return
+        self._buffer += data
+        at = 0
+        try:
+            while len(self._buffer) - at >= HEAD.size:
+                kind, length = self._check_head(HEAD.unpack_from(self._buffer, at))
+                end = at + HEAD.size + length
+                if len(self._buffer) < end:
+                    break
+                body, at = bytes(memoryview(self._buffer)[end - length : end]), end
+                self._read += 1
+                yield Frame(kind, memoryview(body))
+        finally:
+            del self._buffer[:at]
+
+    def _check_head(self, head: tuple[int, ...]) -> tuple[int, int]:
+        version, kind, zero, number, length = head
+        if version != VERSION:
+            raise WireError("version", f"it is {version}, only {VERSION} is read")
+        if kind not in self.kinds or zero:
+            raise WireError("kind", f"{kind} is no kind of frame")
+        if number != (self._read + 1) & 0xFFFFFFFF:
+            raise WireError("number", f"it is {number}, and {self._read + 1} comes next")
+        if length > MAX_FRAME_BYTES:
+            raise WireError("length", f"{length} bytes are announced, at most {MAX_FRAME_BYTES} are read")
+        return kind, length
+
+
+# JSON bodies
+
+
+def write_json(value: Any) -> bytes:
+    """A body of JSON."""
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+def read_json(body: memoryview) -> dict[str, Any]:
+    """The object in a body of JSON. WireError for anything else."""
+    if len(body) > MAX_JSON_BYTES:
+        raise WireError("JSON", f"{len(body)} bytes, at most {MAX_JSON_BYTES} are read")
+    try:
+        found = json.loads(bytes(body))
+    except (ValueError, RecursionError) as error:
+        raise WireError("JSON", str(error)[:200]) from error
+    if not isinstance(found, dict):
+        raise WireError("JSON", f"a {type(found).__name__}, no object")
+    return found
+
+
+def read_field(data: Mapping[str, Any], name: str, kind: type[T]) -> T:
+    """A field of an object that must be of that type. WireError if it isn't."""
+    value = data.get(name)
+    if type(value) is not kind:
+        raise WireError(name, f"a {type(value).__name__}, no {kind.__name__}")
+    return value
+
+
+def read_uint32(data: Mapping[str, Any], name: str) -> int:
+    """A field that is an integer from 0 to 2**32 - 1."""
+    value = read_field(data, name, int)
+    if not 0 <= value <= MAX_NUMBER:
+        raise WireError(name, f"{value} is none from 0 to {MAX_NUMBER}")
+    return value
+
+
+# What fronts send
+
+
+def write_client_message(message: ClientMessage) -> tuple[int, bytes]:
+    """The kind and body of a front's message. InputError for parameters that can't be sent."""
+    match message:
+        case AddRequests(key, requests, params, salt, pixels, client):
+            head = write_json({
+                "key": key, "salt": salt, "client": client, "numbers": [asked.number for asked in requests],
+                "ids": [asked.id for asked in requests], "params": params_to_json(params),
+            })  # fmt: skip
+            prompts = write_runs([asked.prompt for asked in requests], "prompts")
+            media = [asked.media for asked in requests]
+            pictures = write_images(media, pixels) if any(media) else ()
+            return ADD, b"".join((COUNT.pack(len(head)), head, *prompts, *pictures))
+        case AbortRequests(None):
+            return ABORT, COUNT.pack(0xFFFFFFFF)
+        case AbortRequests(numbers):
+            assert numbers is not None, "those of all are said above"
+            return ABORT, COUNT.pack(len(numbers)) + write_ints(numbers, "numbers", "q")
+        case StopBranch(number, branch, reason):
+            text = reason.encode("utf-8", "surrogatepass")
+            return STOP, STOP_HEAD.pack(number, branch, len(text)) + text
+        case RegisterPrefix(key, number, name, tokens):
+            head = write_json({"key": key, "number": number, "name": name})
+            return REGISTER_PREFIX, b"".join((COUNT.pack(len(head)), head, *write_runs([tokens], "tokens")))
+        case ReleasePrefix(key, name):
+            return RELEASE_PREFIX, write_json({"key": key, "name": name})
+        case ListPrefixes(key):
+            return LIST_PREFIXES, write_json({"key": key})
+        case SnapshotRequest(key):
+            return SNAPSHOT, write_json({"key": key})
+        case AdminRequest():
+            return ADMIN, write_json(message._asdict())
+
+
+def read_client_message(frame: Frame) -> ClientMessage:
+    """A front's message. WireError for what is none; InputError for parameters that are refused."""
+    read = READERS.get(frame.kind)
+    if read is None:
+        raise WireError("kind", f"{frame.kind} is nothing that a front sends")
+    return read(frame.body)
+
+
+def _split(body: memoryview) -> tuple[dict[str, Any], FrameReader]:
+    """The JSON that a body begins with, and the rest."""
+    reader = FrameReader(body)
+    (size,) = reader.unpack(COUNT, "size")
+    at = reader.skip(size, "head")
+    return read_json(body[at : at + size]), reader
+
+
+def _read_add(body: memoryview) -> AddRequests:
+    head, reader = _split(body)
+    ids, numbers = read_field(head, "ids", list), read_field(head, "numbers", list)
+    if not 0 < len(ids) == len(numbers) <= MAX_REQUESTS:
+        raise WireError("ids", f"{len(ids)} of them, for {len(numbers)} numbers; at most {MAX_REQUESTS} are read")
+    if not all(type(id) is str and 0 < len(id) <= MAX_ID_CHARS for id in ids):
+        raise WireError("ids", "one is no text, or too long")
+    if not all(type(one) is int and 0 <= one <= MAX_NUMBER for one in numbers):
+        raise WireError("numbers", f"one is none from 0 to {MAX_NUMBER}")
+    prompts = list(reader.read_runs(len(ids), "prompts"))
+    media, pixels = read_images(reader, prompts) if reader.offset < reader.end else ([()] * len(ids), ())
+    _check_at_end(reader)
+    asked = tuple(map(NewRequest, numbers, ids, prompts, media))
+    if len(client := read_field(head, "client", str)) > MAX_CLIENT_CHARS:
+        raise WireError("client", f"it has {len(client)} characters; at most {MAX_CLIENT_CHARS} are read")
+    params = params_from_json(read_field(head, "params", dict))
+    return AddRequests(read_uint32(head, "key"), asked, params, read_field(head, "salt", str), pixels, client)
+
+
+def read_add_key(frame: Frame) -> int:
+    """The key of an Add whose parameters are refused."""
+    return read_uint32(_split(frame.body)[0], "key")
+
+
+def _read_abort(body: memoryview) -> AbortRequests:
+    reader = FrameReader(body)
+    (count,) = reader.unpack(COUNT, "count")
+    numbers = None if count == 0xFFFFFFFF else reader.read_ints(count, "numbers")
+    _check_at_end(reader)
+    return AbortRequests(numbers)
+
+
+def _read_stop(body: memoryview) -> StopBranch:
+    reader = FrameReader(body)
+    request, branch, size = reader.unpack(STOP_HEAD, "stop")
+    at = reader.skip(size, "reason")
+    _check_at_end(reader)
+    try:
+        return StopBranch(request, branch, bytes(body[at : at + size]).decode("utf-8", "surrogatepass"))
+    except UnicodeDecodeError as error:
+        raise WireError("reason", f"no UTF-8: {error.reason}") from error
+
+
+def _read_register_prefix(body: memoryview) -> RegisterPrefix:
+    head, reader = _split(body)
+    [tokens] = reader.read_runs(1, "tokens")
+    _check_at_end(reader)
+    return RegisterPrefix(read_uint32(head, "key"), read_uint32(head, "number"), read_field(head, "name", str), tokens)
+
+
+def _read_release_prefix(body: memoryview) -> ReleasePrefix:
+    data = read_json(body)
+    return ReleasePrefix(read_uint32(data, "key"), read_field(data, "name", str))
+
+
+def _read_list_prefixes(body: memoryview) -> ListPrefixes:
+    return ListPrefixes(read_uint32(read_json(body), "key"))
+
+
+def _read_snapshot_request(body: memoryview) -> SnapshotRequest:
+    return SnapshotRequest(read_uint32(read_json(body), "key"))
+
+
+def _read_admin_request(body: memoryview) -> AdminRequest:
+    data = read_json(body)
+    what = read_field(data, "what", str)
+    if what not in ADMIN_OPERATIONS:
+        raise WireError("what", f"{what[:60]!r} is nothing that is done")
+    mode, tags = read_field(data, "mode", str), read_field(data, "tags", list)
+    if mode not in SLEEP_MODES or len(tags) > MAX_TAGS or not all(type(tag) is str for tag in tags):
+        raise WireError("mode", "it is none, or the tags are no texts")
+    return AdminRequest(read_uint32(data, "key"), what, read_uint32(data, "level"), mode, tuple(tags))
+
+
+def _check_at_end(reader: FrameReader) -> None:
+    if reader.offset != reader.end:
+        raise reader.error("frame", f"{reader.end - reader.offset} bytes follow its end")
+
+
+READERS: dict[int, Callable[[memoryview], ClientMessage]] = {
+    ADD: _read_add, ABORT: _read_abort, STOP: _read_stop, REGISTER_PREFIX: _read_register_prefix,
+    RELEASE_PREFIX: _read_release_prefix,
+    LIST_PREFIXES: _read_list_prefixes, SNAPSHOT: _read_snapshot_request, ADMIN: _read_admin_request,
+}  # fmt: skip
+
+
+def params_to_json(params: SamplingParams) -> dict[str, Any]:
+    """What the engine must know of parameters, as JSON: those that aren't the defaults. InputError for a method, which
+    is a program."""
+    if params.method is not None:
+        raise InputError("a method can't be given to an engine in a process of its own", "method")
+    given = {name: getattr(params, name) for name in DEFAULTS}
+    if (form := params.structured) is not None:
+        given["structured"] = form.kind, form.source, form.after, form.opening, form.budget
+    return {name: value for name, value in given.items() if value != DEFAULTS[name]}
+
+
+def params_from_json(data: dict[str, Any]) -> SamplingParams:
+    """Parameters, checked as everybody's are."""
+    if unknown := next((name for name in data if name not in DEFAULTS), None):
+        raise WireError("params", f"there is no {unknown[:60]!r}")
+    words = data.get("bad_word_ids", ())
+    if not isinstance(words, list | tuple) or not all(isinstance(word, list) for word in words):
+        raise WireError("bad_word_ids", "no lists of token ids")
+    form = data.get("structured")
+    if form is not None:
+        lists = isinstance(form, list | tuple) and all(isinstance(tokens, list | tuple) for tokens in form[2:4])
+        if not lists or len(form) != 5:
+            raise WireError("structured", "no kind, source, markers and budget")
+        form = Structured(*form)
+    return SamplingParams(**{**data, "bad_word_ids": tuple(map(tuple, words)), "structured": form})
+
+
+# What the engine sends
+
+
+def write_engine_message(message: EngineMessage) -> tuple[int, bytes]:
+    """The kind and body of the engine's message."""
+    match message:
+        case StepOutputs():
+            return STEP_OUTPUTS, write_step_outputs(message)
+        case Reply(key, error, value):
+            said = None if error is None else error_to_json(error)
+            return REPLY, write_json({"key": key, "error": said, "value": value})
+        case EngineExited(error):
+            return ENGINE_EXITED, write_json(error_to_json(error))
+
+
+def read_engine_message(frame: Frame) -> EngineMessage:
+    """The engine's message. WireError for what is none."""
+    if frame.kind == STEP_OUTPUTS:
+        return read_step_outputs(frame.body)
+    data = read_json(frame.body)
+    if frame.kind == ENGINE_EXITED:
+        return EngineExited(error_from_json(data))
+    if frame.kind != REPLY:
+        raise WireError("kind", f"{frame.kind} is nothing that an engine sends now")
+    error, value = data.get("error"), data.get("value")
+    return Reply(
+        read_uint32(data, "key"),
+        None if error is None else error_from_json(read_field(data, "error", dict)),
+        _read_reply_value(value),
+    )
+
+
+def _read_reply_value(value: Any) -> int | str | tuple[dict[str, int], tuple[str, ...]] | None:
+    match value:
+        case None | int() | str():
+            return value
+        case [dict(held), list(ready)] if all(type(length) is int for length in held.values()):
+            return held, tuple(map(str, ready))
+    raise WireError("value", f"a {type(value).__name__} is no answer")
+
+
+def error_to_json(error: BaseException) -> dict[str, Any]:
+    """An error as JSON: its kind, as far as readers know it, and what it says."""
+    text = str(error)[:MAX_ERROR_CHARS]
+    match error:
+        case StartupError():
+            return {
+                "kind": "StartupError",
+                "text": error.cause[:MAX_ERROR_CHARS],
+                "remedy": error.remedy[:MAX_ERROR_CHARS],
+            }
+        case Overloaded():
+            return {"kind": "Overloaded", "text": text, "retry_after": error.retry_after}
+        case InputError() if type(error).__name__ in INPUT_ERRORS:
+            return {"kind": type(error).__name__, "text": text, "param": error.param}
+        case EngineDead():
+            return {"kind": "EngineDead", "text": text}
+    return {"kind": "EngineDead", "text": f"{type(error).__name__}: {text}"}
+
+
+def error_from_json(data: dict[str, Any]) -> Exception:
+    """The error that JSON says."""
+    kind, text, param = read_field(data, "kind", str), read_field(data, "text", str), data.get("param")
+    if kind in INPUT_ERRORS:
+        return INPUT_ERRORS[kind](text, param if isinstance(param, str) else None)
+    if kind == "Overloaded":
+        return Overloaded(text, read_uint32(data, "retry_after"))
+    if kind == "StartupError":
+        return StartupError(text, read_field(data, "remedy", str))
+    return EngineDead(text)

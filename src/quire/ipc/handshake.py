@@ -1,0 +1,95 @@
+"""The first frames of a connection: what the engine's process is to build, and what came of it; and the pulse that it
+is asked for from then on."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+from quire.config import EngineConfig
+from quire.core.validation import EngineLimits
+from quire.errors import StartupError
+from quire.ipc.frames import Frame, read_field, read_json, read_uint32, write_json
+from quire.ipc.heartbeat import Health
+from quire.ipc.messages import EngineReady
+from quire.ipc.stepped import metrics_from_json, metrics_to_json
+from quire.protocol.columns import FrameReader, WireError
+
+HEARTBEAT = struct.Struct("<BdI")  # stalled, seconds since the loop's last turn, bytes of why
+MAX_EOS_IDS = 1 << 16  # end tokens
+
+
+class EngineInitMessage(NamedTuple):
+    """`named` are the end tokens of the tokenizer, which the engine's process doesn't load. `progress`: show how the
+    model loads."""
+
+    config: EngineConfig
+    named: tuple[int, ...]
+    stall_after: float
+    progress: bool
+    log_level: int
+
+
+def write_engine_init(hello: EngineInitMessage) -> bytes:
+    """The body of a HELLO."""
+    return write_json({**hello._asdict(), "config": asdict(hello.config)})
+
+
+def read_engine_init(body: memoryview) -> EngineInitMessage:
+    """The same, read. WireError for what is none, StartupError for settings that can't be."""
+    data = read_json(body)
+    named = read_field(data, "named", list)
+    if len(named) > MAX_EOS_IDS or not all(type(token) is int for token in named):
+        raise WireError("named", f"no list of up to {MAX_EOS_IDS} token ids")
+    try:
+        config = EngineConfig(**read_field(data, "config", dict))
+    except TypeError as error:
+        raise WireError("config", str(error)[:200]) from error
+    after = read_field(data, "stall_after", float)
+    return EngineInitMessage(
+        config, tuple(named), after, read_field(data, "progress", bool), read_uint32(data, "log_level")
+    )
+
+
+def write_ready(ready: EngineReady) -> bytes:
+    """The body of a READY."""
+    return write_json({
+        "limits": ready.limits._asdict(), "lines": ready.lines, "notices": ready.notices, "cache": dict(ready.cache),
+        "facts": metrics_to_json(ready.facts),
+    })  # fmt: skip
+
+
+def read_ready(body: memoryview) -> EngineReady:
+    """The same, read."""
+    data = read_json(body)
+    limits = read_field(data, "limits", dict)
+    vocab, longest, queued = (read_uint32(limits, name) for name in ("vocab_size", "max_len", "max_queued"))
+    hidden = read_uint32(limits, "hidden")
+    lines, notices = (tuple(map(str, read_field(data, name, list))) for name in ("lines", "notices"))
+    cache: Mapping[str, Any] = read_field(data, "cache", dict)
+    facts = metrics_from_json(read_field(data, "facts", dict))
+    return EngineReady(
+        EngineLimits(vocab, longest, queued, read_field(limits, "held_by", str), hidden), lines, notices, cache, facts
+    )
+
+
+def write_heartbeat(health: Health, now: float) -> bytes:
+    """The body of a PONG."""
+    why = health.why.encode()[:4096]
+    return HEARTBEAT.pack(health.stalled, now - health.beat, len(why)) + why
+
+
+def read_heartbeat(body: memoryview, now: float) -> Health:
+    """The same, read."""
+    reader = FrameReader(body)
+    stalled, lasted, size = reader.unpack(HEARTBEAT, "pulse")
+    at = reader.skip(size, "why")
+    return Health(True, bool(stalled), now - lasted, bytes(body[at:]).decode("utf-8", "replace"))
+
+
+def read_start_failure(frame: Frame) -> StartupError:
+    """Why the engine couldn't be built."""
+    data = read_json(frame.body)
+    return StartupError(read_field(data, "text", str), read_field(data, "remedy", str) if "remedy" in data else "")

@@ -1,0 +1,90 @@
+"""The engine on a thread of the front's own process: messages are handed over as they are."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from quire.core.engine import Engine
+from quire.errors import StartupError
+from quire.ipc.engine_loop import FIRST_CLIENT, EngineLoop
+from quire.ipc.heartbeat import Health
+from quire.ipc.messages import (
+    ClientMessage,
+    EngineMessage,
+    EngineMetrics,
+    EngineReady,
+    QueueSizes,
+    StepOutputs,
+    queue_sizes,
+)
+from quire.memory.answers import Account
+
+
+class ThreadEngineClient:
+    """A link to `engine`, which is there already. What it tells comes on the engine's thread."""
+
+    is_in_process = True
+
+    def __init__(self, engine: Engine, ready: EngineReady, stall_after: float = 60.0) -> None:
+        self.engine, self.ready = engine, ready
+        self._account: Account = ready.facts.account
+        self._mapped, self._ranks = ready.facts.mapped, ready.facts.ranks
+        self._seconds = 0.0
+        self._engine_loop = EngineLoop(engine, self._on_message, stall_after)
+        # A daemon, so that one that hangs doesn't hold up the program's end; one that works is closed by then.
+        self._thread = threading.Thread(target=self._engine_loop.run, name="quire-engine", daemon=True)
+        self._receive: Callable[[EngineMessage], None]
+
+    def start(self, receive: Callable[[EngineMessage], None]) -> None:
+        """What the engine tells goes to `receive` from now on."""
+        self._receive = receive
+        self._thread.start()
+
+    def attach_event_loop(self) -> None:
+        """Called on event loops before they wait for anything: there is a thread, which needs none."""
+
+    def send(self, message: ClientMessage) -> bool:
+        """Hand over a message, from any thread; False when the engine takes no more."""
+        return self._engine_loop.enqueue(FIRST_CLIENT, message)
+
+    @property
+    def queue_sizes(self) -> QueueSizes:
+        """As they are now."""
+        return queue_sizes(self.engine)
+
+    @property
+    def metrics(self) -> EngineMetrics:
+        """As they are now, and the memory as it was lately."""
+        scheduler = self.engine.scheduler
+        mapped, ranks = self._mapped, self._ranks
+        return EngineMetrics(self._account, self.engine.stats, scheduler.preemption_counts, self._seconds, mapped,
+        ranks,
+                     self.engine.sleep_controller.level)  # fmt: skip
+
+    def health(self) -> Health:
+        """Whether the engine's loop turns."""
+        return self._engine_loop.health() if self._thread.is_alive() else Health(False, False, 0.0, "closed")
+
+    def start_replacement(self) -> ThreadEngineClient:
+        """Such an engine, started anew: its memory and its device are this process's, so there is none."""
+        raise StartupError("an engine on a thread can't be started again", "Give it a process: --engine-process on")
+
+    def cancel_replacement(self) -> None:
+        """Nothing is under way."""
+
+    def close(self, timeout: float) -> bool:
+        """End the thread and release the engine. Returns whether the thread ended: one whose step still hangs after
+        `timeout` seconds is left to itself."""
+        self._engine_loop.close()
+        if self._thread is threading.current_thread():
+            return True
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _on_message(self, client_index: int, message: EngineMessage) -> None:
+        if isinstance(message, StepOutputs) and message.facts is not None:
+            facts = message.facts
+            self._account, self._seconds, self._mapped = facts.account, facts.seconds, facts.mapped
+            self._ranks = facts.ranks
+        self._receive(message)

@@ -1,0 +1,53 @@
+"""Activations of feed-forward blocks: the gated one, act(gate) * up, and the plain one with its bias, in place; and the
+bound on logits. The contracts are quire.kernels.triton.activation's."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.kernels.cpu.dispatch import DTYPE_SUFFIXES, split_columns
+from quire.kernels.cpu.library_loader import library
+from quire.kernels.cpu.linear import ACTIVATIONS
+
+
+def act_and_mul(gate_up: Tensor, activation: str, *, out: Tensor | None = None, pdl: bool = False) -> Tensor:
+    """gate_up [T, 2 I] -> act(gate_up[:, :I]) * gate_up[:, I:] in `out` [T, I], a fresh tensor if None.
+
+    `activation` is a name of linear's ACTIVATIONS. Row strides are free. `pdl` is for GPUs.
+    """
+    rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty((rows, size), dtype=gate_up.dtype) if out is None else out
+    assert (gate_up.shape[1], out.shape, out.dtype) == (2 * size, (rows, size), gate_up.dtype), "two halves in, one out"
+    assert gate_up.stride(1) == out.stride(1) == 1, "rows are contiguous"
+    kind, (part, parts) = ACTIVATIONS[activation], split_columns(size)
+    strides = gate_up.stride(0), out.stride(0)
+    _run(f"gate_{DTYPE_SUFFIXES[gate_up.dtype]}", rows * parts, gate_up, out, size, part, *strides, kind)
+    return out
+
+
+def act(x: Tensor, activation: str, bias: Tensor | None = None, *, pdl: bool = False) -> Tensor:
+    """x [T, I] = act(x + bias), in place; returns x."""
+    rows, size = x.shape
+    assert x.stride(1) == 1, "rows are contiguous"
+    assert bias is None or (bias.is_contiguous() and (bias.shape, bias.dtype) == ((size,), x.dtype)), (
+        "one bias a column"
+    )
+    kind, (part, parts) = ACTIVATIONS[activation], split_columns(size)
+    _run(f"act_{DTYPE_SUFFIXES[x.dtype]}", rows * parts, x, bias, size, part, x.stride(0), kind)
+    return x
+
+
+def softcap(x: Tensor, cap: float, *, pdl: bool = False) -> Tensor:
+    """x [R, V] = cap * tanh(x / cap), in place; returns x. Row strides are free."""
+    rows, size = x.shape
+    assert x.stride(1) == 1, "rows are contiguous"
+    part, parts = split_columns(size)
+    _run(f"softcap_{DTYPE_SUFFIXES[x.dtype]}", rows * parts, x, size, part, x.stride(0), float(cap))
+    return x
+
+
+def _run(name: str, chunks: int, *args: Tensor | int | float | None) -> None:
+    found = library()
+    assert found is not None, "layers choose this where there is a library"
+    found.call(name, chunks, *args)

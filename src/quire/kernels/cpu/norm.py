@@ -1,0 +1,55 @@
+"""RMS norm and layer norm of rows, with the residual addition before them (x += delta) in the same pass, and with the
+norm that delta may go through before that. The contracts are quire.kernels.triton.norm's."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.kernels.cpu.dispatch import DTYPE_SUFFIXES, split_rows
+from quire.kernels.cpu.library_loader import library
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, *, delta: Tensor | None = None, post_norm_weight: Tensor | None = None,
+    out: Tensor | None = None, pdl: bool = False,
+) -> Tensor:  # fmt: skip
+    """x [T, size] -> x / sqrt(mean(x^2) + eps) * weight in `out`, a fresh tensor if None. Weights are of x's dtype, or
+    in fp32.
+
+    With `delta` [T, size], x += delta in place first; with `post_norm_weight`, a weight, delta's own norm is added in
+    its place.
+    Row strides are free. Without delta and out, x may be [..., size]. `pdl` is for GPUs.
+    """
+    return _norm(x, weight, None, eps, delta, post_norm_weight, out)
+
+
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, *,
+    delta: Tensor | None = None, out: Tensor | None = None, pdl: bool = False,
+) -> Tensor:  # fmt: skip
+    """x [T, size] -> (x - mean) / sqrt(variance + eps) * weight + bias; the rest as `rms_norm`."""
+    return _norm(x, weight, bias, eps, delta, None, out)
+
+
+def _norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, delta: Tensor | None, post_norm_weight: Tensor | None,
+    out: Tensor | None,
+) -> Tensor:  # fmt: skip
+    if x.dim() != 2 and delta is None and out is None:
+        return _norm(x.reshape(-1, x.shape[-1]), weight, bias, eps, None, None, None).view(x.shape)
+    rows, size = x.shape
+    out = torch.empty((rows, size), dtype=x.dtype) if out is None else out
+    for tensor in (x, out) if delta is None else (x, out, delta):
+        assert (tensor.shape, tensor.dtype, tensor.stride(1)) == (x.shape, x.dtype, 1), "rows of one shape and dtype"
+    assert delta is not None or post_norm_weight is None, "no norm without what it is of"
+    for vector in (weight, bias, post_norm_weight):
+        assert vector is None or (vector.shape, vector.stride(), vector.dtype) == ((size,), (1,), weight.dtype), (
+            "one weight and one bias a column, of one dtype"
+        )
+    found, (per, chunks) = library(), split_rows(rows, size)
+    assert found is not None, "layers choose this where there is a library"
+    name = f"norm_{DTYPE_SUFFIXES[x.dtype]}" + ("" if weight.dtype == x.dtype else f"_{DTYPE_SUFFIXES[weight.dtype]}")
+    strides = x.stride(0), 0 if delta is None else delta.stride(0), out.stride(0)
+    found.call(name, chunks, x, delta, post_norm_weight, weight, bias, out, rows, per, size, *strides, float(eps))
+    return out

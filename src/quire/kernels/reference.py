@@ -1,0 +1,97 @@
+"""The reference: PagedAttention as the paper writes it (§4.1, Equation 4), page by page. Slow and obvious.
+
+It is the oracle of every kernel test, and a backend of its own (`--attention reference`).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.kernels.forward_batch import ForwardBatch, LayerCache
+from quire.protocol.model_spec import KVCacheLayout
+
+
+def paged_attention(
+    q: Tensor, keys: Tensor, values: Tensor, table: Tensor, position: int, *, scale: float,
+    window: int | None = None, softcap: float | None = None, chunk: int | None = None,
+) -> Tensor:  # fmt: skip
+    """Attention of one query over pages: q [heads, dim], keys and values [pages, kv_heads, page_tokens, dim], table
+    [logical pages] -> [heads, dim]. The query at `position` sees positions 0 .. position, the last `window` of
+    them, or those of its `chunk`.
+
+    For each page j: A_j = exp(q K_j^T * scale), o = sum_j A_j V_j / sum_j A_j, with a running maximum for safety.
+    """
+    heads, dim = q.shape
+    kv_heads, size = keys.shape[1], keys.shape[2]
+    work = torch.float64 if q.dtype == torch.float64 else torch.float32
+    query = q.to(work).view(kv_heads, heads // kv_heads, dim) * scale
+    first = 0 if window is None else max(0, position - window + 1)
+    if chunk is not None:
+        first = position // chunk * chunk
+    best = torch.full((kv_heads, heads // kv_heads, 1), -torch.inf, dtype=work, device=q.device)
+    total = torch.zeros_like(best)
+    out = torch.zeros_like(query)
+    for j in range(first // size, position // size + 1):
+        at = torch.arange(j * size, (j + 1) * size, device=q.device)
+        seen = (at >= first) & (at <= position)
+        page = table[j]
+        # Select, never multiply: a recycled page's unwritten rest may be NaN, and 0 * NaN is NaN.
+        key = torch.where(seen[:, None], keys[page].to(work), 0.0)
+        value = torch.where(seen[:, None], values[page].to(work), 0.0)
+        scores = query @ key.transpose(1, 2)
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
+        scores = scores.masked_fill(~seen, -torch.inf)
+        new = torch.maximum(best, scores.amax(-1, keepdim=True))
+        weights = torch.exp(scores - new)
+        shrink = torch.exp(best - new)
+        total = total * shrink + weights.sum(-1, keepdim=True)
+        out = out * shrink + weights @ value
+        best = new
+    return (out / total).view(heads, dim).to(q.dtype)
+
+
+def write_pages(keys: Tensor, values: Tensor, k: Tensor, v: Tensor, pages: Tensor, offsets: Tensor) -> None:
+    """Write k, v [T, kv_heads, dim] of T tokens to their pages."""
+    keys[pages, :, offsets] = k
+    values[pages, :, offsets] = v
+
+
+class ReferenceBackend:
+    """One query at a time, one page at a time. Any strides will do."""
+
+    layout = KVCacheLayout.PAGED
+    reads_contiguous = False
+    fuses_rope = False
+
+    def check_cache(self, cache: LayerCache) -> None:
+        """StartupError for a cache that it can't read: there is none."""
+
+    def plan(
+        self, batch: ForwardBatch, cache: LayerCache, query_batch: ForwardBatch | None = None
+    ) -> tuple[ForwardBatch, ForwardBatch]:
+        return batch.for_cache(cache), (query_batch or batch).for_cache(cache)
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: tuple[ForwardBatch, ForwardBatch]
+    ) -> Tensor:
+        """Write k and v [T, kv_heads, dim] to their pages, then attend: q [Q, heads, dim] -> [Q, heads, dim], with the
+        queries of the tokens `asked` for, or all T."""
+        batch, asked = plan
+        if cache.writes_kv:
+            write_pages(cache.keys, cache.values, k, v, *batch.slot_mapping(cache))
+        tables = batch.tables[cache.group]
+        whole = np.repeat(asked.bidirectional_mask, asked.lengths)
+        last = np.where(whole, np.repeat(asked.starts + asked.lengths - 1, asked.lengths), asked.positions.cpu())
+        bounds = [(None, None) if all_of_it else (cache.window, cache.chunk) for all_of_it in whole]
+        return torch.stack(
+            [
+                paged_attention(
+                    query, cache.keys, cache.values, tables[slot], position,
+                    scale=cache.scale, window=window, softcap=cache.softcap, chunk=chunk,
+                )
+                for query, slot, position, (window, chunk) in zip(q, asked.token_slots, last.tolist(), bounds)
+            ]
+        )  # fmt: skip

@@ -1,0 +1,278 @@
+"""A mixture of experts: the choice of a token's experts, and their products, all experts' in one launch.
+
+A program takes some pairs of token and expert, of one expert, and some rows of its weight, `W x^T` as the few-row
+kernel of `linear` has it. It finds its pairs by itself; where they are many, they are sorted by expert before. There
+are programs for as many tiles as there may be, however the pairs fall to experts: those without pairs end at once, so
+that a graph serves any choice. Nothing is added to from two sides: a result is the same every time.
+
+One token's experts have kernels of their own (`experts_one`).
+
+Weights may be in FP8 (e4m3), as those of `linear`: converted in registers, whatever the number of pairs, and sums
+multiplied by scales.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.triton.activation import ACTIVATIONS, activate
+from quire.kernels.triton.fast_launch import fast_launch
+from quire.kernels.triton.fused_moe_one import fused_moe_one_token
+from quire.kernels.triton.launch import cdiv, power_of_2, shared_memory
+from quire.kernels.triton.linear import E4M3
+from quire.kernels.triton.linear_tiles import SCALE_GROUP
+
+
+class ExpertTile(NamedTuple):
+    """What one program computes at a time, and how."""
+
+    pairs: int
+    columns: int  # of the result
+    depth: int  # of the dot products
+    stages: int
+    warps: int
+
+
+SMALL_TILE, MEDIUM_TILE, LARGE_TILE = (
+    ExpertTile(16, 32, 256, 4, 4),
+    ExpertTile(32, 64, 128, 4, 4),
+    ExpertTile(128, 64, 64, 4, 8),
+)
+MAX_UNSORTED_PAIRS = 256
+"""Pairs that each program looks through by itself, at most."""
+
+GROUP_TILES = 8
+"""Tiles of pairs that go through a weight side by side, so that it is read from memory once for all of them."""
+
+
+@fast_launch
+@triton.jit
+def _route(
+    logits, weights, chosen, stride,
+    EXPERTS: tl.constexpr, PADDED: tl.constexpr, TOP: tl.constexpr, NORMALISED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A token a program. Where a likelihood isn't a number no weight is one, and the first experts are chosen: what a
+    comparison makes of such depends on the device."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row, expert = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
+    x = tl.load(logits + row * stride + expert, mask=expert < EXPERTS, other=-float("inf")).to(tl.float32)
+    x = tl.exp(x - tl.max(x, axis=0))
+    whole = tl.sum(x, axis=0)
+    wrong = whole != whole
+    x = tl.where(wrong, 1.0 / (1 + expert), x / whole)
+    x = tl.where(expert < EXPERTS, x, -1.0)
+    best, total = (), 0.0
+    for j in tl.static_range(TOP):
+        at = tl.minimum(tl.argmax(x, axis=0), EXPERTS - 1)
+        tl.store(chosen + row * TOP + j, at.to(tl.int64))
+        best += (tl.sum(tl.where(expert == at, x, 0.0), axis=0),)
+        total += best[j]
+        x = tl.where(expert == at, -1.0, x)
+    for j in tl.static_range(TOP):
+        weight = best[j] / total if NORMALISED else best[j]
+        tl.store(weights + row * TOP + j, tl.where(wrong, float("nan"), weight))
+
+
+def topk_softmax(logits: Tensor, top_k: int, renormalize: bool, *, pdl: bool = False) -> tuple[Tensor, Tensor]:
+    """logits [T, experts] -> the softmax's `top_k` largest, fp32, divided by their sum if `renormalize`, and whose they
+    are, int64, the largest first: [T, top] each."""
+    tokens, experts = logits.shape
+    assert logits.stride(1) == 1, "rows are contiguous"
+    weights = torch.empty((tokens, top_k), dtype=torch.float32, device=logits.device)
+    chosen = torch.empty((tokens, top_k), dtype=torch.int64, device=logits.device)
+    if tokens:
+        _route[(tokens,)](
+            logits, weights, chosen, logits.stride(0),
+            EXPERTS=experts, PADDED=power_of_2(experts), TOP=top_k, NORMALISED=renormalize, PDL=pdl, num_warps=1,
+            **_pdl_options(pdl),
+        )  # fmt: skip
+    return weights, chosen
+
+
+def _pdl_options(pdl: bool) -> dict[str, Any]:
+    return {"launch_pdl": True} if pdl else {}
+
+
+@triton.jit
+def _find_pairs(chosen, bounds, pairs, tile, EXPERTS: tl.constexpr, PADDED: tl.constexpr, PAIRS: tl.constexpr,
+           BLOCK_M: tl.constexpr):  # fmt: skip
+    """(expert, pairs, which of them are real) of a tile; EXPERTS or more where there is none. Sorted pairs (PAIRS 0)
+    are given as an order, `chosen`, with its `bounds`; others, at most PAIRS, as their experts."""
+    experts = tl.arange(0, PADDED)
+    if PAIRS:
+        p = tl.arange(0, PAIRS)
+        of = tl.load(chosen + p, mask=p < pairs, other=-1).to(tl.int32)
+        counts = tl.sum((experts[:, None] == of[None, :]).to(tl.int32), axis=1)
+        begins = counts * 0
+    else:
+        begins = tl.load(bounds + experts, mask=experts < EXPERTS, other=pairs).to(tl.int32)
+        counts = tl.load(bounds + experts + 1, mask=experts < EXPERTS, other=pairs).to(tl.int32) - begins
+    tiles = tl.cdiv(counts, BLOCK_M)
+    passed = tl.cumsum(tiles, axis=0)
+    expert = tl.sum((passed <= tile).to(tl.int32), axis=0)
+    mine = experts == expert
+    at = (tile - tl.sum(tl.where(mine, passed - tiles, 0), axis=0)) * BLOCK_M + tl.arange(0, BLOCK_M)
+    real = at < tl.sum(tl.where(mine, counts, 0), axis=0)
+    if PAIRS:
+        own = of == expert
+        rank = tl.where(own, tl.cumsum(own.to(tl.int32), axis=0) - 1, -1)
+        pair = tl.sum(tl.where(rank[None, :] == at[:, None], p[None, :], 0), axis=1).to(tl.int64)
+    else:
+        begin = tl.sum(tl.where(mine, begins, 0), axis=0)
+        pair = tl.load(chosen + begin + at, mask=real, other=0)
+    return expert, pair, real
+
+
+@triton.jit
+def _add(acc, rows, v, inside, scale, GROUP: tl.constexpr):
+    """acc [N, M] + w [N, K] v [K, M], with the scales of a group of numbers, where there are groups."""
+    w = tl.load(rows, mask=inside[None, :], other=0.0).to(v.dtype)
+    if GROUP > 0:
+        part = tl.dot(w, v, input_precision="ieee")
+        acc = tl.fma(part, tl.broadcast_to(tl.load(scale)[:, None], part.shape), acc)
+    else:
+        acc = tl.dot(w, v, acc, input_precision="ieee")
+    return acc
+
+
+@fast_launch
+@triton.jit(do_not_specialize=["pairs", "tiles"], do_not_specialize_on_alignment=["chosen", "bounds"])
+def _experts(
+    x, weight, scale, shares, out, chosen, bounds, pairs, tiles, x_stride, size, depth,
+    EXPERTS: tl.constexpr, PADDED: tl.constexpr, PAIRS: tl.constexpr, TOP: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SIDE: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Of each pair: with a KIND, act(gate) * up of its token; without, its own row's product, times its share. GROUP
+    numbers of a row have a scale in common: 0 for all of a row, -1 where the weight isn't in FP8."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()  # the choice may be of the kernel before: which weights are read is not known yet
+    across, index = tl.cdiv(size, BLOCK_N), tl.program_id(0)
+    first = index // (SIDE * across) * SIDE
+    beside = tl.minimum(tiles - first, SIDE)
+    tile, left = first + index % (SIDE * across) % beside, index % (SIDE * across) // beside * BLOCK_N
+    expert, pair, real = _find_pairs(chosen, bounds, pairs, tile, EXPERTS, PADDED, PAIRS, BLOCK_M)
+    if expert < EXPERTS:
+        n, k = left + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+        source = pair
+        if KIND is not None:
+            source = pair // TOP
+        inputs = x + source[None, :] * x_stride + k[:, None]
+        each = size if KIND is None else 2 * size
+        lines = expert.to(tl.int64) * each + tl.minimum(n, size - 1)
+        rows, factors = weight + lines[:, None] * depth + k[None, :], scale + lines
+        acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        other = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        for start in range(0, depth, BLOCK_K):
+            inside = start + k < depth
+            v = tl.load(inputs + start, mask=inside[:, None] & real[None, :], other=0.0)
+            by = factors + start // GROUP * (EXPERTS * each) if GROUP > 0 else factors
+            acc = _add(acc, rows + start, v, inside, by, GROUP)
+            if KIND is not None:
+                other = _add(other, rows + start + size * depth, v, inside, by + size, GROUP)
+        if GROUP == 0:
+            acc *= tl.load(factors)[:, None]
+            if KIND is not None:
+                other *= tl.load(factors + size)[:, None]
+        if KIND is not None:
+            acc = activate(acc, KIND) * other
+        else:
+            acc *= tl.load(shares + pair, mask=real, other=0.0)[None, :]
+        place = out + pair[None, :] * size + n[:, None]
+        tl.store(place, acc.to(out.dtype.element_ty), mask=(n < size)[:, None] & real[None, :])
+
+
+@fast_launch
+@triton.jit
+def _sum(
+    parts, out, SIZE: tl.constexpr, TOP: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """out[row] = the sum of the row's TOP parts, in their order."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row, columns = (tl.program_id(0) // BLOCKS).to(tl.int64), tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for j in tl.static_range(TOP):
+        total += tl.load(parts + (row * TOP + j) * SIZE + columns, mask=columns < SIZE, other=0.0)
+    tl.store(out + row * SIZE + columns, total.to(out.dtype.element_ty), mask=columns < SIZE)
+
+
+def choose_tile(
+    pairs: int, experts: int, deterministic: bool, x: Tensor, *weights: Tensor, group: int = 0
+) -> ExpertTile:
+    """By the pairs that an expert has, if all have as many; `deterministic`: whatever their number. As many stages as
+    the device has room for, and no deeper than the `group` of numbers that have a scale in common, if there is one."""
+    few, many = pairs <= 16 * experts, pairs > 64 * experts
+    tile = MEDIUM_TILE if deterministic else SMALL_TILE if few else LARGE_TILE if many else MEDIUM_TILE
+    tile = tile._replace(depth=min(tile.depth, group or tile.depth))
+    widest = max(weight.element_size() for weight in weights)
+    stage = (2 * tile.columns * widest + tile.pairs * x.element_size()) * tile.depth
+    return tile._replace(stages=max(1, min(tile.stages, shared_memory(x.device) // stage)))
+
+
+def _scale_group(weight: Tensor, scale: Tensor | None) -> int:
+    """Numbers of a row that have a scale in common: -1 for a weight that isn't in FP8, 0 for all of a row."""
+    assert (weight.dtype == E4M3) == (scale is not None), f"a weight in {weight.dtype}, and its scale {scale}"
+    if scale is None:
+        return -1
+    experts, rows, depth = weight.shape
+    fits = len(scale) in (1, cdiv(depth, SCALE_GROUP)) and scale.shape[1] == experts * rows
+    assert fits, f"the scale {tuple(scale.shape)} does not fit the weight {tuple(weight.shape)}"
+    assert scale.is_contiguous(), "the scale must be dense"
+    return 0 if len(scale) == 1 else SCALE_GROUP
+
+
+def fused_moe(
+    x: Tensor, weights: Tensor, expert_ids: Tensor, gate_up: Tensor, down: Tensor, activation: str,
+    scales: tuple[Tensor | None, Tensor | None] = (None, None), *, deterministic: bool = False, pdl: bool = False,
+) -> Tensor:  # fmt: skip
+    """x [T, hidden], weights and chosen [T, top] (fp32, int64), gate_up [experts, 2 * inner, hidden], down [experts,
+    hidden, inner] -> [T, hidden]: the sum of the chosen experts' outputs, times their weights, in fp32, rounded once.
+
+    `scales`: of `gate_up` and `down`, where they are in FP8: [G, experts * rows], as `linear` has them.
+    May be captured. `deterministic`: a row's bits don't depend on the number of rows. pdl: programmatic dependent
+    launch, on GPUs of capability 9 and more.
+    """
+    (tokens, hidden), top, (experts, inner) = x.shape, expert_ids.shape[1], (len(gate_up), down.shape[2])
+    assert gate_up.shape == (experts, 2 * inner, hidden), "gates and ups of one size"
+    assert down.shape == (experts, hidden, inner), "experts of one size"
+    assert x.stride(1) == 1, "rows are contiguous"
+    assert all(tensor.is_contiguous() for tensor in (gate_up, down, weights, expert_ids)), "weights are dense"
+    pairs, out = tokens * top, torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
+    if not pairs:
+        return out
+    groups = _scale_group(gate_up, scales[0]), _scale_group(down, scales[1])
+    if tokens == 1 and not deterministic:
+        return fused_moe_one_token(x, weights, expert_ids, gate_up, down, activation, scales, groups, pdl)
+    few, order, bounds = pairs <= MAX_UNSORTED_PAIRS, expert_ids, expert_ids
+    if not few:
+        sorted_, order = expert_ids.flatten().sort(stable=True)
+        bounds = torch.searchsorted(sorted_, torch.arange(experts + 1, device=x.device))
+    tile = choose_tile(pairs, experts, deterministic, x, gate_up, down, group=max(*groups, 0))
+    tiles = min(pairs, pairs // tile.pairs + experts)
+    between, parts = x.new_empty(pairs, inner), x.new_empty(pairs, hidden, dtype=torch.float32)
+    products = ((x, gate_up, between, ACTIVATIONS[activation]), (between, down, parts, None))
+    for (source, weight, target, kind), scale, group in zip(products, scales, groups):
+        size = weight.shape[1] if kind is None else weight.shape[1] // 2
+        _experts[(tiles * cdiv(size, tile.columns),)](
+            source, weight, target if scale is None else scale, weights, target, order, bounds, pairs, tiles,
+            source.stride(0), size, weight.shape[2],
+            EXPERTS=experts, PADDED=power_of_2(experts), PAIRS=MAX_UNSORTED_PAIRS if few else 0, TOP=top,
+            BLOCK_M=tile.pairs, BLOCK_N=tile.columns, BLOCK_K=tile.depth, SIDE=GROUP_TILES, GROUP=group, KIND=kind,
+            PDL=pdl, num_warps=tile.warps, num_stages=tile.stages, **_pdl_options(pdl),
+        )  # fmt: skip
+    block = min(power_of_2(hidden), 1024)
+    blocks = cdiv(hidden, block)
+    _sum[(tokens * blocks,)](
+        parts, out, SIZE=hidden, TOP=top, BLOCK=block, BLOCKS=blocks, PDL=pdl, num_warps=4, **_pdl_options(pdl)
+    )
+    return out

@@ -1,0 +1,353 @@
+"""Linear layers: for few rows, where reading the weight is all that counts, and one whose rows do not know the batch.
+
+Few rows: a program owns some rows of the weight and streams them through shared memory, `W x^T` on the tensor cores
+with the rows of x as the narrow side. No program waits for another and none adds to another's result, so a result is
+the same every time, and a row's does not depend on the values of the rows beside it.
+
+A weight may be in FP8 (e4m3), converted in registers: exactly, so that what is rounded is the weight alone. Its `scale`
+[G, N] multiplies sums: those of a row n over all of K by scale[0, n], or over its g-th GROUP numbers by scale[g, n].
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from quire.errors import StartupError
+from quire.kernels.triton.activation import ACTIVATIONS, activate
+from quire.kernels.triton.fast_launch import fast_launch
+from quire.kernels.triton.launch import cdiv, shared_memory, supports_pdl
+from quire.kernels.triton.linear_tiles import SCALE_GROUP, LinearTile, any_rows_tile, few_rows_tile, grouped_tile
+
+MAX_ROWS = 32  # at 64 the library's products are faster on an H200, but for the head
+MIN_SHARED_MEMORY = 200_000  # bytes of shared memory that the largest tiles need
+E4M3 = torch.float8_e4m3fn
+
+
+def supports(weight: Tensor, rows: int) -> bool:
+    """Whether `linear` and `gated_linear` take this weight, and `rows` rows are few enough for them to be worth it."""
+    half = weight.dtype in (torch.bfloat16, torch.float16, E4M3)
+    dense = weight.is_contiguous() and weight.shape[1] % 16 == 0
+    return half and dense and rows <= MAX_ROWS and shared_memory(weight.device) >= MIN_SHARED_MEMORY
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None, *, pdl: bool = False
+) -> Tensor:
+    """x [M, K], weight [N, K], bias [N] -> x weight^T + bias [M, N], rounded once.
+
+    1 <= M <= MAX_ROWS; K % 16 == 0; the last dimensions dense, the stride of x's rows free. `scale`: of an FP8 weight.
+    """
+    tile = few_rows_tile(len(x), *weight.shape, **_fp8_option(scale))
+    return _launch(x, weight, bias, scale, tile, None, pdl)
+
+
+def gated_linear(
+    x: Tensor, weight: Tensor, activation: str, scale: Tensor | None = None, *, pdl: bool = False
+) -> Tensor:
+    """x [M, K], weight [2 I, K] (the gate's rows, then up's) -> act(gate) * up [M, I], rounded once; else as `linear`.
+
+    `activation`: one of ACTIVATIONS.
+    """
+    tile = few_rows_tile(len(x), *weight.shape, **_fp8_option(scale))
+    return _launch(x, weight, None, scale, tile, ACTIVATIONS[activation], pdl)
+
+
+def _fp8_option(scale: Tensor | None) -> dict[str, bool]:
+    return {} if scale is None else {"fp8": True}
+
+
+def _launch(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    tile: LinearTile,
+    activation: str | None,
+    pdl: bool,
+) -> Tensor:
+    """A tile of no rows is for one row of x, without tensor cores."""
+    rows, depth = x.shape
+    size = len(weight) if activation is None else len(weight) // 2
+    assert 1 <= rows <= max(tile.rows, 1), f"{rows} rows are not few"
+    assert depth % 16 == 0, f"{depth} is not a multiple of 16"
+    group = _check_operands(x, weight, scale)
+    if group > 0:
+        tile = grouped_tile(tile, depth)
+    out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
+    early = min(tile.prefetch, depth // tile.depth)
+    even = (depth - early * tile.depth) % tile.depth == 0
+    options = {"BLOCK_N": tile.columns, "BLOCK_K": tile.depth, "EARLY": early, "EVEN": even, "num_warps": tile.warps}
+    options |= {"GROUP": group, "BIAS": bias is not None, "KIND": activation, "PDL": pdl}
+    options |= {"launch_pdl": True} if pdl else {}
+    grid = (cdiv(size, tile.columns if activation is None else tile.columns // 2),)
+    tensors = (x, weight, out if scale is None else scale, out if bias is None else bias, out)
+    if tile.rows == 0:
+        _one[grid](*tensors, size, depth, STAGES=tile.stages, **options)
+    else:
+        _few[grid](*tensors, rows, size, depth, x.stride(0), BLOCK_M=tile.rows, num_stages=tile.stages, **options)
+    return out
+
+
+def _check_operands(x: Tensor, weight: Tensor, scale: Tensor | None) -> int:
+    """Numbers that have a scale in common: -1 for a weight that isn't in FP8, 0 for all of a row."""
+    assert weight.shape[1] == x.shape[1], f"x {tuple(x.shape)} does not fit the weight {tuple(weight.shape)}"
+    assert weight.is_contiguous(), "the weight must be dense"
+    assert x.stride(1) == 1, "rows must be dense"
+    assert (weight.dtype == E4M3) == (scale is not None), f"a weight in {weight.dtype}, and its scale {scale}"
+    if scale is None:
+        return -1
+    fits = len(scale) in (1, cdiv(x.shape[1], SCALE_GROUP)) and scale.shape[1] == len(weight)
+    assert fits, f"the scale {tuple(scale.shape)} does not fit the weight {tuple(weight.shape)}"
+    assert scale.is_contiguous(), "the scale must be dense"
+    return 0 if len(scale) == 1 else SCALE_GROUP
+
+
+@triton.jit
+def _weight_rows(index, size, BLOCK_N: tl.constexpr, KIND: tl.constexpr):
+    """The rows of the weight of program `index`: BLOCK_N; with a KIND of activation gate's and up's take turns."""
+    n = index * BLOCK_N + tl.arange(0, BLOCK_N)
+    if KIND is None:
+        return tl.minimum(n, size - 1).to(tl.int64)  # rows past the end compute the last one again, and are not stored
+    return (tl.minimum(n // 2, size - 1) + n % 2 * size).to(tl.int64)
+
+
+@triton.jit
+def _scales(scale, start, size, GROUP: tl.constexpr, KIND: tl.constexpr):
+    """Where the scales of the numbers from `start` on are, from where those of the first ones are."""
+    return scale + start // GROUP * (size if KIND is None else 2 * size)
+
+
+@triton.jit
+def _add(acc, w, v, scale, start, size, GROUP: tl.constexpr, KIND: tl.constexpr):
+    """acc [N, M] + w [N, K] v^T, v [M, K], of the numbers from `start` on."""
+    if GROUP > 0:
+        part = tl.dot(w.to(v.dtype), tl.trans(v), input_precision="ieee")
+        by = tl.load(_scales(scale, start, size, GROUP, KIND))
+        acc = tl.fma(part, tl.broadcast_to(by[:, None], part.shape), acc)
+    else:
+        acc = tl.dot(w.to(v.dtype), tl.trans(v), acc, input_precision="ieee")
+    return acc
+
+
+@fast_launch
+@triton.jit(do_not_specialize=["rows"])
+def _few(
+    x, weight, scale, bias, out, rows, size, depth, x_stride,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr, EVEN: tl.constexpr,
+    GROUP: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_N rows of the weight a program, all of K in order; the last EARLY tiles are loaded before the wait."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    k = tl.arange(0, BLOCK_K)
+    lines = _weight_rows(tl.program_id(0), size, BLOCK_N, KIND)
+    tiles = weight + lines[:, None] * depth + k[None, :]
+    scale += lines
+    body = depth - EARLY * BLOCK_K
+    early = ()
+    for i in tl.static_range(EARLY):
+        early += (tl.load(tiles + body + i * BLOCK_K),)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    m = tl.arange(0, BLOCK_M).to(tl.int64)
+    real = m < rows
+    inputs = x + m[:, None] * x_stride + k[None, :]
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for start in range(0, body, BLOCK_K):
+        inside = (start + k < body)[None, :]
+        w = tl.load(tiles + start) if EVEN else tl.load(tiles + start, mask=inside, other=0.0)
+        v = tl.load(inputs + start, mask=real[:, None] if EVEN else real[:, None] & inside, other=0.0)
+        acc = _add(acc, w, v, scale, start, size, GROUP, KIND)
+    for i in tl.static_range(EARLY):
+        v = tl.load(inputs + body + i * BLOCK_K, mask=real[:, None], other=0.0)
+        acc = _add(acc, early[i], v, scale, body + i * BLOCK_K, size, GROUP, KIND)
+    if GROUP == 0:
+        acc *= tl.load(scale)[:, None]
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    if KIND is not None:
+        gate, up = tl.split(tl.permute(tl.reshape(acc, (BLOCK_N // 2, 2, BLOCK_M)), (0, 2, 1)))
+        acc = activate(gate, KIND) * up
+        n = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+    if BIAS:
+        acc += tl.load(bias + n, mask=n < size, other=0.0).to(tl.float32)[:, None]
+    mask = (n < size)[:, None] & real[None, :]
+    tl.store(out + m[None, :] * size + n[:, None], acc.to(out.dtype.element_ty), mask=mask)
+
+
+@fast_launch
+@triton.jit
+def _one(
+    x, weight, scale, bias, out, size, depth,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
+    GROUP: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """As `_few` for one row: multiplied and added without the tensor cores, whose tiles would be nearly empty."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    k = tl.arange(0, BLOCK_K)
+    lines = _weight_rows(tl.program_id(0), size, BLOCK_N, KIND)
+    tiles = weight + lines[:, None] * depth + k[None, :]
+    scale += lines
+    body = depth - EARLY * BLOCK_K
+    early = ()
+    for i in tl.static_range(EARLY):
+        early += (tl.load(tiles + body + i * BLOCK_K),)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    sums = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    for start in tl.range(0, body, BLOCK_K, num_stages=STAGES):
+        inside = start + k < body
+        w = tl.load(tiles + start) if EVEN else tl.load(tiles + start, mask=inside[None, :], other=0.0)
+        v = tl.load(x + start + k) if EVEN else tl.load(x + start + k, mask=inside, other=0.0)
+        if GROUP > 0:
+            by = tl.load(_scales(scale, start, size, GROUP, KIND))
+            sums += w.to(tl.float32) * v.to(tl.float32)[None, :] * by[:, None]
+        else:
+            sums += w.to(tl.float32) * v.to(tl.float32)[None, :]
+    for i in tl.static_range(EARLY):
+        part = early[i].to(tl.float32) * tl.load(x + body + i * BLOCK_K + k).to(tl.float32)[None, :]
+        if GROUP > 0:
+            part *= tl.load(_scales(scale, body + i * BLOCK_K, size, GROUP, KIND))[:, None]
+        sums += part
+    acc = tl.sum(sums, axis=1)
+    if GROUP == 0:
+        acc *= tl.load(scale)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    if KIND is not None:
+        gate, up = tl.split(tl.reshape(acc, (BLOCK_N // 2, 2)))
+        acc = activate(gate, KIND) * up
+        n = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+    if BIAS:
+        acc += tl.load(bias + n, mask=n < size, other=0.0).to(tl.float32)
+    tl.store(out + n, acc.to(out.dtype.element_ty), mask=n < size)
+
+
+def batch_invariant_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None, *, pdl: bool = False
+) -> Tensor:
+    """x [M, K], weight [N, K], bias [N] -> x weight^T + bias [M, N]; a row's bits depend on nothing but that row.
+
+    Any M >= 1; layout as for `linear`. Every element is a sum over K in one order, whatever the tile: tensor cores give
+    the same bits in tiles of every size used here, and on either side of the product, which the tests compare.
+    """
+    rows, depth = x.shape
+    size, group = len(weight), _check_operands(x, weight, scale)
+    if supports(weight, rows):
+        tile = few_rows_tile(max(rows, 2), size, depth, **_fp8_option(scale))
+        return _launch(x, weight, bias, scale, tile, None, pdl)
+    out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
+    bulk = group < 0 and _bulk_copies(x, weight, out) and rows > 64
+    tile = any_rows_tile(rows, size, x.dtype, bulk)
+    if group > 0:
+        tile = grouped_tile(tile, depth)._replace(stages=tile.stages)
+    if group >= 0 and shared_memory(x.device) < MIN_SHARED_MEMORY:
+        tile = tile._replace(stages=2)
+    tiles = cdiv(rows, tile.rows) * cdiv(size, tile.columns)
+    added = out if bias is None else bias
+    options = {"num_stages": tile.stages, "num_warps": tile.warps, "BIAS": bias is not None}
+    options |= {"BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": tile.depth}
+    if not bulk:
+        options |= {"EVEN": depth % tile.depth == 0, "GROUP": group}
+        tensors = (x, weight, out if scale is None else scale, added, out)
+        _tile[(tiles,)](*tensors, rows, size, depth, x.stride(0), **options)
+        return out
+    programs = _multiprocessors(x.device)  # whatever the rows: each number would be a kernel of its own
+    inputs = TensorDescriptor.from_tensor(x, [tile.rows, tile.depth])
+    weights = TensorDescriptor.from_tensor(weight, [tile.columns, tile.depth])
+    results = TensorDescriptor.from_tensor(out, [tile.rows, tile.columns // 2])
+    _tiles[(programs,)](inputs, weights, added, results, rows, size, depth, PROGRAMS=programs, **options)
+    return out
+
+
+def check_batch_invariant(weight: Tensor) -> None:
+    """StartupError where `batch_invariant_linear`'s tiles don't fit the GPU."""
+    shared = shared_memory(weight.device)
+    if weight.dtype != torch.float32 and shared < MIN_SHARED_MEMORY:
+        raise StartupError(
+            f"--deterministic needs {MIN_SHARED_MEMORY:,} bytes of shared memory a program, and this GPU has "
+            f"{shared:,}",
+            "Serve without it, or in --dtype float32",
+        )
+
+
+def _bulk_copies(*tensors: Tensor) -> bool:
+    """Whether Hopper's tensor copies can move tiles of these: rows at multiples of 16 bytes."""
+    aligned = all(t.data_ptr() % 16 == 0 and t.stride(0) * t.element_size() % 16 == 0 for t in tensors)
+    half = tensors[0].dtype in (torch.bfloat16, torch.float16)
+    return aligned and (half and supports_pdl(tensors[0].device) if tensors[0].is_cuda else True)
+
+
+@lru_cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+@triton.jit
+def _tile_origin(index, rows, size, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Tiles in groups of eight rows of tiles, so that tiles computed together share what they read."""
+    down = tl.cdiv(rows, BLOCK_M)
+    group = 8 * tl.cdiv(size, BLOCK_N)
+    first = index // group * 8
+    height = tl.minimum(down - first, 8)
+    return (first + index % group % height) * BLOCK_M, index % group // height * BLOCK_N
+
+
+@fast_launch
+@triton.jit(do_not_specialize=["rows"])
+def _tile(
+    x, weight, scale, bias, out, rows, size, depth, x_stride,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, GROUP: tl.constexpr,
+    BIAS: tl.constexpr,
+):  # fmt: skip
+    """One tile a program."""
+    top, left = _tile_origin(tl.program_id(0), rows, size, BLOCK_M, BLOCK_N)
+    m, n = top + tl.arange(0, BLOCK_M), left + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    real = m < rows
+    inputs = x + m.to(tl.int64)[:, None] * x_stride + k[None, :]
+    lines = tl.minimum(n, size - 1).to(tl.int64)
+    weights, scale = weight + lines[:, None] * depth + k[None, :], scale + lines
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, depth, BLOCK_K):
+        inside = (start + k < depth)[None, :]
+        v = tl.load(inputs + start, mask=real[:, None] if EVEN else real[:, None] & inside, other=0.0)
+        w = tl.load(weights + start) if EVEN else tl.load(weights + start, mask=inside, other=0.0)
+        if GROUP > 0:
+            part = tl.dot(v, tl.trans(w.to(v.dtype)), input_precision="ieee")
+            by = tl.load(_scales(scale, start, size, GROUP, None))
+            acc = tl.fma(part, tl.broadcast_to(by[None, :], part.shape), acc)
+        else:
+            acc = tl.dot(v, tl.trans(w.to(v.dtype)), acc, input_precision="ieee")
+    if GROUP == 0:
+        acc *= tl.load(scale)[None, :]
+    if BIAS:
+        acc += tl.load(bias + n, mask=n < size, other=0.0).to(tl.float32)[None, :]
+    place = out + m.to(tl.int64)[:, None] * size + n[None, :]
+    tl.store(place, acc.to(out.dtype.element_ty), mask=real[:, None] & (n < size)[None, :])
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _tiles(
+    inputs, weights, bias, results, rows, size, depth, PROGRAMS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """Every PROGRAMS-th tile a program. Past their ends, descriptors read zeros and write nothing."""
+    count = tl.cdiv(rows, BLOCK_M) * tl.cdiv(size, BLOCK_N)
+    for index in tl.range(tl.program_id(0), count, PROGRAMS, flatten=True):
+        top, left = _tile_origin(index, rows, size, BLOCK_M, BLOCK_N)
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for start in range(0, depth, BLOCK_K):
+            acc = tl.dot(inputs.load([top, start]), weights.load([left, start]).T, acc, input_precision="ieee")
+        if BIAS:
+            n = left + tl.arange(0, BLOCK_N)
+            acc += tl.load(bias + n, mask=n < size, other=0.0).to(tl.float32)[None, :]
+        # Half a tile at a time: the whole would not fit beside the stages.
+        low, high = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
+        results.store([top, left], low.to(results.dtype))
+        results.store([top, left + BLOCK_N // 2], high.to(results.dtype))

@@ -1,0 +1,175 @@
+"""The causal convolution of each channel (Mamba), over rows of a step from a state and to states: equal to
+`kernels.states.causal_conv`.
+
+Outputs are computed side by side, along time too. What a row's first tokens read of the state before it may lie where
+its own state is written, so the program that reads it also writes all states of the row, from the inputs.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.mamba_states import CONV_TILE, StateCache, StatePlan
+from quire.kernels.triton.activation import ACTIVATIONS, activate
+from quire.kernels.triton.fast_launch import fast_launch
+from quire.kernels.triton.launch import cdiv, power_of_2
+
+SINGLE_BLOCK = 256
+"""Channels of a program that has one row's single token."""
+
+
+@triton.jit
+def _input(x, old, read, at, columns, mask, x_stride, BEHIND: tl.constexpr, FIRST: tl.constexpr):
+    """The inputs at these places of a row, fp32; with FIRST, below 0 the state's, and zero where there is none.
+    `x`: the row's first input; `old`: the state's."""
+    values = tl.load(x + at.to(tl.int64) * x_stride + columns, mask=mask & (at >= 0), other=0.0).to(tl.float32)
+    if FIRST:
+        behind = tl.load(old + columns * BEHIND + at + BEHIND, mask=mask & (at < 0) & (read >= 0), other=0.0)
+        values = tl.where(at < 0, behind.to(tl.float32), values)
+    return values
+
+
+@fast_launch
+@triton.jit(do_not_specialize_on_alignment=["offsets", "lengths", "starts", "reads", "writes", "tiles"])
+def _conv(
+    x, weight, bias, out, states, offsets, lengths, starts, reads, writes, tiles,
+    x_stride, out_stride, page_stride, width,
+    RUN: tl.constexpr, INNER: tl.constexpr, TAPS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """TILE tokens of a row by BLOCK channels a program."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    columns = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < INNER
+    tile = tiles + (tl.program_id(0) // BLOCKS).to(tl.int64) * 2
+    first, row = tl.load(tile + 1), tl.load(tile).to(tl.int64)
+    length, read, offset = tl.load(lengths + row), tl.load(reads + row), tl.load(offsets + row)
+    x += offset * x_stride
+    old = states + read * page_stride
+    t = (first + tl.arange(0, TILE))[:, None]
+    mask = (t < length) & inside[None, :]
+    acc = tl.zeros((TILE, BLOCK), tl.float32)
+    if BIAS:
+        acc += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
+    for k in tl.static_range(TAPS):
+        scale = tl.load(weight + columns * TAPS + k, mask=inside, other=0.0).to(tl.float32)[None, :]
+        at = t - (TAPS - 1) + k
+        if first == 0:
+            values = _input(x, old, read, at, columns[None, :], mask, x_stride, TAPS - 1, True)
+        else:
+            values = _input(x, old, read, at, columns[None, :], mask, x_stride, TAPS - 1, False)
+        acc = tl.fma(values, scale, acc)
+    if KIND is not None:
+        acc = activate(acc, KIND)
+    target = out + (offset + t) * out_stride + columns[None, :]
+    tl.store(target, acc.to(out.dtype.element_ty), mask=mask)
+    if first == 0 and length > 0:
+        start, before = tl.load(starts + row), ()
+        for k in tl.static_range(TAPS - 1):
+            before += (tl.load(old + columns * (TAPS - 1) + k, mask=inside & (read >= 0), other=0.0),)
+        tl.debug_barrier()  # what is written may be what another thread reads
+        for run in range(start // RUN, (start + length - 1) // RUN + 1):
+            end = tl.minimum((run + 1) * RUN - start, length)
+            page = tl.load(writes + row * width + run - start // RUN)
+            for k in tl.static_range(TAPS - 1):
+                behind = end + k - (TAPS - 1)
+                last = tl.load(x + behind * x_stride + columns, mask=inside & (behind >= 0), other=0.0)
+                last = last.to(states.dtype.element_ty)
+                for m in tl.static_range(TAPS - 1):
+                    last = tl.where(end + k == m, before[m], last)
+                tl.store(states + page * page_stride + columns * (TAPS - 1) + k, last, mask=inside)
+
+
+@fast_launch
+@triton.jit(do_not_specialize_on_alignment=["reads", "writes"])
+def _conv_single(
+    x, weight, bias, out, states, reads, writes, x_stride, out_stride, page_stride, width,
+    INNER: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, BIAS: tl.constexpr,
+    KIND: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """As `_conv`, for rows of one token: BLOCK channels, one a thread, since the few numbers of a channel in the states
+    lie side by side, and what a warp touches at once should too. They are written in the order in which they lie."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    BEHIND: tl.constexpr = TAPS - 1
+    row, begin = (tl.program_id(0) // BLOCKS).to(tl.int64), tl.program_id(0) % BLOCKS * BLOCK
+    columns = begin + tl.arange(0, BLOCK)
+    inside, scales = columns < INNER, ()
+    for k in tl.static_range(TAPS):
+        scales += (tl.load(weight + columns * TAPS + k, mask=inside, other=0.0).to(tl.float32),)
+    acc = tl.zeros((BLOCK,), tl.float32)
+    if BIAS:
+        acc += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    read, page = tl.load(reads + row), tl.load(writes + row * width)
+    x, old, new = x + row * x_stride, states + read * page_stride, states + page * page_stride
+    token, before, after = tl.load(x + columns, mask=inside, other=0.0), (), ()
+    for k in tl.static_range(BEHIND):
+        before += (tl.load(old + columns * BEHIND + k, mask=inside & (read >= 0), other=0.0),)
+    for k in tl.static_range(BEHIND):
+        place = begin * BEHIND + k * BLOCK + tl.arange(0, BLOCK)
+        here, latest = place < INNER * BEHIND, place % BEHIND == BEHIND - 1
+        moved = tl.load(old + place + 1, mask=here & (read >= 0) & (latest == 0), other=0.0)
+        added = tl.load(x + place // BEHIND, mask=here & latest, other=0.0)
+        after += (tl.where(latest, added.to(moved.dtype), moved),)
+    for k in tl.static_range(BEHIND):
+        acc = tl.fma(before[k].to(tl.float32), scales[k], acc)
+    acc = tl.fma(token.to(tl.float32), scales[BEHIND], acc)
+    if KIND is not None:
+        acc = activate(acc, KIND)
+    tl.store(out + row * out_stride + columns, acc.to(out.dtype.element_ty), mask=inside)
+    tl.debug_barrier()  # what is written may be what another thread reads
+    for k in tl.static_range(BEHIND):
+        place = begin * BEHIND + k * BLOCK + tl.arange(0, BLOCK)
+        tl.store(new + place, after[k], mask=place < INNER * BEHIND)
+
+
+def causal_conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, cache: StateCache, plan: StatePlan, activation: str | None = "silu",
+    *, pdl: bool = False,
+) -> Tensor:  # fmt: skip
+    """See quire.kernels.mamba_states. The stride of x's rows is free. A token's bits don't depend on the rows beside
+    it,
+    nor on how its row is cut into steps. pdl: programmatic dependent launch, on GPUs of capability 9 and more."""
+    (tokens, inner), taps, states = x.shape, weight.shape[1], cache.conv
+    assert x.stride(1) == 1, "rows are contiguous"
+    assert (weight.shape, weight.is_contiguous()) == ((inner, taps), True), "a weight for each tap of a channel"
+    assert states.shape[1:] == (inner, taps - 1), "the cache is another layer's"
+    out = torch.empty((tokens, inner), dtype=x.dtype, device=x.device)
+    kind, options = None if activation is None else ACTIVATIONS[activation], {"launch_pdl": True} if pdl else {}
+    if plan.tiles is None:
+        block, programs = min(max(power_of_2(inner), 32), SINGLE_BLOCK), len(plan.offsets)
+    else:
+        block, programs = min(power_of_2(inner), 64), len(plan.tiles)
+    if not programs:
+        return out
+    blocks = cdiv(inner, block)
+    options |= {"INNER": inner, "TAPS": taps, "BLOCK": block, "BLOCKS": blocks, "BIAS": bias is not None, "KIND": kind}
+    strides = x.stride(0), out.stride(0), states.stride(0), plan.write_pages.stride(0)
+    if plan.tiles is None:
+        _conv_single[(programs * blocks,)](
+            x,
+            weight,
+            bias,
+            out,
+            states,
+            plan.read_pages,
+            plan.write_pages,
+            *strides,
+            PDL=pdl,
+            num_warps=block // 32,
+            **options,
+        )
+        return out
+    _conv[(programs * blocks,)](
+        x, weight, bias, out, states, plan.offsets, plan.lengths, plan.starts, plan.read_pages, plan.write_pages,
+        plan.tiles,
+        *strides, RUN=plan.page_tokens, TILE=CONV_TILE, PDL=pdl, num_warps=8, **options,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,34 @@
+"""Masks over logits: bits that say which tokens a grammar allows, applied to all rows of a step in one launch."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.triton.fast_launch import fast_launch
+
+BLOCK = 4096  # tokens of a program
+
+
+@fast_launch
+@triton.jit
+def _mask(logits, places, bits, vocab, row_stride, words, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.load(places + row)
+    if place >= 0:
+        token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        there = token < vocab
+        word = tl.load(bits + place * words + (token >> 5), mask=there, other=0)
+        barred = ((word >> (token & 31)) & 1) == 0
+        least = tl.full((BLOCK,), float("-inf"), tl.float32)  # a store makes it the logits' own
+        tl.store(logits + row * row_stride + token, least, mask=there & barred)
+
+
+def mask_logits(logits: Tensor, mask_rows: Tensor, bits: Tensor) -> None:
+    """Put -inf in logits [R, V], whose rows are contiguous, where the row's mask has no bit: the mask of row r is
+    bits[places[r]], int32 [M, ceil(V / 32)], the lowest bit of a word first. places [R] int64; rows of -1 stay."""
+    rows, vocab = logits.shape
+    if rows:
+        grid = (rows, -(-vocab // BLOCK))
+        _mask[grid](logits, mask_rows, bits, vocab, logits.stride(0), bits.shape[1], BLOCK=BLOCK)

@@ -1,0 +1,444 @@
+"""Sampling: greedy tokens, and draws under temperature, min_p, top_k and top_p, equal to quire.worker.inverse_cdf.
+
+Nothing is sorted. A row's vocabulary is split over programs; a likelihood (at most 1, the best token's) is handled as
+the bits of its float32, its *key*, which rise with it. One pass counts and weighs the tokens above 16 marks, a second
+one lists the tokens between the two marks where the row's border must be, and a search in that list finds it. Weights
+are integers, so that no sum depends on the order of its terms, and a row's result on nothing but the row.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+KEY_ONE = tl.constexpr(0x3F800000)  # the key of likelihood 1
+MIN_KEY = tl.constexpr(0x2F800000)  # of 2**-32, the least likelihood that weighs anything
+NUM_MARKS = tl.constexpr(
+    16
+)  # keys at which a row is counted: 2**-1 to 2**-15, and LEAST; or as far apart as OCTAVES say
+BLOCK = 2048  # tokens of a program, and between two sums that a draw looks at
+SEARCH_BLOCK = 2048  # tokens of a list that a search looks at together
+FEW_ROWS = 128  # rows up to which each has a multiprocessor to itself
+REPRESENTATIVE_ROWS = (
+    8,
+    16,
+    64,
+    FEW_ROWS,
+    2 * FEW_ROWS,
+)  # whatever kernel a number of rows needs, one of these needs it too
+
+
+class SamplingScratch(NamedTuple):
+    """What the kernels of one step hand on: enough for any number of rows up to the one it was made for."""
+
+    peaks: Tensor  # float32 [rows * chunks]: the greatest logit of each chunk of a row
+    peak_ids: Tensor  # int32, alike: its lowest id
+    mark_totals: Tensor  # int64 [rows, 2, MARKS]: tokens at or above each mark, and what they weigh
+    list_sizes: Tensor  # int32 [rows]: tokens in each list
+    key_lists: Tensor  # int32 [rows, vocab]: keys between two marks, in no order; empty if nothing is ever cut
+    thresholds: Tensor  # int32 [rows]: the least key that is kept
+    block_weights: Tensor  # int64 [rows, blocks]: what a block's kept tokens weigh
+
+    @classmethod
+    def allocate(
+        cls, rows: int, vocab: int, device: torch.device, has_random: bool = True, has_truncation: bool = True
+    ) -> SamplingScratch:
+        """For `rows` rows at most; `has_random` if some may be drawn, `has_truncation` if some may have top_k or "
+        "top_p."""
+        parts = max(
+            count * triton.cdiv(vocab, launch_config(count)[0]) for count in {rows, min(rows, 64), min(rows, 8)}
+        )
+        drawn, truncated = rows * has_random, rows * (has_random and has_truncation)
+        return cls(
+            torch.empty(parts, dtype=torch.float32, device=device),
+            torch.empty(parts, dtype=torch.int32, device=device),
+            torch.empty(truncated, 2, NUM_MARKS.value, dtype=torch.int64, device=device),
+            torch.empty(truncated, dtype=torch.int32, device=device),
+            torch.empty(truncated, vocab, dtype=torch.int32, device=device),
+            torch.empty(drawn, dtype=torch.int32, device=device),
+            torch.empty(drawn, triton.cdiv(vocab, BLOCK), dtype=torch.int64, device=device),
+        )
+
+
+def launch_config(rows: int) -> tuple[int, int, bool, bool]:
+    """All that the launches for `rows` rows differ in: the logits of a program that looks for the greatest (few where
+    there are few rows, to occupy the device), blocks of a program, whether they start early, and whether there are more
+    than FEW. Of many, programs that start early only take room from those they wait for: 32 rows took 10 % longer."""
+    chunk = 1024 if rows <= 8 else 4096 if rows <= 64 else 8192
+    return chunk, 1 if rows <= 16 else 4 if rows <= FEW_ROWS else 16, rows <= 16, rows > FEW_ROWS
+
+
+@triton.jit
+def wait_predecessor(PDL: tl.constexpr):
+    """Everything here depends on the kernel before: logits, or scratch."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def _peaks(logits, stride, vocab, peaks, places, totals, held, chunks, CHUNK: tl.constexpr, CUT: tl.constexpr,
+           PDL: tl.constexpr):  # fmt: skip
+    """The greatest logit of a chunk and its lowest id; infinity for a NaN. Clears the row's counters, if CUT."""
+    wait_predecessor(PDL)
+    chunk, row = tl.program_id(0), tl.program_id(1)
+    ids = chunk * CHUNK + tl.arange(0, CHUNK)
+    x = tl.load(logits + row.to(tl.int64) * stride + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
+    x = tl.where(x == x, x, float("inf"))
+    peak = tl.max(x, 0)
+    place = tl.min(tl.where(x == peak, ids, vocab), 0)
+    tl.store(peaks + row * chunks + chunk, peak)
+    tl.store(places + row * chunks + chunk, place)
+    if CUT:
+        marks = tl.arange(0, 2 * NUM_MARKS)
+        tl.store(
+            totals + row * 2 * NUM_MARKS + marks, tl.zeros([2 * NUM_MARKS], tl.int64), mask=(marks >= 0) & (chunk == 0)
+        )
+        tl.store(held + row, 0, mask=chunk == 0)
+
+
+@triton.jit
+def row_max(peaks, places, row, chunks, LANES: tl.constexpr):
+    """A row's greatest logit, the lowest of its ids, and whether it is finite."""
+    lanes = tl.arange(0, LANES)
+    some = lanes < chunks
+    parts = tl.load(peaks + row * chunks + lanes, mask=some, other=float("-inf"))
+    best = tl.max(parts, 0)
+    ids = tl.load(places + row * chunks + lanes, mask=some, other=2147483647)
+    token = tl.min(tl.where(parts == best, ids, 2147483647), 0)
+    return best, token, tl.abs(best) < float("inf")
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots", "last", "tokens", "faults"])
+def _choose(peaks, places, chunks, slots, last, tokens, faults, LANES: tl.constexpr, PDL: tl.constexpr):
+    """The greedy token of a row, to `tokens` and to the row's slot in `last`; 0 and a fault if a logit isn't finite."""
+    wait_predecessor(PDL)
+    row = tl.program_id(0)
+    _best, token, finite = row_max(peaks, places, row, chunks, LANES)
+    token = tl.where(finite, token, 0)
+    tl.store(tokens + row, token)
+    tl.store(faults + row, 1 - finite.to(tl.int32))
+    tl.store(last + tl.load(slots + row), token)
+
+
+@triton.jit
+def load_params(shapes, row):
+    """A row's temperature (0: greedy), min_p, top_k (0: off), top_p, and whether the latter two may cut."""
+    at = shapes + row * 4
+    top_k, top_p = tl.load(at + 2).to(tl.int32), tl.load(at + 3)
+    return tl.load(at).to(tl.float32), tl.load(at + 1).to(tl.float32), top_k, top_p, (top_k > 0) | (top_p < 1)
+
+
+@triton.jit
+def _likelihood(x, best, temperature):
+    return tl.exp((x - best) * (1.0 / temperature))
+
+
+@triton.jit
+def load_keys(logits, stride, vocab, row, block, best, temperature, min_p, BLOCK: tl.constexpr):
+    """The keys of a block's tokens; 0 for those that min_p cuts and those that weigh nothing."""
+    ids = block * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits + row.to(tl.int64) * stride + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
+    likelihood = _likelihood(x, best, temperature)
+    keys = likelihood.to(tl.int32, bitcast=True)
+    return tl.where((likelihood >= min_p) & (keys >= MIN_KEY), keys, 0)
+
+
+@triton.jit
+def key_weights(keys):
+    """floor(likelihood * 2**32)."""
+    return (keys.to(tl.float32, bitcast=True) * 4294967296.0).to(tl.int64)
+
+
+@triton.jit
+def mark_key(j, OCTAVES: tl.constexpr):
+    """The key of mark j, of which each is so many times half the one before; of mark -1 the one above all."""
+    return tl.where(j < 0, KEY_ONE + 1, tl.where(j == NUM_MARKS - 1, MIN_KEY, KEY_ONE - ((j + 1) * OCTAVES << 23))).to(
+        tl.int32
+    )
+
+
+@triton.jit
+def _marked(keys, OCTAVES: tl.constexpr, BLOCK: tl.constexpr):
+    """Of each mark, the keys from it up: their number << 48, plus what they weigh (a block weighs less than 2**48)."""
+    marks = tl.arange(0, NUM_MARKS)
+    sums = tl.zeros([NUM_MARKS], tl.int64)
+    packed = tl.where(keys > 0, key_weights(keys) + 281474976710656, 0)
+    most = tl.max(keys, 0)
+    for j in range(tl.sum((mark_key(marks, OCTAVES) > most).to(tl.int32), 0), NUM_MARKS):
+        sums = tl.where(marks == j, tl.sum(tl.where(keys >= mark_key(j, OCTAVES), packed, 0), 0), sums)
+    return sums
+
+
+@triton.jit
+def weigh_blocks(logits, stride, vocab, shapes, peaks, places, chunks, blocks, each, totals, masses,
+LANES: tl.constexpr,
+            BLOCK: tl.constexpr, CUT: tl.constexpr, OCTAVES: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """The weight of each of `each` blocks; or, if their row may be cut, their share of the row's totals. Without CUT
+    there is no room for these, and no row is, whatever its shape says."""
+    wait_predecessor(PDL)
+    first, row = tl.program_id(0) * each, tl.program_id(1)
+    temperature, min_p, _k, _p, cut = load_params(shapes, row)
+    cut = cut & CUT
+    best, _token, finite = row_max(peaks, places, row, chunks, LANES)
+    if finite & (temperature > 0):
+        marks = tl.arange(0, NUM_MARKS)
+        counts = tl.zeros([NUM_MARKS], tl.int64)
+        sums = tl.zeros([NUM_MARKS], tl.int64)
+        for block in range(first, tl.minimum(first + each, blocks)):
+            keys = load_keys(logits, stride, vocab, row, block, best, temperature, min_p, BLOCK)
+            if cut:
+                packed = _marked(keys, OCTAVES, BLOCK)
+                counts += packed >> 48
+                sums += packed & 281474976710655
+            else:
+                tl.store(masses + row * blocks + block, tl.sum(key_weights(keys), 0))
+        if cut:
+            tl.atomic_add(totals + row * 2 * NUM_MARKS + marks, counts, mask=counts > 0, sem="relaxed")
+            tl.atomic_add(totals + row * 2 * NUM_MARKS + NUM_MARKS + marks, sums, mask=counts > 0, sem="relaxed")
+
+
+@triton.jit
+def threshold_bracket(totals, row, top_k, top_p, OCTAVES: tl.constexpr):
+    """Keys [low, high) among which the row's border is, and the k-th token too if top_k is `bound` to cut: enough
+    tokens weigh something. Also the count and the weight of the tokens from high up, and the weight of all."""
+    marks = tl.arange(0, NUM_MARKS)
+    counts = tl.load(totals + row * 2 * NUM_MARKS + marks)
+    sums = tl.load(totals + row * 2 * NUM_MARKS + NUM_MARKS + marks)
+    total = tl.max(sums, 0)
+    bound = (top_k > 0) & (tl.max(counts, 0) >= top_k)
+    of_k = tl.min(tl.where(counts >= top_k, marks, NUM_MARKS - 1), 0)
+    sure = tl.where(bound, tl.max(tl.where(marks < of_k, sums, 0), 0), total)  # the first k weigh no less
+    of_p = tl.min(tl.where(sums.to(tl.float64) >= sure.to(tl.float64) * top_p, marks, NUM_MARKS - 1), 0)
+    of_p = tl.where(top_p < 1, of_p, NUM_MARKS - 1)
+    first = tl.where(bound, tl.minimum(of_k, of_p), of_p)
+    count = tl.max(tl.where(marks < first, counts, 0), 0)
+    mass = tl.max(tl.where(marks < first, sums, 0), 0)
+    low = mark_key(tl.where(bound, of_k, of_p), OCTAVES)
+    return low, mark_key(first - 1, OCTAVES), count, mass, total, bound
+
+
+@triton.jit
+def list_keys(logits, stride, vocab, shapes, peaks, places, chunks, blocks, each, totals, held, lists,
+            LANES: tl.constexpr, BLOCK: tl.constexpr, OCTAVES: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """List the keys of `each` blocks that are inside the row's bracket."""
+    wait_predecessor(PDL)
+    first, row = tl.program_id(0) * each, tl.program_id(1)
+    temperature, min_p, top_k, top_p, cut = load_params(shapes, row)
+    best, _token, finite = row_max(peaks, places, row, chunks, LANES)
+    if finite & (temperature > 0) & cut:
+        low, high, _count, _mass, _total, _bound = threshold_bracket(totals, row, top_k, top_p, OCTAVES)
+        for block in range(first, tl.minimum(first + each, blocks)):
+            keys = load_keys(logits, stride, vocab, row, block, best, temperature, min_p, BLOCK)
+            inside = ((keys >= low) & (keys < high)).to(tl.int32)
+            size = tl.sum(inside, 0)
+            if size > 0:
+                start = tl.atomic_add(held + row, size, sem="relaxed")
+                at = start + tl.cumsum(inside, 0) - 1
+                tl.store(lists + row.to(tl.int64) * vocab + at, keys, mask=inside > 0)
+
+
+@triton.jit
+def _descend(keys, held, low, high, need, WEIGH: tl.constexpr, LISTED: tl.constexpr):
+    """The greatest key u in [low, high) such that the keys >= u number, or weigh, `need` >= 1; those >= low must."""
+    while high - low > 1:
+        step = (high - low + 3) // 4
+        first = tl.zeros([LISTED], tl.int64)
+        second = tl.zeros([LISTED], tl.int64)
+        third = tl.zeros([LISTED], tl.int64)
+        least = tl.full([LISTED], KEY_ONE + 1, tl.int32)  # of the keys in [low, high)
+        most = tl.zeros([LISTED], tl.int32)
+        for start in range(0, held, LISTED):
+            ids = start + tl.arange(0, LISTED)
+            key = tl.load(keys + ids, mask=ids < held, other=0)
+            value = tl.full([LISTED], 1, tl.int64)
+            if WEIGH:
+                value = key_weights(key)
+            first += tl.where(key >= low + step, value, 0)
+            second += tl.where(key >= low + 2 * step, value, 0)
+            third += tl.where(key >= low + 3 * step, value, 0)
+            least = tl.minimum(least, tl.where(key >= low, key, KEY_ONE + 1))
+            most = tl.maximum(most, tl.where(key < high, key, 0))
+        passed = (tl.sum(first, 0) >= need).to(tl.int32)
+        passed += (tl.sum(second, 0) >= need).to(tl.int32) + (tl.sum(third, 0) >= need).to(tl.int32)
+        low = low + passed * step
+        high = tl.minimum(tl.minimum(high, low + step), tl.max(most, 0) + 1)
+        low = tl.maximum(low, tl.min(least, 0))
+    return low
+
+
+@triton.jit
+def _first_k(keys, held, border, top_k, count, mass, LISTED: tl.constexpr):
+    """The weight of a row's first k tokens; the k-th has the key `border`, `count` tokens, `mass`, aren't listed."""
+    counts = tl.zeros([LISTED], tl.int64)
+    sums = tl.zeros([LISTED], tl.int64)
+    for start in range(0, held, LISTED):
+        ids = start + tl.arange(0, LISTED)
+        key = tl.load(keys + ids, mask=ids < held, other=0)
+        counts += (key > border).to(tl.int64)
+        sums += tl.where(key > border, key_weights(key), 0)
+    return mass + tl.sum(sums, 0) + (top_k - count - tl.sum(counts, 0)) * key_weights(border)
+
+
+@triton.jit
+def _search(shapes, peaks, places, chunks, vocab, totals, held, lists, borders, LANES: tl.constexpr,
+            LISTED: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """A row's border: the key of the first token, in falling order and among the first k, with which the sum reaches
+    top_p of the sum of the first k."""
+    wait_predecessor(PDL)
+    row = tl.program_id(0)
+    temperature, _min_p, top_k, top_p, cut = load_params(shapes, row)
+    _best, _token, finite = row_max(peaks, places, row, chunks, LANES)
+    if finite & (temperature > 0) & cut:
+        low, high, count, mass, total, bound = threshold_bracket(totals, row, top_k, top_p, 1)
+        keys, size = lists + row.to(tl.int64) * vocab, tl.load(held + row)
+        if bound:
+            low = _descend(keys, size, low, high, top_k - count, False, LISTED)
+            total = _first_k(keys, size, low, top_k, count, mass, LISTED)
+        if top_p < 1:
+            goal = tl.ceil(total.to(tl.float64) * top_p).to(tl.int64)
+            low = _descend(keys, size, low, high, goal - mass, True, LISTED)
+        tl.store(borders + row, low)
+
+
+@triton.jit
+def weigh_kept(logits, stride, vocab, shapes, peaks, places, chunks, blocks, each, borders, masses, LANES: tl.constexpr,
+          BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """The weight of the tokens from the row's border up, of `each` blocks."""
+    wait_predecessor(PDL)
+    first, row = tl.program_id(0) * each, tl.program_id(1)
+    temperature, min_p, _k, _p, cut = load_params(shapes, row)
+    best, _token, finite = row_max(peaks, places, row, chunks, LANES)
+    if finite & (temperature > 0) & cut:
+        border = tl.load(borders + row)
+        for block in range(first, tl.minimum(first + each, blocks)):
+            keys = load_keys(logits, stride, vocab, row, block, best, temperature, min_p, BLOCK)
+            tl.store(masses + row * blocks + block, tl.sum(key_weights(tl.where(keys >= border, keys, 0)), 0))
+
+
+@triton.jit(do_not_specialize_on_alignment=["owners", "chances", "slots", "last", "tokens", "faults"])
+def _draw(logits, stride, vocab, shapes, peaks, places, chunks, borders, masses, blocks, owners, chances, slots, last,
+          tokens, faults, LANES: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, CUT: tl.constexpr,
+          PDL: tl.constexpr):  # fmt: skip
+    """The token of one draw of the row owners[draw]: the first by id at which the sum of weights exceeds chance times
+    the total. The row's first draw goes to its slot in `last` too. Without CUT nobody looked for borders."""
+    wait_predecessor(PDL)
+    draw = tl.program_id(0)
+    row = tl.load(owners + draw).to(tl.int32)
+    temperature, min_p, _k, _p, cut = load_params(shapes, row)
+    best, token, finite = row_max(peaks, places, row, chunks, LANES)
+    if finite & (temperature > 0):
+        border = tl.load(borders + row, mask=cut & CUT, other=MIN_KEY)
+        lanes = tl.arange(0, BLOCKS)
+        parts = tl.load(masses + row * blocks + lanes, mask=lanes < blocks, other=0)
+        goal = (tl.sum(parts, 0).to(tl.float64) * tl.load(chances + draw)).to(tl.int64)
+        block = tl.minimum(tl.sum((tl.cumsum(parts, 0) <= goal).to(tl.int32), 0), blocks - 1)
+        goal -= tl.sum(tl.where(lanes < block, parts, 0), 0)
+        keys = load_keys(logits, stride, vocab, row, block, best, temperature, min_p, BLOCK)
+        sums = tl.cumsum(tl.where(keys >= border, key_weights(keys), 0), 0)
+        token = block * BLOCK + tl.minimum(tl.sum((sums <= goal).to(tl.int32), 0), BLOCK - 1)
+    token = tl.where(finite, token, 0)
+    tl.store(tokens + draw, token)
+    tl.store(faults + row, 1 - finite.to(tl.int32))
+    former = tl.load(owners + draw - 1, mask=draw > 0, other=-1)
+    tl.store(last + tl.load(slots + row), token, mask=former != row)
+
+
+def find_peaks(logits: Tensor, scratch: SamplingScratch, cut: bool, pdl: dict[str, bool]) -> tuple[int, int]:
+    """Fill `scratch.peaks` and `places`; the chunks of a row, and the lanes that hold them."""
+    rows, vocab = logits.shape
+    assert logits.stride(1) == 1, "a row's logits must be contiguous"
+    chunk = launch_config(rows)[0]
+    chunks = triton.cdiv(vocab, chunk)
+    _peaks[(chunks, rows)](
+        logits, logits.stride(0), vocab, scratch.peaks, scratch.peak_ids, scratch.mark_totals, scratch.list_sizes,
+        chunks,
+        CHUNK=chunk, CUT=cut, num_warps=4 if chunk == 1024 else 8, **pdl,
+    )  # fmt: skip
+    return chunks, triton.next_power_of_2(chunks)
+
+
+def launch_options(pdl: bool) -> dict[str, bool]:
+    return {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}
+
+
+def greedy(
+    logits: Tensor,
+    slots: Tensor,
+    last_sampled: Tensor,
+    tokens: Tensor,
+    faults: Tensor,
+    scratch: SamplingScratch,
+    pdl: bool = False,
+) -> None:
+    """tokens[r] = last[slots[r]] = the lowest id of the greatest of logits [R, V], of any float type; faults[r] = 0.
+
+    In a row with a logit that is NaN or +infinite, or with none above -infinity, token 0 and fault 1. `slots`,
+    `last_sampled`,
+    `tokens` and `faults` are of any integer type. Two launches, to be captured in a CUDA graph if wanted.
+    """
+    options = launch_options(pdl)
+    chunks, lanes = find_peaks(logits, scratch, False, options)
+    _choose[(len(logits),)](
+        scratch.peaks,
+        scratch.peak_ids,
+        chunks,
+        slots,
+        last_sampled,
+        tokens,
+        faults,
+        LANES=lanes,
+        num_warps=1,
+        **options,
+    )
+
+
+def sample(
+    logits: Tensor,
+    params: Tensor,
+    draw_rows: Tensor,
+    uniforms: Tensor,
+    slots: Tensor,
+    last_sampled: Tensor,
+    tokens: Tensor,
+    faults: Tensor,
+    scratch: SamplingScratch,
+    has_truncation: bool = True,
+    pdl: bool = False,
+) -> None:
+    """Draws tokens [D] from the rows owners [D] (rising) of logits [R, V], as `greedy` where the temperature is 0.
+
+    shapes [R, 4] float64: temperature, min_p, top_k (0: off), top_p; chances [D] float64 in [0, 1). `has_truncation`
+    False
+    promises that no row has top_k or top_p: three launches, else six. Draws and borders are those of runner.draws,
+    given the likelihoods, which are those of this file's exp. faults [R]; the first draw of a row goes to
+    last[slots[r]].
+    """
+    (rows, vocab), blocks = logits.shape, triton.cdiv(logits.shape[1], BLOCK)
+    _, each, early, many = launch_config(rows)
+    options = launch_options(pdl and early)
+    chunks, lanes = find_peaks(logits, scratch, has_truncation, options)
+    row = (logits, logits.stride(0), vocab, params, scratch.peaks, scratch.peak_ids, chunks)
+    grid, tile = (triton.cdiv(blocks, each), rows), {"LANES": lanes, "BLOCK": BLOCK, "num_warps": 4, **options}
+    weigh_blocks[grid](
+        *row, blocks, each, scratch.mark_totals, scratch.block_weights, CUT=has_truncation, OCTAVES=1, **tile
+    )
+    if has_truncation:
+        list_keys[grid](
+            *row, blocks, each, scratch.mark_totals, scratch.list_sizes, scratch.key_lists, OCTAVES=1, **tile
+        )
+        _search[(rows,)](
+            *row[3:], vocab, scratch.mark_totals, scratch.list_sizes, scratch.key_lists, scratch.thresholds,
+            LANES=lanes,
+            LISTED=SEARCH_BLOCK if many else 2 * SEARCH_BLOCK, num_warps=8 if many else 16, **options,
+        )  # fmt: skip
+        weigh_kept[grid](*row, blocks, each, scratch.thresholds, scratch.block_weights, **tile)
+    _draw[(len(draw_rows),)](
+        *row, scratch.thresholds, scratch.block_weights, blocks, draw_rows, uniforms, slots, last_sampled, tokens,
+        faults,
+        BLOCKS=triton.next_power_of_2(blocks), CUT=has_truncation, **tile,
+    )  # fmt: skip

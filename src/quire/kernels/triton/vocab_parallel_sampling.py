@@ -1,0 +1,223 @@
+"""Greedy tokens and draws from logits that ranks have shared out: each has some of the vocabulary, and is told of a row
+by the others its greatest logit, what its tokens weigh, and a token: 20 bytes; where rows have top_k or top_p, more
+(`split_borders`). The tokens are those of `kernels.triton.sampling` over all logits: weights are integers, so that sums
+of sums are exact.
+
+Between these launches what a rank found is gathered from all, in rank order. No kernel is compiled for some number of
+rows: while one is, other ranks would wait.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.triton.sampling import (
+    BLOCK,
+    SamplingScratch,
+    find_peaks,
+    key_weights,
+    launch_config,
+    launch_options,
+    load_keys,
+    load_params,
+    row_max,
+    wait_predecessor,
+    weigh_blocks,
+)
+
+
+class VocabShard(NamedTuple):
+    """A rank's part of the vocabulary: tokens `first`, first + 1 and so on, `count` of them; its logits may have more
+    columns, which are padding."""
+
+    rank: int
+    first: int
+    count: int
+
+
+class RowMax(NamedTuple):
+    """Of each row the greatest logit of all ranks, fp32 [R], and its lowest id, int32 [R]."""
+
+    peaks: Tensor
+    peak_ids: Tensor
+
+
+class TokenWeights(NamedTuple):
+    """What this rank's tokens weigh that may be drawn: int64 [R, blocks], and [R] of a whole row; and, where rows may
+    have top_k or top_p, the least key that is kept of those, int32 [R]."""
+
+    block_weights: Tensor
+    row_weights: Tensor
+    thresholds: Tensor | None = None
+
+
+@triton.jit
+def _best(peaks, places, chunks, first, told, LANES: tl.constexpr, PDL: tl.constexpr):
+    """A row's greatest logit of this rank, as bits, and its lowest id."""
+    wait_predecessor(PDL)
+    row = tl.program_id(0)
+    best, token, _finite = row_max(peaks, places, row, chunks, LANES)
+    tl.store(told + 2 * row, best.to(tl.int32, bitcast=True))
+    tl.store(told + 2 * row + 1, token + first)
+
+
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["slots", "last", "tokens", "faults"])
+def _merge(every, ranks, rows, vocab, peaks, places, slots, last, tokens, faults,
+           RANKS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """The greatest of all ranks, and as `sampling._choose` what follows from it: the row's greedy token. Whatever ranks
+    tell, it is one of `vocab`."""
+    wait_predecessor(PDL)
+    row, rank = tl.program_id(0), tl.arange(0, RANKS)
+    at = every + (rank * rows + row) * 2
+    best = tl.load(at, mask=rank < ranks, other=-8388608).to(tl.float32, bitcast=True)  # -infinity
+    ids = tl.load(at + 1, mask=rank < ranks, other=2147483647)
+    peak = tl.max(best, 0)
+    token = tl.minimum(tl.maximum(tl.min(tl.where(best == peak, ids, 2147483647), 0), 0), vocab - 1)
+    finite = tl.abs(peak) < float("inf")
+    tl.store(peaks + row, peak)
+    tl.store(places + row, token)
+    token = tl.where(finite, token, 0)
+    tl.store(tokens + row, token)
+    tl.store(faults + row, 1 - finite.to(tl.int32))
+    tl.store(last + tl.load(slots + row), token)
+
+
+@triton.jit
+def _sum(peaks, shapes, masses, blocks, totals, BLOCKS: tl.constexpr, PDL: tl.constexpr):
+    """What a row's tokens weigh on this rank; 0 of a row that isn't drawn."""
+    wait_predecessor(PDL)
+    row, lanes = tl.program_id(0), tl.arange(0, BLOCKS)
+    temperature, _min_p, _k, _p, _cut = load_params(shapes, row)
+    drawn = (temperature > 0) & (tl.abs(tl.load(peaks + row)) < float("inf"))
+    parts = tl.load(masses + row * blocks + lanes, mask=lanes < blocks, other=0)
+    tl.store(totals + row, tl.where(drawn, tl.sum(parts, 0), 0))
+
+
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["owners", "chances"])
+def _draw(logits, stride, count, first, rank, ranks, rows, shapes, peaks, masses, blocks, borders, every, owners,
+          chances, told, RANKS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, CUT: tl.constexpr,
+          PDL: tl.constexpr):  # fmt: skip
+    """As `sampling._draw`, if the token is this rank's; else -1."""
+    wait_predecessor(PDL)
+    draw, others = tl.program_id(0), tl.arange(0, RANKS)
+    row = tl.load(owners + draw).to(tl.int32)
+    totals = tl.load(every + others * rows + row, mask=others < ranks, other=0)
+    goal = (tl.sum(totals, 0).to(tl.float64) * tl.load(chances + draw)).to(tl.int64)
+    goal -= tl.sum(tl.where(others < rank, totals, 0), 0)
+    token = -1
+    if (goal >= 0) & (goal < tl.sum(tl.where(others == rank, totals, 0), 0)):
+        temperature, min_p, _k, _p, cut = load_params(shapes, row)
+        lanes = tl.arange(0, BLOCKS)
+        parts = tl.load(masses + row * blocks + lanes, mask=lanes < blocks, other=0)
+        block = tl.minimum(tl.sum((tl.cumsum(parts, 0) <= goal).to(tl.int32), 0), blocks - 1)
+        goal -= tl.sum(tl.where(lanes < block, parts, 0), 0)
+        keys = load_keys(logits, stride, count, row, block, tl.load(peaks + row), temperature, min_p, BLOCK)
+        if CUT:
+            keys = tl.where(keys >= tl.load(borders + row, mask=cut, other=0), keys, 0)
+        sums = tl.cumsum(key_weights(keys), 0)
+        token = first + block * BLOCK + tl.minimum(tl.sum((sums <= goal).to(tl.int32), 0), BLOCK - 1)
+    tl.store(told + draw, token)
+
+
+@triton.jit(do_not_specialize=["draws"], do_not_specialize_on_alignment=["owners", "slots", "last", "tokens"])
+def _tell(every, ranks, draws, vocab, owners, slots, last, tokens, RANKS: tl.constexpr, PDL: tl.constexpr):
+    """The token that some rank has drawn takes the place of the greedy one; the row's first draw in `last` too."""
+    wait_predecessor(PDL)
+    draw, rank = tl.program_id(0), tl.arange(0, RANKS)
+    token = tl.max(tl.load(every + rank * draws + draw, mask=rank < ranks, other=-1), 0)
+    token = tl.minimum(token, vocab - 1)
+    tl.store(tokens + draw, token, mask=token >= 0)
+    row, former = tl.load(owners + draw), tl.load(owners + draw - 1, mask=draw > 0, other=-1)
+    tl.store(last + tl.load(slots + row), token, mask=(token >= 0) & (former != row))
+
+
+def local_max(logits: Tensor, own: VocabShard, pdl: bool = False) -> Tensor:
+    """int32 [R, 2] from this rank's logits [R, at least own.count]: what `merge_max` is given of all ranks."""
+    logits = logits[:, : max(own.count, 1)]
+    if not own.count:  # a token that no other is below
+        logits = torch.full_like(logits, -torch.inf)
+    rows = len(logits)
+    scratch = SamplingScratch.allocate(rows, logits.shape[1], logits.device, has_random=False)
+    told = torch.empty((rows, 2), dtype=torch.int32, device=logits.device)
+    options = launch_options(pdl)
+    chunks, lanes = find_peaks(logits, scratch, False, options)
+    _best[(rows,)](
+        scratch.peaks, scratch.peak_ids, chunks, own.first, told, LANES=lanes, num_warps=1, **options
+    )  # fmt: skip
+    return told
+
+
+def merge_max(
+    every: Tensor, vocab: int, slots: Tensor, last: Tensor, tokens: Tensor, faults: Tensor, pdl: bool = False
+) -> RowMax:
+    """From what `local_max` told of each rank, [ranks, R, 2]: the greedy tokens, as sampling.greedy leaves them."""
+    ranks, rows, _ = every.shape
+    found = RowMax(
+        torch.empty(rows, dtype=torch.float32, device=every.device),
+        torch.empty(rows, dtype=torch.int32, device=every.device),
+    )
+    _merge[(rows,)](
+        every, ranks, rows, vocab, *found, slots, last, tokens, faults,
+        RANKS=triton.next_power_of_2(ranks), num_warps=1, **launch_options(pdl),
+    )  # fmt: skip
+    return found
+
+
+def weigh_tokens(logits: Tensor, own: VocabShard, shapes: Tensor, found: RowMax, pdl: bool = False) -> TokenWeights:
+    """Of this rank's logits, beside the greatest of all. shapes [R, 4] float64: see sampling.sample; none has top_k or
+    top_p."""
+    rows, blocks = len(logits), max(triton.cdiv(own.count, BLOCK), 1)
+    _, each, early, _ = launch_config(rows)
+    options = launch_options(pdl and early)
+    masses = torch.empty((rows, blocks), dtype=torch.int64, device=logits.device)
+    weigh_blocks[(triton.cdiv(blocks, each), rows)](
+        logits, logits.stride(0), own.count, shapes, found.peaks, found.peak_ids, 1, blocks, each, masses, masses,
+        LANES=1, BLOCK=BLOCK, CUT=False, OCTAVES=1, num_warps=4, **options,
+    )  # fmt: skip
+    return TokenWeights(masses, sum_weights(masses, shapes, found, options))
+
+
+def sum_weights(masses: Tensor, shapes: Tensor, found: RowMax, options: dict[str, bool]) -> Tensor:
+    """int64 [R]: the sums of masses [R, blocks]; 0 of rows that aren't drawn."""
+    rows, blocks = masses.shape
+    totals = torch.empty(rows, dtype=torch.int64, device=masses.device)
+    _sum[(rows,)](
+        found.peaks, shapes, masses, blocks, totals, BLOCKS=triton.next_power_of_2(blocks), num_warps=1, **options
+    )
+    return totals
+
+
+def draw_local(
+    logits: Tensor, own: VocabShard, shapes: Tensor, owners: Tensor, chances: Tensor, found: RowMax,
+    kept: TokenWeights, every: Tensor,
+    pdl: bool = False,
+) -> Tensor:  # fmt: skip
+    """int32 [D]: of the draws from rows owners [D] (rising) the tokens that are this rank's, -1 for others and for rows
+    that aren't drawn. `every` [ranks, R] are the `kept` totals of each rank; chances [D] float64 in [0, 1)."""
+    (ranks, rows), blocks = every.shape, kept.block_weights.shape[1]
+    told = torch.empty(len(owners), dtype=torch.int32, device=logits.device)
+    _draw[(len(owners),)](
+        logits, logits.stride(0), own.count, own.first, own.rank, ranks, rows, shapes, found.peaks,
+        kept.block_weights, blocks,
+        kept.thresholds, every, owners, chances, told, RANKS=triton.next_power_of_2(ranks),
+        BLOCKS=triton.next_power_of_2(blocks), BLOCK=BLOCK, CUT=kept.thresholds is not None, num_warps=4,
+        **launch_options(pdl and launch_config(rows)[2]),
+    )  # fmt: skip
+    return told
+
+
+def merge_draws(
+    every: Tensor, vocab: int, owners: Tensor, slots: Tensor, last: Tensor, tokens: Tensor, pdl: bool = False
+) -> None:
+    """From what `draw_local` told of each rank, [ranks, D]: drawn tokens to tokens [D] and, of a row's first draw, to
+    last[slots]."""
+    ranks, draws = every.shape
+    _tell[(draws,)](
+        every, ranks, draws, vocab, owners, slots, last, tokens, RANKS=triton.next_power_of_2(ranks), num_warps=1,
+        **launch_options(pdl and launch_config(draws)[2]),
+    )  # fmt: skip

@@ -1,0 +1,212 @@
+"""A linear layer whose weight may be several projections stacked (q, k, v or gate, up), so that one product does all.
+
+On a CPU `prepare` packs the weight for kernels of our own; without those, into oneDNN's layout, which F.linear would
+otherwise do at every call, and then rows are added to the input, so that there are few shapes. On a GPU the weight may
+be in FP8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from quire.kernels.onednn import limit_onednn_cache, round_up_bits
+from quire.layers.sharding import ShardRange, as_shard_range
+
+if TYPE_CHECKING:
+    from quire.kernels.cpu.low_bit_linear import LowBitWeight
+    from quire.layers.exchange import OverlappedAllReduce
+
+# The row count that oneDNN lays the weight out for. On Zen 5, 1 costs fp32 a factor of 1.5 to 3 at 4 to 32 rows; the
+# other values (and all of them in bf16) are equal at every row count from 1 to 2048.
+ROWS_HINT = 32
+ROW_COUNT_BITS = 4  # an eighth more rows at most
+TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
+
+
+class Linear(nn.Module):
+    """x [..., in_features] -> x weight^T + bias [..., out_features].
+
+    `out_features` may be a tuple: the rows of the projections stacked in this weight, kept in `output_sizes`. A
+    `weight` given
+    is shared (a head tied to the embedding), not allocated.
+
+    Where ranks share out a layer, it has a Cut of each projection's rows, or of the columns: then what it gives is one
+    rank's part of a sum, and only the first rank adds the bias (from `prepare` on).
+    """
+
+    FP8: ClassVar[dict[str, str]] = {"weight": "scale"}
+    """Parameters [N, K] that may be in FP8, and the attributes with their scales, None where they are not (see
+    quire.weights.fp8); then `prepare` must find a GPU."""
+
+    def __init__(
+        self,
+        in_features: int | ShardRange,
+        out_features: int | ShardRange | tuple[int | ShardRange, ...],
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        weight: nn.Parameter | None = None,
+    ) -> None:
+        super().__init__()
+        self.column_shard = as_shard_range(in_features)
+        self.row_shards = tuple(
+            map(as_shard_range, out_features if isinstance(out_features, tuple) else (out_features,))
+        )
+        self.output_sizes = tuple(cut.padded for cut in self.row_shards)
+        rows, columns = sum(self.output_sizes), self.column_shard.padded
+        if weight is None:
+            weight = nn.Parameter(torch.empty(rows, columns, dtype=dtype, device=device), requires_grad=False)
+        assert weight.shape == (rows, columns), f"weight {tuple(weight.shape)} is not {(rows, columns)}"
+        self.weight: Tensor | None = weight
+        self.bias = nn.Parameter(torch.empty(rows, dtype=dtype, device=device), requires_grad=False) if bias else None
+        self.scale: Tensor | None = None  # of an FP8 weight: [groups, rows], see quire.kernels.triton.linear
+        self.low_bit_parts: list[Callable[[], LowBitWeight] | None] | None = None
+        """What makes the parts of a weight in few bits (quire.weights.low_bit), which has a shape only."""
+        self.deferred_loads: list[Callable[[], object]] = []
+        """What fills parts of the weight, which lie in a file until then: one layer's at a time are in memory."""
+        self.packed: Callable[[Tensor], Tensor] | None = None
+        self.small_kernel: Callable[..., Tensor] | None = None  # for up to `few_rows` rows
+        self.small_kernel_rows = 0
+        self.any_rows_kernel: Callable[..., Tensor] | None = None  # for any number; None: the library's product
+        self.pdl = False
+        self.overlap: OverlappedAllReduce | None = None
+        self.output_modified = False  # what it gives is changed before ranks add it up: it isn't sent as it is computed
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.packed is not None:
+            return self.packed(x)
+        if self.overlap is not None and (
+            pieces := self.overlap.split_rows(len(x), len(x) * sum(self.output_sizes) * x.itemsize)
+        ):
+            return self._forward_overlapped(x, pieces, self.overlap)
+        return self._matmul(x)
+
+    def _forward_overlapped(self, x: Tensor, pieces: tuple[slice, ...], sending: OverlappedAllReduce) -> Tensor:
+        """The product, computed in pieces, each of which is on its way to other ranks while the next is computed."""
+        out = x.new_empty(len(x), sum(self.output_sizes))
+        plain = (
+            self.weight.t() if self.weight is not None and self.any_rows_kernel is None and self.bias is None else None
+        )
+        for rows in pieces:
+            if plain is not None:
+                torch.mm(x[rows], plain, out=out[rows])
+            else:
+                out[rows] = self._matmul(x[rows])
+            sending.send_rows(out, rows)
+        return out
+
+    def _matmul(self, x: Tensor) -> Tensor:
+        if self.small_kernel is not None and len(x) <= self.small_kernel_rows:
+            return self.small_kernel(x, self.weight, self.bias, self.scale, pdl=self.pdl)
+        if self.any_rows_kernel is not None:
+            return self.any_rows_kernel(x, self.weight, self.bias, self.scale, pdl=self.pdl)
+        return F.linear(x, self.weight, self.bias)
+
+    @torch.no_grad()
+    def prepare(self, deterministic: bool = False) -> None:
+        """Call once, after loading. On a CPU the weight is packed and the plain one dropped, where that works. On a GPU
+        few rows get a kernel of their own, which reads the weight faster than the library's; or, if `deterministic`,
+        any number of rows one kernel that computes each row alike (the library chooses by their number). Of a weight in
+        FP8 one row is multiplied as it is, and more are in FP8 too, unless `deterministic`."""
+        self.load_deferred()
+        if not self.column_shard.shard.is_first_tp_rank:
+            self.bias = None
+        if self.weight is None:
+            return
+        if self.low_bit_parts is not None:
+            self.packed, self.weight = self.pack_low_bit(deterministic), None
+            return
+        if self.weight.is_cuda:
+            from quire.kernels.triton import fp8_linear, linear
+            from quire.kernels.triton.launch import supports_pdl
+
+            if deterministic:
+                linear.check_batch_invariant(self.weight)
+                self.any_rows_kernel, self.pdl = linear.batch_invariant_linear, supports_pdl(self.weight.device)
+            elif self.scale is not None:
+                self.any_rows_kernel, self.pdl = fp8_linear.fp8_linear, supports_pdl(self.weight.device)
+            if not deterministic and linear.supports(self.weight, 1):
+                few = (
+                    (linear.linear, linear.MAX_ROWS)
+                    if self.scale is None
+                    else (fp8_linear.fp8_linear_few_rows, fp8_linear.MAX_ROWS)
+                )
+                (self.small_kernel, self.small_kernel_rows), self.pdl = few, supports_pdl(self.weight.device)
+        if self.weight.device.type != "cpu":
+            return
+        from quire.kernels.cpu import linear as cpu
+
+        if cpu.supports(self.weight):
+            self.packed, self.weight = cpu.PackedLinear(self.weight, self.bias, deterministic=deterministic), None
+            return
+        limit_onednn_cache()
+        if self.weight.dtype not in TOLERANCE:
+            return
+        packed = pack_onednn(self.weight, self.bias)
+        if packed is not None:
+            self.packed, self.weight = packed, None
+
+    def load_deferred(self) -> None:
+        """All of the weight is there afterwards."""
+        for part in self.deferred_loads:
+            part()
+        self.deferred_loads.clear()
+
+    def pack_low_bit(
+        self, deterministic: bool, activation: str | None = None, gated: bool = False
+    ) -> Callable[[Tensor], Tensor] | None:
+        """A weight in few bits, packed; None if its parts have unlike forms and are to be one product with what
+        follows. They are made here, so that no other layer's lie beside them."""
+        from quire.kernels.cpu.low_bit_linear import PackedLowBitLinear, StackedLowBitLinear
+
+        assert self.low_bit_parts is not None, "it has few bits"
+        assert self.weight is not None, "it is packed once"
+        made: list[LowBitWeight] = []
+        for make in self.low_bit_parts:
+            assert make is not None, "all parts are loaded"
+            part = make()
+            if made and made[-1].form == part.form:
+                made[-1] = made[-1].concat_rows(part)
+            else:
+                made.append(part)
+        dtype, rows = self.weight.dtype, [len(part.numbers) for part in made]
+        if activation is not None and len(made) > 1:
+            return None
+        if len(made) == 1:
+            return PackedLowBitLinear(made[0], dtype, self.bias, activation, gated, deterministic)
+        biases = [None] * len(made) if self.bias is None else self.bias.split(rows)
+        return StackedLowBitLinear(
+            [PackedLowBitLinear(part, dtype, bias, deterministic=deterministic) for part, bias in zip(made, biases)]
+        )
+
+
+def pack_onednn(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor] | None:
+    """x -> F.linear(x, weight, bias) through torch's private oneDNN operators; None if they are missing or wrong.
+
+    The operators are private, so they are tried here, on this weight, before they are trusted.
+    """
+    try:
+        linear = torch.ops.mkldnn._linear_pointwise.default
+        blocks = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS_HINT)
+        seed = torch.Generator().manual_seed(0)
+        x = torch.randn(2, weight.shape[1], generator=seed).to(weight.dtype)
+        got, want = linear(x, blocks, bias, "none", [], "").float(), F.linear(x, weight, bias).float()
+    except (AttributeError, RuntimeError):
+        return None
+    error, scale = (got - want).abs().max(), want.abs().max()
+    if not error <= TOLERANCE[weight.dtype] * scale:  # false for NaN as well
+        return None
+    return partial(_pad_rows, lambda x: linear(x, blocks, bias, "none", [], ""))
+
+
+def _pad_rows(product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """product(x), of x [T, in_features], with rows added to x so that there are few shapes."""
+    rows = len(x)
+    more = round_up_bits(rows, ROW_COUNT_BITS) - rows
+    return product(F.pad(x, (0, 0, 0, more)))[:rows] if more else product(x)

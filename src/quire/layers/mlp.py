@@ -1,0 +1,145 @@
+"""The feed-forward block, gated (LLaMA) and plain (OPT, GPT-2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from quire.errors import StartupError, short_repr
+from quire.kernels.cpu import activation as cpu
+from quire.kernels.cpu import dispatch
+from quire.layers.linear import Linear
+from quire.layers.sharding import ShardRange
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "swish": F.silu,
+    "relu": F.relu,
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "gelu": F.gelu,
+    "gelu_new": partial(F.gelu, approximate="tanh"),
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+}
+
+
+def get_activation(name: str) -> Callable[[Tensor], Tensor]:
+    """The function that a config calls `name`."""
+    if name not in ACTIVATIONS:
+        raise StartupError(
+            f"the activation {short_repr(name)} is not supported", f"Supported: {', '.join(sorted(ACTIVATIONS))}"
+        )
+    return ACTIVATIONS[name]
+
+
+class GatedMLP(nn.Module):
+    """down(act(gate(x)) * up(x)); gate and up are one product."""
+
+    def __init__(
+        self,
+        hidden: int,
+        intermediate: int | ShardRange,
+        act: str,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.act, self.act_name, self.dtype, self.device = get_activation(act), act, dtype, device
+        self.gate_up = Linear(hidden, (intermediate, intermediate), bias, dtype, device)
+        self.down = Linear(intermediate, hidden, bias, dtype, device)
+        self.gate_kernel: Callable[..., Tensor] | None = None  # act(gate) * up in one launch
+        self.gated_kernel: Callable[..., Tensor] | None = None  # and the product before it too, for few rows
+        self.packed_kernel: Callable[[Tensor], Tensor] | None = None  # all that comes before `down`, in one operation
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.packed_kernel is not None:
+            return self.down(self.packed_kernel(x))
+        product = self.gate_up
+        if self.gate_kernel is None:
+            gate, up = product(x).chunk(2, dim=-1)
+            return self.down(self.act(gate).mul_(up))
+        if self.gated_kernel is not None and len(x) <= product.small_kernel_rows:
+            return self.down(self.gated_kernel(x, product.weight, self.act_name, product.scale, pdl=product.pdl))
+        return self.down(self.gate_kernel(product(x), self.act_name, pdl=product.pdl))
+
+    def prepare(self, deterministic: bool = False) -> None:
+        """Call once, after loading. `deterministic`: as for `Linear`."""
+        self.packed_kernel = _pack_with_activation(self.gate_up, self.act_name, True, deterministic)
+        weight = self.gate_up.weight
+        if dispatch.has_kernels(self.device, self.dtype) and self.act_name in cpu.ACTIVATIONS:
+            self.gate_kernel = cpu.act_and_mul
+        if weight is None or not weight.is_cuda:
+            return
+        from quire.kernels.triton import activation, fp8_linear, linear
+
+        if self.act_name in activation.ACTIVATIONS:
+            self.gate_kernel = activation.act_and_mul
+            if linear.supports(weight, 1) and self.gate_up.bias is None and not deterministic:
+                self.gated_kernel = linear.gated_linear if self.gate_up.scale is None else fp8_linear.gated_fp8_linear
+
+
+class MLP(nn.Module):
+    """down(act(up(x)))."""
+
+    def __init__(
+        self,
+        hidden: int,
+        intermediate: int | ShardRange,
+        act: str,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.act, self.act_name, self.dtype, self.device = get_activation(act), act, dtype, device
+        self.up = Linear(hidden, intermediate, bias, dtype, device)
+        self.down = Linear(intermediate, hidden, bias, dtype, device)
+        self.act_in_place: Callable[..., Tensor] | None = None
+        self.packed_kernel: Callable[[Tensor], Tensor] | None = None  # act(up(x)) in one operation
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.packed_kernel is not None:
+            return self.down(self.packed_kernel(x))
+        inner = self.up(x)
+        if self.act_in_place is not None:
+            return self.down(self.act_in_place(inner, self.act_name, pdl=self.up.pdl))
+        return self.down(self.act(inner))
+
+    def prepare(self, deterministic: bool = False) -> None:
+        """Call once, after loading. `deterministic`: as for `Linear`."""
+        self.packed_kernel = _pack_with_activation(self.up, self.act_name, False, deterministic)
+        if dispatch.has_kernels(self.device, self.dtype) and self.act_name in cpu.ACTIVATIONS:
+            self.act_in_place = cpu.act
+        if self.up.weight is None or not self.up.weight.is_cuda:
+            return
+        from quire.kernels.triton import activation
+
+        if self.act_name in activation.ACTIVATIONS:
+            self.act_in_place = activation.act
+
+
+def _pack_with_activation(
+    product: Linear, name: str, gated: bool, deterministic: bool
+) -> Callable[[Tensor], Tensor] | None:
+    """On a CPU that has our kernels: the product and the activation as one operation; the weight is packed for it, and
+    the plain one dropped. Else None."""
+    if product.weight is None or product.weight.device.type not in ("cpu", "meta"):
+        return None
+    from quire.kernels.cpu import linear
+
+    if name not in linear.ACTIVATIONS:
+        return None
+    if product.low_bit_parts is not None:
+        inner = product.pack_low_bit(deterministic, name, gated)
+        product.weight = product.weight if inner is None else None
+        return inner
+    if not linear.supports(product.weight):
+        return None
+    product.load_deferred()
+    packed = linear.PackedLinear(product.weight, product.bias, name, gated, deterministic)
+    product.weight = None
+    return packed

@@ -1,0 +1,35 @@
+"""The bound on logits: x becomes cap * tanh(x / cap) (Gemma 2, section 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from quire.kernels.cpu import activation, dispatch
+
+
+class Softcap(nn.Module):
+    """x [R, size] of `dtype`, in place where that can be; computed in fp32, rounded once."""
+
+    def __init__(self, cap: float, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.cap, self.dtype, self.device = cap, dtype, device
+        self.kernel: Callable[..., Tensor] | None = None
+        self.pdl = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kernel is not None:
+            return self.kernel(x, self.cap, pdl=self.pdl)
+        return x.float().div_(self.cap).tanh_().mul_(self.cap).to(x.dtype)
+
+    def prepare(self) -> None:
+        """Call once, after loading. On a GPU it becomes one launch, on a CPU one operation of ours."""
+        if dispatch.has_kernels(self.device, self.dtype):
+            self.kernel = activation.softcap
+        if self.device.type == "cuda":
+            from quire.kernels.triton.activation import softcap
+            from quire.kernels.triton.launch import supports_pdl
+
+            self.kernel, self.pdl = softcap, supports_pdl(self.device)

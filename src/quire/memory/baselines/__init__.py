@@ -1,0 +1,1 @@
+"""Memories that the papers compare with: a contiguous reservation for each sequence."""

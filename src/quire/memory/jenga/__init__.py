@@ -1,0 +1,1 @@
+"""Jenga: one pool of pages for unlike layers."""

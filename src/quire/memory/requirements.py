@@ -1,0 +1,106 @@
+"""What layers demand of the settings of a memory that isn't only for tokens: where it can't be, the start says why."""
+
+from __future__ import annotations
+
+import math
+
+from quire.config import PAGE_TABLE_MEMORIES, EngineConfig
+from quire.errors import StartupError
+from quire.memory.jenga.page_sizes import PAGE_ALIGNMENT
+from quire.protocol.model_spec import ModelSpec
+
+
+def check_states(config: EngineConfig, spec: ModelSpec) -> None:
+    """StartupError where the settings are none for layers that keep a running state, or no access takes one."""
+    for part in (part for i in spec.state_layers for part in spec.layers[i].state_tensors):
+        if min(part.shape, default=0) < 1 or math.prod(part.shape) * part.itemsize % PAGE_ALIGNMENT:
+            raise StartupError(
+                f"a layer's state {part.name[:40]!r} is {part.shape} numbers of {part.itemsize} bytes"[:200]
+                + f": no multiple of the {PAGE_ALIGNMENT} bytes that one access takes",
+                "Use a model whose states are",
+            )
+    if config.memory not in PAGE_TABLE_MEMORIES:
+        raise StartupError(
+            f"--memory is {config.memory}, and the model's layers keep a running state, which is none of any token's",
+            "Use --memory paged, or uniform",
+        )
+    if config.memory == "uniform" and config.prefix_tokens:
+        raise StartupError(
+            f"--prefix-tokens is {config.prefix_tokens}, and --memory is uniform, where a state is one sequence's for "
+            "good: none can be kept for others",
+            "Use --memory paged",
+        )
+    if config.page_sizes == "gcd" and len(spec.state_layers) < len(spec.kv_layers):
+        raise StartupError(
+            "--page-sizes is gcd, and a state is no number of tokens: its pages have a size of their own",
+            "Use --page-sizes lcm, max or own",
+        )
+    if config.state_tokens % config.page_size:
+        raise StartupError(
+            f"--state-tokens is {config.state_tokens}, and pages hold {config.page_size} tokens (--page-size)",
+            "Use a multiple of that: a prefix ends where a page of every layer does",
+        )
+
+
+def check_int8_kv_cache(config: EngineConfig, spec: ModelSpec) -> None:
+    """StartupError where keys and values in 8 bits don't fit what is kept."""
+    beside = {
+        "running states": bool(spec.state_layers),
+        "what it keeps of pictures": spec.vision is not None,
+        "layers that choose what they keep of a prompt by its keys": spec.min_budget > 0,
+    }
+    found = next((what for what, there in beside.items() if there), None)
+    if found is not None:
+        raise StartupError(
+            f"--kv-cache-dtype is int8, and the model has {found}, which isn't kept in 8 bits", "Leave it out"
+        )
+    if config.memory == "virtual":
+        raise StartupError(
+            "--kv-cache-dtype is int8, and --memory is virtual, whose buffers have no scales", "Use --memory paged"
+        )
+
+
+def check_vision(config: EngineConfig, spec: ModelSpec, itemsize: int) -> None:
+    """StartupError where the settings are none for a model that sees pictures."""
+    assert spec.vision is not None, "the model has no eyes"
+    if config.memory not in PAGE_TABLE_MEMORIES:
+        raise StartupError(
+            f"--memory is {config.memory}, and the model sees pictures, which have no place in it",
+            "Use --memory paged, or uniform",
+        )
+    if spec.min_budget:
+        raise StartupError("the model sees pictures, and its layers keep a part of each prompt", "Use another model")
+    if config.page_sizes == "gcd":
+        raise StartupError(
+            "--page-sizes is gcd, and what is kept of pictures has pages of a size of its own",
+            "Use --page-sizes lcm, max or own",
+        )
+    if spec.vision.bidirectional_prompt and config.prefix_tokens:
+        raise StartupError(
+            f"--prefix-tokens is {config.prefix_tokens}, and what the model keeps of a prompt depends on all of it",
+            "Leave --prefix-tokens out",
+        )
+    row = spec.vision.embed_dim * itemsize
+    most = max(
+        (sum(spec.layers[i].token_bytes(itemsize) for i in one) for one in _full_attention_layer_sets(config, spec)),
+        default=0,
+    )
+    if spec.images_replace_tokens and config.vision_cache == "inside" and row > most:
+        raise StartupError(
+            f"--vision-cache is inside, and a row of a picture has {row:,} bytes: more than the {most:,} that layers "
+            "with full attention keep of a token",
+            "Use --vision-cache pages, or off",
+        )
+
+
+def _full_attention_layer_sets(config: EngineConfig, spec: ModelSpec) -> list[list[int]]:
+    """The sets of layers that see all tokens and share page tables."""
+    if config.memory == "uniform":
+        return [
+            [i for i in spec.kv_layers if not spec.layers[i].is_cross_attention and not spec.layers[i].state_tensors]
+        ]
+    full = [i for i in spec.kv_layers if spec.layers[i].kind == "full"]
+    if config.table_scope == "layer":
+        return [[i] for i in full]
+    kinds = dict.fromkeys(spec.layers[i].group_key for i in full)
+    return [[i for i in full if spec.layers[i].group_key == kind] for kind in kinds]

@@ -1,0 +1,1 @@
+"""vAttention: contiguous addresses, with physical pages mapped on demand."""

@@ -1,0 +1,102 @@
+"""What the config.json of a Llama 3.2 Vision says: a Llama, layers between its own that attend to pictures, and eyes.
+No torch. Defaults are transformers'.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+from quire.errors import StartupError, short_repr
+from quire.models.attention_kinds import AttentionKind
+from quire.models.config_reader import ConfigReader
+from quire.models.settings import LlamaSettings
+from quire.models.vision.settings import VisionSettings
+from quire.models.vision_language_settings import PREPROCESSOR_KEY
+from quire.protocol.model_spec import LayerSpec, ModelSpec
+from quire.protocol.parallel_layout import Shard
+
+EXTRA_TOKENS = 8
+"""Vectors behind the vocabulary's, for tokens that no output has: that which stands for a picture is one."""
+TEXT_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 128_256, "hidden_size": 4096, "num_hidden_layers": 40, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "intermediate_size": 14_336, "rope_theta": 500_000.0, "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 131_072,
+}  # fmt: skip
+DEFAULT_CROSS_LAYERS = [3, 8, 13, 18, 23, 28, 33, 38]
+
+
+@dataclass(frozen=True, slots=True)
+class MllamaSettings:
+    """`text` is of all layers; those of `cross_layers` attend to pictures alone, and the text's MLP follows."""
+
+    text: LlamaSettings
+    vision: VisionSettings
+    cross_layers: tuple[int, ...]
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Self:
+        """Raises StartupError for a value that is missing, wrong or not supported, and for eyes and a text that don't
+        fit."""
+        fields = ConfigReader(config)
+        section = fields.get_object("text_config")
+        if not section:
+            raise StartupError("config.json has no text_config", "It must describe the text's model")
+        given = {**TEXT_DEFAULTS, **{name: value for name, value in section.items() if value is not None}}
+        given |= {"architectures": ["LlamaForCausalLM"]}
+        if config.get("quantization_config") is not None:
+            given["quantization_config"] = config["quantization_config"]
+        text = LlamaSettings.from_config(given)
+        if text.head_dim * text.heads != text.hidden or text.tied or set(text.attention_kinds) != {AttentionKind()}:
+            raise StartupError(
+                "text_config of config.json has a head_dim other than hidden_size / num_attention_heads, tied "
+                "embeddings, or layers that don't see all",
+                "Llama 3.2 Vision has none of these",
+            )
+        vision = VisionSettings.from_config(config, fields.get_object(PREPROCESSOR_KEY))
+        token = vision.image_token_id
+        if token is not None and token >= text.vocab_size + EXTRA_TOKENS:
+            raise StartupError(
+                f"config.json's token for pictures is {token}, and there are {text.vocab_size} tokens and "
+                f"{EXTRA_TOKENS} more",
+                f"image_token_index must be below {text.vocab_size + EXTRA_TOKENS}",
+            )
+        return cls(text, vision, _read_cross_layers(section.get("cross_attention_layers"), len(text.attention_kinds)))
+
+    def for_shard(self, shard: Shard) -> Self:
+        """One rank's shard: all of the eyes, a part of the rest. StartupError if there can't be so many ranks."""
+        return replace(self, text=self.text.for_shard(shard))
+
+    @property
+    def parameters(self) -> int:
+        """The text's: what its layers for pictures have beside a Llama's, two norms of a head and two gates, and the
+        tokens beyond the vocabulary."""
+        text = self.text
+        more = text.shard.padded_vocab_rows(text.vocab_size + EXTRA_TOKENS) - text.shard.padded_vocab_rows(
+            text.vocab_size
+        )
+        return text.parameters + len(self.cross_layers) * (2 * text.head_dim + 2) + more * text.hidden
+
+    def spec(self) -> ModelSpec:
+        """`parameters` are the text's: those of the eyes are in `vision`."""
+        text = self.text.spec()
+        vision = self.vision.spec(self.parameters)
+        looks = LayerSpec(self.text.kv_heads, self.text.head_dim, is_cross_attention=True)
+        layers = tuple(looks if i in self.cross_layers else layer for i, layer in enumerate(text.layers))
+        return replace(text, family="mllama", layers=layers, parameters=self.parameters, vision=vision)
+
+
+def _read_cross_layers(found: Any, layers: int) -> tuple[int, ...]:
+    """The layers that attend to pictures: some, but not the last one, behind which only what is asked for goes on."""
+    found = DEFAULT_CROSS_LAYERS if found is None else found
+    if (
+        not isinstance(found, list)
+        or not found
+        or not all(type(layer) is int and 0 <= layer < layers - 1 for layer in found)
+        or found != sorted(set(found))
+    ):
+        raise StartupError(
+            f"cross_attention_layers in text_config of config.json is {short_repr(found)}",
+            f"It must list some of the layers 0 to {layers - 2}, in order",
+        )
+    return tuple(found)

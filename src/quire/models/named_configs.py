@@ -1,0 +1,272 @@
+"""Named shapes: config dictionaries with the published dimensions of well-known models, for plans, simulations and runs
+with dummy weights (`--model-config NAME`). Sources: each model's own config.json; GPT-3's paper, table 2.1. No torch.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+from quire.errors import StartupError
+from quire.models.vision_language_configs import VISION_LANGUAGE_CONFIGS
+
+
+def _llama(
+    hidden: int, layers: int, heads: int, kv_heads: int, ffn: int, vocab: int, length: int, **more: Any
+) -> dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": ffn,
+        "vocab_size": vocab,
+        "max_position_embeddings": length,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "dtype": "bfloat16",
+        **more,
+    }
+
+
+def _opt(hidden: int, layers: int, heads: int) -> dict[str, Any]:
+    return {
+        "architectures": ["OPTForCausalLM"],
+        "model_type": "opt",
+        "hidden_size": hidden,
+        "word_embed_proj_dim": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "ffn_dim": 4 * hidden,
+        "vocab_size": 50272,
+        "max_position_embeddings": 2048,
+        "activation_function": "relu",
+        "do_layer_norm_before": True,
+        "tie_word_embeddings": True,
+        "bos_token_id": 2,
+        "eos_token_id": 2,
+        "dtype": "float16",
+    }
+
+
+def _character_ai(layers: int) -> dict[str, Any]:
+    """The attention that character.ai described ("Optimizing AI inference", 2024) on a Llama: windows of 1,024 tokens,
+    every sixth layer global, and layers that share keys and values. Which ones do isn't published; here two neighbours
+    within a run of local layers do, and three global ones in a row."""
+    full = range(5, layers, 6)
+    sharing: list[int | None] = [i - 1 if i % 6 in (1, 3) else None for i in range(layers)]
+    for n, layer in enumerate(full):
+        sharing[layer] = full[n - n % 3] if n % 3 else None
+    types = ["full_attention" if i in full else "sliding_attention" for i in range(layers)]
+    return {"layer_types": types, "sliding_window": 1024, "kv_sharing": sharing}
+
+
+def _gpt2(hidden: int, layers: int, heads: int, length: int, dtype: str = "float32") -> dict[str, Any]:
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "n_embd": hidden,
+        "n_layer": layers,
+        "n_head": heads,
+        "n_positions": length,
+        "vocab_size": 50257,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+        "tie_word_embeddings": True,
+        "bos_token_id": 50256,
+        "eos_token_id": 50256,
+        "dtype": dtype,
+    }
+
+
+def _gemma2(hidden: int, layers: int, heads: int, ffn: int, head_dim: int, scalar: int) -> dict[str, Any]:
+    """Half as many heads of keys as of queries, and a window in every second layer."""
+    return {
+        "architectures": ["Gemma2ForCausalLM"],
+        "model_type": "gemma2",
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads // 2,
+        "intermediate_size": ffn,
+        "head_dim": head_dim,
+        "query_pre_attn_scalar": scalar,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "sliding_window": 4096,
+        "vocab_size": 256000,
+        "max_position_embeddings": 8192,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+        "dtype": "bfloat16",
+    }
+
+
+_LLAMA3 = {"rope_theta": 500000.0, "bos_token_id": 128000, "eos_token_id": 128001}
+_LLAMA31_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+_PYRAMID = {**_LLAMA3, "rope_scaling": _LLAMA31_ROPE, "pyramid_kv": {"average": 2048}}
+_LLAMA32_1B = {
+    **_LLAMA3,
+    "rope_scaling": {**_LLAMA31_ROPE, "factor": 32.0},
+    "head_dim": 64,
+    "tie_word_embeddings": True,
+}
+# The text of gemma-3-4b, whose own config.json leaves out what is transformers' default for it. The window, the pattern
+# and the ropes are as others state them who converted it; the file itself could not be read.
+_GEMMA3_4B = {
+    **_gemma2(2560, 34, 8, 10240, 256, 256),
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "sliding_window": 1024,
+    "sliding_window_pattern": 6,
+    "vocab_size": 262208,
+    "max_position_embeddings": 131072,
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 10000.0,
+    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    "eos_token_id": [1, 106],
+}
+_YI = {"rope_theta": 5000000.0}
+# Its makers widened theta to between 5e6 and 1e7 for 200K tokens, by their own account; which of them it is here could
+# not be checked. No size depends on it.
+_YI_200K = {"rope_theta": 10000000.0}
+_MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 4096}
+# A draft for Ministral 8B that was never published: Llama-3.2-1B's shape (Jenga's evaluation says no more of it), with
+# the tokens of the model that it drafts for.
+_MINISTRAL_1B = {**_LLAMA32_1B, "bos_token_id": 1, "eos_token_id": 2}
+_MINISTRAL = {
+    **_MISTRAL,
+    "architectures": ["MinistralForCausalLM"],
+    "model_type": "ministral",
+    "sliding_window": 32768,
+    "layer_types": ["full_attention", *["sliding_attention"] * 3] * 9,
+    "rope_theta": 1e8,
+    "head_dim": 128,
+}
+_QWEN = {"rope_theta": 1000000.0, "rms_norm_eps": 1e-6, "bos_token_id": 151643, "use_sliding_window": False}
+_QWEN2 = {**_QWEN, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "eos_token_id": 151643}
+_QWEN3 = {
+    **_QWEN,
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "eos_token_id": 151645,
+    "head_dim": 128,
+}
+# Jamba-v0.1, whose own config.json says what is transformers' default for it.
+_JAMBA = {
+    "architectures": ["JambaForCausalLM"],
+    "model_type": "jamba",
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 65536,
+    "max_position_embeddings": 262144,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "attn_layer_period": 8,
+    "attn_layer_offset": 4,
+    "expert_layer_period": 2,
+    "expert_layer_offset": 1,
+    "num_experts": 16,
+    "num_experts_per_tok": 2,
+    "mamba_d_state": 16,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_dt_rank": 256,
+    "mamba_conv_bias": True,
+    "mamba_proj_bias": False,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "dtype": "bfloat16",
+}
+
+
+def _mamba(hidden: int, layers: int) -> dict[str, Any]:
+    return {
+        "architectures": ["MambaForCausalLM"],
+        "model_type": "mamba",
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "vocab_size": 50280,
+        "state_size": 16,
+        "conv_kernel": 4,
+        "expand": 2,
+        "time_step_rank": hidden // 16,
+        "use_conv_bias": True,
+        "use_bias": False,
+        "hidden_act": "silu",
+        "layer_norm_epsilon": 1e-5,
+        "tie_word_embeddings": True,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "dtype": "float32",
+    }
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "opt-125m": _opt(768, 12, 12),
+    "opt-1.3b": _opt(2048, 24, 32),
+    "opt-13b": _opt(5120, 40, 40),
+    "opt-66b": _opt(9216, 64, 72),
+    "opt-175b": _opt(12288, 96, 96),
+    "gpt2": _gpt2(768, 12, 12, 1024),
+    "gpt2-xl": _gpt2(1600, 48, 25, 1024),
+    "gpt3-175b": _gpt2(12288, 96, 96, 2048, "float16"),
+    "llama-125m": _llama(768, 12, 12, 4, 2048, 32000, 4096),
+    "llama-7b": _llama(4096, 32, 32, 32, 11008, 32000, 2048, rms_norm_eps=1e-6, dtype="float16"),
+    "llama-13b": _llama(5120, 40, 40, 40, 13824, 32000, 2048, rms_norm_eps=1e-6, dtype="float16"),
+    "llama2-7b": _llama(4096, 32, 32, 32, 11008, 32000, 4096, dtype="float16"),
+    "llama3-8b": _llama(4096, 32, 32, 8, 14336, 128256, 8192, **_LLAMA3),
+    "llama3.1-8b": _llama(4096, 32, 32, 8, 14336, 128256, 131072, **_LLAMA3, rope_scaling=_LLAMA31_ROPE),
+    "llama3-70b": _llama(8192, 80, 64, 8, 28672, 128256, 8192, **_LLAMA3),
+    "pyramidkv-8b": _llama(4096, 32, 32, 8, 14336, 128256, 131072, **_PYRAMID),
+    "pyramidkv-70b": _llama(8192, 80, 64, 8, 28672, 128256, 131072, **_PYRAMID),
+    "llama3.2-1b": _llama(2048, 16, 32, 8, 8192, 128256, 131072, **_LLAMA32_1B),
+    "characterai-8b": _llama(4096, 32, 32, 8, 14336, 128256, 8192, **_LLAMA3, **_character_ai(32)),
+    "characterai-70b": _llama(8192, 80, 64, 8, 28672, 128256, 8192, **_LLAMA3, **_character_ai(80)),
+    "yi-6b": _llama(4096, 32, 32, 4, 11008, 64000, 4096, **_YI),
+    "yi-6b-200k": _llama(4096, 32, 32, 4, 11008, 64000, 200000, **_YI_200K),
+    "yi-34b": _llama(7168, 60, 56, 8, 20480, 64000, 4096, **_YI),
+    "mistral-7b": _llama(4096, 32, 32, 8, 14336, 32000, 32768, **_MISTRAL),
+    "ministral-8b": _llama(4096, 36, 32, 8, 12288, 131072, 131072, **_MINISTRAL),
+    "ministral-1b": _llama(2048, 16, 32, 8, 8192, 131072, 131072, **_MINISTRAL_1B),
+    "gemma-2-2b": _gemma2(2304, 26, 8, 9216, 256, 256),
+    # 9B: mirrors of its config.json disagree on query_pre_attn_scalar (224, hidden / heads, in the first ones; 256, its
+    # heads' size, as its makers' own code has it). No size depends on it.
+    "gemma-2-9b": _gemma2(3584, 42, 16, 14336, 256, 256),
+    "gemma-2-27b": _gemma2(4608, 46, 32, 36864, 128, 144),
+    "gemma-3-4b": _GEMMA3_4B,
+    "qwen2-7b": _llama(3584, 28, 28, 4, 18944, 152064, 131072, **_QWEN2),
+    "jamba-52b": _JAMBA,
+    "mamba-2.8b": _mamba(2560, 64),
+    "qwen3-8b": _llama(4096, 36, 32, 8, 12288, 151936, 40960, **_QWEN3),
+    **VISION_LANGUAGE_CONFIGS,
+}
+
+
+def named_config(name: str) -> dict[str, Any]:
+    """A fresh config.json object for `name`; StartupError for an unknown name."""
+    if name not in CONFIGS:
+        raise StartupError(f"there is no model config {name!r}", f"Known: {', '.join(CONFIGS)}")
+    return deepcopy(CONFIGS[name])

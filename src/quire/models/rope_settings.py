@@ -1,0 +1,93 @@
+"""What a config.json says of a rotary embedding, and of the length that it reaches. No torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from quire.errors import StartupError, short_repr
+from quire.layers.rope_config import ROPE_KINDS, RopeConfig
+from quire.models.config_reader import ConfigReader
+
+
+def read_rope(fields: ConfigReader, max_position: int, partial: bool = False) -> tuple[RopeConfig, int]:
+    """Read the rotary embedding of all layers, and the length that it reaches; `partial`: see `read_rope_section`.
+
+    Newer configs hold everything in `rope_parameters`; older ones hold `rope_theta` and perhaps `rope_scaling`. Where
+    both are given `rope_scaling` counts, as in transformers.
+    """
+    where = "rope_scaling" if fields.config.get("rope_scaling") else "rope_parameters"
+    section = fields.config.get(where) or {}
+    if not isinstance(section, dict) or any(isinstance(value, dict) for value in section.values()):
+        raise StartupError(
+            f"{where} must be one flat object, got {short_repr(section)}", "One rope a model is supported"
+        )
+    rope = ConfigReader(section, f"{where} of config.json")
+    return read_rope_section(fields, rope, max_position, fields.get_float("rope_theta", 10000.0), partial)
+
+
+def read_rope_section(
+    fields: ConfigReader, rope: ConfigReader, max_position: int, theta: float, partial: bool = False
+) -> tuple[RopeConfig, int]:
+    """Read the rotary embedding that `rope`, a section of `fields`, describes, and the length that it reaches. `theta`
+    is the default. `partial`: it may rotate a part of each head."""
+    share = 1.0
+    if partial:
+        share = float(rope.get_float("partial_rotary_factor", fields.get_float("partial_rotary_factor", 1.0)))
+        if not 0 < share <= 1:
+            raise StartupError(f"partial_rotary_factor is {share:g}", "It must be above 0, and 1 at most")
+    else:
+        for options in (fields, rope):
+            options.require_value("partial_rotary_factor", 1.0)
+    kind = rope.get_str("rope_type", rope.get_str("type", "default"))
+    if kind not in (*ROPE_KINDS, "su"):
+        raise StartupError(f"the rope_type {short_repr(kind)} is not supported", f"Supported: {', '.join(ROPE_KINDS)}")
+    if kind == "su" or (kind == "yarn" and "short_factor" in rope.config):  # as Phi-3's first configs call it
+        kind = "longrope"
+    theta = rope.get_float("rope_theta", theta)
+    plain = RopeConfig(kind=kind, theta=theta, original_max_len=max_position, partial_rotary_factor=share)
+    if kind == "default":
+        return plain, max_position
+    if kind in ("linear", "dynamic"):  # max_position_embeddings is the length before scaling
+        factor = rope.get_float("factor")
+        return replace(plain, factor=factor), int(max_position * factor)
+    original = fields.get_int(
+        "original_max_position_embeddings", rope.get_int("original_max_position_embeddings", max_position)
+    )
+    plain = replace(plain, original_max_len=original)
+    if kind == "llama3":
+        low, high = rope.get_float("low_freq_factor"), rope.get_float("high_freq_factor")
+        if low == high:
+            raise StartupError(f"low_freq_factor and high_freq_factor of {rope.source} must differ, both are {low}")
+        factor = rope.get_float("factor")
+        return replace(plain, factor=factor, low_freq_factor=low, high_freq_factor=high), max_position
+    if kind == "longrope":  # LongRoPE (Ding et al., 2024) as Phi-3 has it
+        short, long = (rope.get_floats(f"{name}_factor") for name in ("short", "long"))
+        if len(short) != len(long):
+            raise StartupError(f"short_factor of {rope.source} has {len(short)} numbers, long_factor {len(long)}")
+        factor = rope.get_float("factor", max_position / original)
+        usual = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 and original > 1 else 1.0
+        attention = rope.get_float("attention_factor", usual)
+        return replace(plain, attention_factor=attention, short_factors=short, long_factors=long), max_position
+    factor = rope.get_float("factor", max_position / original)
+    yarn = replace(
+        plain,
+        factor=factor,
+        attention_factor=rope.get_float("attention_factor", _yarn_attention_factor(rope, factor)),
+        beta_fast=rope.get_float("beta_fast", 32.0),
+        beta_slow=rope.get_float("beta_slow", 1.0),
+        truncate=rope.get_bool("truncate", True),
+    )
+    return yarn, max(max_position, int(original * factor))
+
+
+def _yarn_attention_factor(rope: ConfigReader, factor: float) -> float:
+    """YaRN section 3.4 (there 1/sqrt(t)); DeepSeek's configs give two scales and mean their ratio."""
+
+    def scale(mscale: float) -> float:
+        return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    mscale, over = rope.config.get("mscale"), rope.config.get("mscale_all_dim")
+    if mscale and over:
+        return scale(rope.get_float("mscale")) / scale(rope.get_float("mscale_all_dim"))
+    return scale(1.0)

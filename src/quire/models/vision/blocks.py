@@ -1,0 +1,155 @@
+"""What vision towers are made of: patches as one product, blocks of attention that sees everything and an MLP, and the
+frame that all encoders share (opening pixels, loading).
+
+Towers know tiles and tokens; no text, no pages.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from quire.layers.linear import Linear
+from quire.layers.mlp import MLP, get_activation
+from quire.layers.norm import LayerNorm, RMSNorm
+from quire.layers.prepare import prepare_layers
+from quire.models.vision.settings import PROJECTOR_ROWS, VisionSettings
+from quire.models.vision.tower_settings import INTERN, MLLAMA, TowerSettings
+from quire.protocol.image_tiling import TileGrid
+
+
+def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    return nn.Parameter(torch.empty(*shape, dtype=dtype, device=device), requires_grad=False)
+
+
+class PatchEmbedding(nn.Module):
+    """pixels [n, 3, H, W] -> patches [n, side * side, hidden]: a convolution whose steps are as wide as its kernel.
+    What is left of a tile beside whole patches isn't seen."""
+
+    def __init__(self, s: TowerSettings, bias: bool, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.patch, self.side = s.patch_size, s.patches_per_side
+        self.weight = empty_parameter(s.hidden, 3, s.patch_size, s.patch_size, dtype=dtype, device=device)
+        self.bias = empty_parameter(s.hidden, dtype=dtype, device=device) if bias else None
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        side, patch, seen = self.side, self.patch, self.side * self.patch
+        cut = pixels[:, :, :seen, :seen].reshape(-1, 3, side, patch, side, patch)
+        flat = cut.permute(0, 2, 4, 1, 3, 5).reshape(-1, side * side, 3 * patch * patch)
+        return F.linear(flat, self.weight.flatten(1), self.bias)
+
+
+class VisionAttention(nn.Module):
+    """Attention of all tokens of a batch's entry to all of them, but `apart` of its last ones don't see one another."""
+
+    def __init__(self, s: TowerSettings, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.heads = s.heads
+        rows = 3 * s.hidden if s.fused_qkv else (s.hidden,) * 3
+        self.qkv = Linear(s.hidden, rows, s.qkv_bias, dtype, device)
+        self.out = Linear(s.hidden, s.hidden, s.kind != MLLAMA, dtype, device)
+        self.q_norm = RMSNorm(s.hidden, s.norm_eps, dtype, device) if s.qk_norm else None
+        self.k_norm = RMSNorm(s.hidden, s.norm_eps, dtype, device) if s.qk_norm else None
+
+    def forward(self, x: Tensor, entries: int, num_padding: int = 0) -> Tensor:
+        """x [entries * tokens, hidden] -> what the heads find, of the same shape; `out` comes next."""
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (t.view(entries, -1, self.heads, t.shape[-1] // self.heads).transpose(1, 2) for t in (q, k, v))
+        if not num_padding:
+            return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape)
+        first = q.shape[2] - num_padding
+        seeing = F.scaled_dot_product_attention(q[:, :, :first], k, v)
+        others = F.scaled_dot_product_attention(q[:, :, first:], k[:, :, :first], v[:, :, :first])
+        return torch.cat((seeing, others), dim=2).transpose(1, 2).reshape(x.shape)
+
+
+class VisionEncoderLayer(nn.Module):
+    """x += s1 attention(norm(x)), then x and what is to be added to it next, s2 mlp(norm(x)). Each sum is left to the
+    norm that follows. s1 and s2 are a number a column (InternViT), or gates' tanh (mllama's global layers), or none."""
+
+    def __init__(self, s: TowerSettings, dtype: torch.dtype, device: torch.device, gated: bool = False) -> None:
+        super().__init__()
+        norm = RMSNorm if s.use_rms_norm else LayerNorm
+        self.attention_norm = norm(s.hidden, s.norm_eps, dtype, device)
+        self.attention = VisionAttention(s, dtype, device)
+        self.mlp_norm = norm(s.hidden, s.norm_eps, dtype, device)
+        self.mlp = MLP(s.hidden, s.intermediate, s.activation, True, dtype, device)
+        size = s.hidden if s.kind == INTERN else 1
+        scaled, self.gated = gated or s.kind == INTERN, gated
+        self.attention_scale = empty_parameter(size, dtype=dtype, device=device) if scaled else None
+        self.mlp_scale = empty_parameter(size, dtype=dtype, device=device) if scaled else None
+
+    def forward(self, x: Tensor, delta: Tensor | None, entries: int, num_padding: int = 0) -> tuple[Tensor, Tensor]:
+        found = self.attention.out(self.attention(self.attention_norm(x, delta), entries, num_padding))
+        inner = self.mlp(self.mlp_norm(x, self._scale(found, self.attention_scale)))
+        return x, self._scale(inner, self.mlp_scale)
+
+    def _scale(self, delta: Tensor, scale: Tensor | None) -> Tensor:
+        if scale is None:
+            return delta
+        return delta.mul_(scale.tanh() if self.gated else scale)
+
+
+def run_layers(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    """x [n, tokens, hidden], which is used up, through blocks: the last one's output."""
+    flat, delta = x.flatten(0, 1), None
+    for layer in layers:
+        flat, delta = layer(flat, delta, len(x))
+    assert delta is not None, "a tower has layers"
+    return flat.add_(delta).view(x.shape)
+
+
+class Projector(nn.Module):
+    """features [T, in] -> rows [T, width]: a product, an activation, a product; of so many rows at a time that what is
+    between them takes little."""
+
+    def __init__(self, s: VisionSettings, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.act = get_activation(s.activation)
+        self.up = Linear(s.connector_in, s.hidden, s.bias, dtype, device)
+        self.down = Linear(s.hidden, s.hidden, s.bias, dtype, device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = torch.empty(len(x), self.down.output_sizes[0], dtype=x.dtype, device=x.device)
+        for at in range(0, len(x), PROJECTOR_ROWS):
+            rows[at : at + PROJECTOR_ROWS] = self.down(self.act(self.up(x[at : at + PROJECTOR_ROWS])))
+        return rows
+
+
+def merge_patches(features: Tensor, merge: int) -> Tensor:
+    """features [n, side * side, h] -> [n, side / merge, side / merge, merge * merge * h]: squares of patches, side by
+    side in one row of numbers."""
+    tiles, patches, size = features.shape
+    side = round(patches**0.5)
+    squares = features.view(tiles, side // merge, merge, side // merge, merge, size).transpose(2, 3)
+    return squares.reshape(tiles, side // merge, side // merge, merge * merge * size)
+
+
+class VisionEncoder(nn.Module):
+    """What encoders have in common: how pixels are opened, and how they are prepared."""
+
+    encodes_whole_image = False
+
+    def __init__(self, settings: VisionSettings, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.settings, self.tiling, self.dtype = settings, settings.tiling, dtype
+
+    def preprocess(self, pixels: Tensor, grid: TileGrid) -> Tensor:
+        """pixels [tiles, side, side, 3] uint8 -> [tiles, 3, side, side], normalised."""
+        assert pixels.dtype == torch.uint8, "pixels are bytes"
+        assert pixels.shape[1:] == (self.tiling.tile_size, self.tiling.tile_size, 3), (
+            f"tiles of shape {list(pixels.shape)}"
+        )
+        return self.normalize(pixels).to(self.dtype)
+
+    def normalize(self, pixels: Tensor) -> Tensor:
+        normal = self.settings.normalization
+        mean, std = (torch.tensor(x, device=pixels.device) for x in (normal.mean, normal.std))
+        return pixels.float().mul_(normal.scale).sub_(mean).div_(std).permute(0, 3, 1, 2)
+
+    def prepare(self, deterministic: bool = False) -> None:
+        """Call once, after loading."""
+        prepare_layers(self, deterministic)

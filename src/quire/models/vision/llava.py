@@ -1,0 +1,76 @@
+"""LLaVA-OneVision's eyes (Li et al., 2024): SigLIP over the whole picture and over its tiles, whose patches are put
+together, freed of padding, made fewer if there are many, and ended by a newline's row each.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.models.vision import clip
+from quire.models.vision.blocks import Projector, VisionEncoder, empty_parameter
+from quire.models.vision.settings import VisionSettings
+from quire.models.vision.siglip import WEIGHT_NAMES, SigLIPTower
+from quire.models.weight_names import WeightSource, expand_weight_names
+from quire.protocol.image_tiling import AnyResTiling, TileGrid
+
+ENCODER_WEIGHT_NAMES = {
+    **{f"tower.{ours}": theirs for ours, theirs in WEIGHT_NAMES.items()},
+    **{f"projector.up.{x}": f"multi_modal_projector.linear_1.{x}" for x in ("weight", "bias")},
+    **{f"projector.down.{x}": f"multi_modal_projector.linear_2.{x}" for x in ("weight", "bias")},
+    "newline": "image_newline",
+}
+WEIGHT_PREFIXES = (
+    "model.vision_tower.vision_model.",
+    "vision_tower.vision_model.",
+    "model.vision_tower.",
+    "vision_tower.",
+    "model.",
+)
+
+
+class LlavaOneVision(VisionEncoder):
+    """The whole picture is part 0, its tiles follow line by line."""
+
+    weight_prefixes = WEIGHT_PREFIXES
+    tiling: AnyResTiling
+
+    def __init__(self, settings: VisionSettings, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(settings, dtype)
+        self.tower = SigLIPTower(settings.tower, dtype, device)
+        self.projector = Projector(settings, dtype, device)
+        self.newline = empty_parameter(settings.hidden, dtype=dtype, device=device)
+
+    def encode(self, pixels: Tensor, grid: TileGrid | None = None) -> Tensor:
+        """[n, 3, side, side] -> [n, patches, hidden]."""
+        return self.tower(pixels)
+
+    def assemble(self, features: Tensor, grid: TileGrid) -> Tensor:
+        """features [parts, patches, hidden] -> rows [rows, width]."""
+        whole = self.projector(features[0])
+        if not grid.rows:
+            return torch.cat((whole, self.newline[None]))
+        canvas, (lines, length) = self._canvas(features[1:], grid), self.tiling.unpadded_grid(grid)
+        if canvas.shape[:2] != (lines, length):
+            less = F.interpolate(canvas.permute(2, 0, 1)[None], (lines, length), mode="bilinear")
+            canvas = less[0].permute(1, 2, 0)
+        ended = torch.cat((canvas, self.newline.expand(lines, 1, len(self.newline))), dim=1)
+        return torch.cat((whole, ended.flatten(0, 1)))
+
+    def _canvas(self, features: Tensor, grid: TileGrid) -> Tensor:
+        """Rows of the grid's patches but for padding, in their lines: [lines, length, width]."""
+        side, (above, left) = self.tiling.patches_per_side, self.tiling.patch_padding(grid)
+        lines, length = grid.rows * side, grid.columns * side
+        placed = features.view(grid.rows, grid.columns, side, side, -1).transpose(1, 2).reshape(lines, length, -1)
+        placed = placed[above : lines - above, left : length - left]
+        return self.projector(placed.flatten(0, 1)).view(*placed.shape[:2], self.settings.hidden)
+
+    def weight_sources(self) -> dict[str, WeightSource]:
+        """Our parameters -> the checkpoint's tensors, without their prefix."""
+        return expand_weight_names(self, ENCODER_WEIGHT_NAMES)
+
+    @property
+    def ignored_weights(self) -> tuple[str, ...]:
+        """Regular expressions of tensors that a checkpoint may hold and that are not needed."""
+        return clip.unused_weights(self.settings.tower)

@@ -1,0 +1,155 @@
+"""Llama 3.2 Vision's eyes: all tiles of a picture in one tower of local and global layers, and a product behind it."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from quire.layers.linear import Linear
+from quire.layers.norm import LayerNorm
+from quire.models.vision.blocks import PatchEmbedding, VisionEncoder, VisionEncoderLayer, empty_parameter
+from quire.models.vision.settings import VisionSettings
+from quire.models.vision.tower_settings import TowerSettings
+from quire.models.weight_names import WeightSource, expand_weight_names
+from quire.protocol.image_tiling import FittedCanvasTiling, TileGrid
+
+BOTH = ("weight", "bias")
+EPS = 1e-5  # of the norms before and behind the local layers, which is in no config
+
+
+def _layer_weight_names(ours: str, theirs: str) -> dict[str, str | tuple[str, ...]]:
+    layer = f"{theirs}.layers.*."
+    return {
+        f"{ours}.*.attention.qkv.weight": tuple(f"{layer}self_attn.{x}_proj.weight" for x in "qkv"),
+        f"{ours}.*.attention.out.weight": f"{layer}self_attn.o_proj.weight",
+        f"{ours}.*.attention_scale": f"{layer}gate_attn",
+        f"{ours}.*.mlp_scale": f"{layer}gate_ffn",
+        **{f"{ours}.*.attention_norm.{x}": f"{layer}input_layernorm.{x}" for x in BOTH},
+        **{f"{ours}.*.mlp_norm.{x}": f"{layer}post_attention_layernorm.{x}" for x in BOTH},
+        **{f"{ours}.*.mlp.up.{x}": f"{layer}mlp.fc1.{x}" for x in BOTH},
+        **{f"{ours}.*.mlp.down.{x}": f"{layer}mlp.fc2.{x}" for x in BOTH},
+    }
+
+
+WEIGHT_NAMES: dict[str, str | tuple[str, ...]] = {
+    "patches.weight": "patch_embedding.weight",
+    "class_token": "class_embedding",
+    "positions": "gated_positional_embedding.embedding",
+    "positions_gate": "gated_positional_embedding.gate",
+    "tile_positions": "gated_positional_embedding.tile_embedding.weight",
+    "pre_tile_positions": "pre_tile_positional_embedding.embedding.weight",
+    "pre_tile_positions_gate": "pre_tile_positional_embedding.gate",
+    "post_tile_positions": "post_tile_positional_embedding.embedding.weight",
+    "post_tile_positions_gate": "post_tile_positional_embedding.gate",
+    **{f"norm_pre.{x}": f"layernorm_pre.{x}" for x in BOTH},
+    **{f"norm_post.{x}": f"layernorm_post.{x}" for x in BOTH},
+    **_layer_weight_names("local_layers", "transformer"),
+    **_layer_weight_names("global_layers", "global_transformer"),
+}
+ENCODER_WEIGHT_NAMES = {
+    **{f"tower.{ours}": theirs for ours, theirs in WEIGHT_NAMES.items()},
+    **{f"projector.{x}": f"multi_modal_projector.{x}" for x in BOTH},
+}
+
+
+class MllamaTower(nn.Module):
+    """A picture's tiles -> features of their patches and class tokens.
+
+    It was trained with pictures padded to `most_tiles` tiles and tiles to a multiple of 8 tokens, and with a mask that
+    keeps padding from padding only: what is real sees it too. So padding is computed; it stands behind the rest, and
+    attention is two calls without a mask. `taps` are layers whose inputs are given out, as they were in training
+    (transformers 5 gives out their outputs, one layer later).
+    """
+
+    def __init__(self, s: TowerSettings, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.s, h, tables, tiles = s, s.hidden, s.num_grid_shapes + 1, s.max_tiles
+        self.patches = PatchEmbedding(s, False, dtype, device)
+        self.class_token = empty_parameter(h, dtype=dtype, device=device)
+        self.positions = empty_parameter(s.patches + 1, h, dtype=dtype, device=device)
+        self.tile_positions = empty_parameter(tables, tiles * (s.patches + 1) * h, dtype=dtype, device=device)
+        self.pre_tile_positions = empty_parameter(tables, tiles * h, dtype=dtype, device=device)
+        self.post_tile_positions = empty_parameter(tables, tiles * h, dtype=dtype, device=device)
+        self.positions_gate = empty_parameter(1, dtype=dtype, device=device)
+        self.pre_tile_positions_gate = empty_parameter(1, dtype=dtype, device=device)
+        self.post_tile_positions_gate = empty_parameter(1, dtype=dtype, device=device)
+        self.norm_pre = LayerNorm(h, EPS, dtype, device)
+        self.norm_post = LayerNorm(h, EPS, dtype, device)
+        self.local_layers = nn.ModuleList(VisionEncoderLayer(s, dtype, device) for _ in range(s.layers))
+        self.global_layers = nn.ModuleList(
+            VisionEncoderLayer(s, dtype, device, gated=True) for _ in range(s.global_layers)
+        )
+
+    def forward(self, pixels: Tensor, shape: int) -> Tensor:
+        """pixels [n, 3, H, W] of a picture whose grid has the number `shape` -> [n, patches + 1, out]."""
+        tiles, tokens, hidden = self.s.max_tiles, self.s.tokens, self.s.hidden
+        x, real = self._embed(pixels, shape), len(pixels) * (self.s.patches + 1)
+        order = self._token_order(len(pixels), x.device)
+        flat, apart, taken = x.flatten(0, 1)[order], tiles * tokens - real, []
+        delta: Tensor | None = None
+        for number, layer in enumerate(self.local_layers):
+            if number in self.s.intermediate_layers:
+                taken.append(flat[:real] if delta is None else flat[:real] + delta[:real])
+            flat, delta = layer(flat, delta, 1, apart)
+        flat = self.norm_post(flat, delta)
+        behind = self.post_tile_positions[shape].view(tiles, hidden) * self.post_tile_positions_gate.tanh()
+        flat, delta = flat.add_(behind[order // tokens]), None
+        for layer in self.global_layers:
+            flat, delta = layer(flat, delta, 1, apart)
+        assert delta is not None, "there are global layers"
+        last = flat[:real] + delta[:real]
+        taps = [torch.stack(taken, dim=-1).flatten(1)] if taken else []
+        return torch.cat((last, *taps), dim=-1).view(len(pixels), self.s.patches + 1, -1)
+
+    def _embed(self, pixels: Tensor, shape: int) -> Tensor:
+        """[most_tiles, tokens, hidden], the picture's tiles first."""
+        tiles, hidden, count = self.s.max_tiles, self.s.hidden, self.s.patches + 1
+        x = F.pad(self.patches(pixels), (0, 0, 0, 0, 0, tiles - len(pixels)))  # black tiles have patches of 0
+        x.add_(self.pre_tile_positions[shape].view(tiles, 1, hidden) * self.pre_tile_positions_gate.tanh())
+        x = torch.cat((self.class_token.expand(tiles, 1, hidden), x), dim=1)
+        gate = self.positions_gate.tanh()
+        x.add_((1 - gate) * self.positions).add_(self.tile_positions[shape].view(tiles, count, hidden) * gate)
+        return F.pad(self.norm_pre(x), (0, 0, 0, self.s.tokens - count))
+
+    def _token_order(self, tiles: int, device: torch.device) -> Tensor:
+        """Places of what is real in `tiles` tiles, then of all padding."""
+        place = torch.arange(self.s.max_tiles * self.s.tokens, device=device).view(self.s.max_tiles, -1)
+        count = self.s.patches + 1
+        return torch.cat((place[:tiles, :count].flatten(), place[:tiles, count:].flatten(), place[tiles:].flatten()))
+
+
+class MllamaVision(VisionEncoder):
+    """Rows are what the text's cross-attention layers attend to: of real tiles only, tile by tile."""
+
+    encodes_whole_image = True
+    weight_prefixes = ("model.vision_model.", "vision_model.", "model.")
+    tiling: FittedCanvasTiling
+
+    def __init__(self, settings: VisionSettings, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(settings, dtype)
+        self.tower = MllamaTower(settings.tower, dtype, device)
+        self.projector = Linear(settings.connector_in, settings.hidden, True, dtype, device)
+
+    def preprocess(self, pixels: Tensor, grid: TileGrid) -> Tensor:
+        """pixels [tiles, side, side, 3] uint8 -> [1, tiles, 3, side, side]: one part."""
+        assert len(pixels) == grid.rows * grid.columns, f"{len(pixels)} tiles in a grid of {grid.rows} x {grid.columns}"
+        return super().preprocess(pixels, grid)[None]
+
+    def encode(self, pixels: Tensor, grid: TileGrid | None = None) -> Tensor:
+        """A picture [1, tiles, 3, side, side] and its grid -> [1, tiles * (patches + 1), out]."""
+        assert grid is not None, "the tower sees a whole picture"
+        return self.tower(pixels[0], self.tiling.aspect_ratio_id(grid)).flatten(0, 1)[None]
+
+    def assemble(self, features: Tensor, grid: TileGrid) -> Tensor:
+        """features [1, rows, out] -> [rows, width]."""
+        return self.projector(features[0])
+
+    def weight_sources(self) -> dict[str, WeightSource]:
+        """Our parameters -> the checkpoint's tensors, without their prefix."""
+        return expand_weight_names(self, ENCODER_WEIGHT_NAMES)
+
+    @property
+    def ignored_weights(self) -> tuple[str, ...]:
+        """Regular expressions of tensors that a checkpoint may hold and that are not needed."""
+        return ()

@@ -1,0 +1,389 @@
+"""What the config.json of a model that reads pictures says of its eyes: the tower, the connector behind it, the tiles;
+and the arithmetic on it (parameters, activations). No torch. Defaults are transformers'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Self
+
+from quire.errors import StartupError, short_repr
+from quire.kernels.limits import MAX_IMAGE_PARTS
+from quire.models.config_reader import ConfigReader
+from quire.models.vision.pixel_settings import (
+    CLIP_NORMAL,
+    HALF_NORMAL,
+    IMAGENET_NORMAL,
+    Normalization,
+    read_normalization,
+)
+from quire.models.vision.tower_settings import ACTIVATIONS, CLIP, INTERN, MLLAMA, SIGLIP, TowerSettings, read_tower
+from quire.protocol.image_tiling import (
+    AnyResTiling,
+    ClosestAspectTiling,
+    FittedCanvasTiling,
+    HDTiling,
+    ImageTiling,
+    SingleTile,
+)
+from quire.protocol.model_spec import VisionSpec
+
+PROJECTOR_ROWS = 4096  # rows that a connector with two products makes at a time
+MAX_TILES = 64
+MAX_SIZES = 256
+ENCODER_COST_FACTOR = 2  # times as long as a prompt's operations those of a tower take: on an H200 1.1 to 2.3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisionSettings:
+    """Tower and connector. `kind` is the connector's; rows have `hidden` numbers. `merge` x `merge` patches become one
+    row. `published_names` checkpoints have other names than transformers'. With `thumbnail_first` (Phi-3) the whole
+    picture's
+    rows stand before its tiles'. `image_token_id` is the id that stands for a row in the text, where config.json tells
+    it."""
+
+    kind: str
+    tower: TowerSettings
+    hidden: int
+    tiling: ImageTiling
+    normalization: Normalization
+    activation: str = "gelu"
+    bias: bool = True
+    merge: int = 1
+    published_names: bool = False
+    thumbnail_first: bool = False
+    image_token_id: int | None = None
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], preprocessor: dict[str, Any] | None = None) -> Self:
+        """From config.json and preprocessor_config.json. StartupError for a value that is missing, wrong or not
+        supported, and for a model without eyes."""
+        name = (config.get("architectures") or [""])[0]
+        if name not in SETTINGS_READERS:
+            raise StartupError(
+                f"the architecture {short_repr(name)} reads no pictures",
+                f"Those that do: {', '.join(SETTINGS_READERS)}",
+            )
+        fields, said = ConfigReader(config), ConfigReader(preprocessor or {}, "preprocessor_config.json")
+        read = SETTINGS_READERS[name](fields, said)
+        settings = cls(**read)
+        tile = preprocessor_tile(said)
+        if tile is not None and tile != settings.tiling.tile_size:
+            cause = f"preprocessor_config.json makes tiles of {tile} pixels, the tower sees {settings.tiling.tile_size}"
+            raise StartupError(cause, "Both files must be of one model")
+        return settings
+
+    @property
+    def bidirectional(self) -> bool:
+        """Whether the tokens of a prompt attend to one another both ways."""
+        return self.kind == "paligemma"
+
+    @property
+    def uses_cross_attention(self) -> bool:
+        """Whether layers of their own attend to the rows, which then stand nowhere in the text."""
+        return self.kind == "mllama"
+
+    @property
+    def max_rows(self) -> int:
+        return self.tiling.max_embeds
+
+    @property
+    def connector_in(self) -> int:
+        """Numbers of what the connector reads for one row."""
+        return self.tower.out_features * self.merge**2
+
+    @property
+    def parameters(self) -> int:
+        """Weights of tower and connector."""
+        wide, out = self.connector_in, self.hidden
+        linear = wide * out + self.bias * out
+        second = out * out + self.bias * out
+        connector = {
+            "llava": linear + second + out,
+            "internvl": 2 * wide + linear + second,
+            "phi3": linear + second + 2 * wide,
+            "paligemma": linear,
+            "mllama": linear,
+        }
+        return self.tower.parameters + connector[self.kind]
+
+    def activation_bytes(self, parts: int, itemsize: int) -> int:
+        """Bytes at most, beside its pixels as bytes, while the largest picture is normalised; while `parts` parts of it
+        are encoded and the features of all the others are there; and while they are joined."""
+        at_once, tiles = (self.tower.max_tiles,) * 2 if self.uses_cross_attention else (parts, self.tiling.max_parts)
+        pixels, kept = tiles * 3 * self.tower.image_size**2, tiles * self.tower.patches
+        rows = kept // self.merge**2
+        projected = rows * (2 * self.connector_in + self.hidden) + 2 * min(rows, PROJECTOR_ROWS) * self.hidden
+        joined = max(projected, (rows + 3 * min(rows, self.max_rows)) * self.hidden)
+        numbers = kept * self.tower.out_features + max(at_once * self.tower.activations_per_tile, joined)
+        return pixels * itemsize + max(4 * pixels, numbers * itemsize)
+
+    def part_bytes(self, itemsize: int) -> int:
+        """Bytes of a part while its picture is encoded: opened, its features, and rows."""
+        tiles = self.tower.max_tiles
+        kept = self.tower.patches * (self.tower.out_features + self.hidden) + 3 * self.tower.image_size**2
+        return tiles * kept * itemsize
+
+    def partial_image_bytes(self, itemsize: int) -> int:
+        """Bytes of the largest picture, opened, of which parts are left for another step."""
+        parts = self.tiling.max_parts
+        return 0 if self.uses_cross_attention or parts == 1 else parts * 3 * self.tower.image_size**2 * itemsize
+
+    def spec(self, text: int) -> VisionSpec:
+        """What a memory needs to know, beside a text of so many parameters."""
+        at_once = min(MAX_IMAGE_PARTS, self.tiling.max_parts)
+        products, attention = self.tower.operations
+        return VisionSpec(
+            self.hidden, self.max_rows, self.parameters, self.activation_bytes(at_once, 2), self.bidirectional,
+            -(-ENCODER_COST_FACTOR * (products + attention) // (2 * text)), self.part_bytes(2),
+            self.partial_image_bytes(2),
+            0 if self.uses_cross_attention else self.max_rows // self.tiling.max_parts, products,
+        )  # fmt: skip
+
+
+def _llava(fields: ConfigReader, preprocessor: ConfigReader) -> dict[str, Any]:
+    text, vision = _text_section(fields), _section(fields, "vision_config")
+    tower = read_tower(vision, SIGLIP, _feature_layer(fields, "vision_feature_layer", -1), LLAVA_TOWER)
+    if fields.get_str("vision_feature_select_strategy", "full") != "full":
+        raise StartupError('vision_feature_select_strategy must be "full" for a tower without a class token')
+    area = fields.get_str("vision_aspect_ratio", "anyres_max_9")
+    tiles = area.removeprefix("anyres_max_")
+    if tiles == area or not tiles.isdecimal() or not 1 <= int(tiles[:4]) <= MAX_TILES or len(tiles) > 4:
+        raise StartupError(
+            f"vision_aspect_ratio is {short_repr(area)}", f"anyres_max_1 to anyres_max_{MAX_TILES} are known"
+        )
+    sizes = _grid_sizes(fields, tower.image_size)
+    if preprocessor.config.get("image_grid_pinpoints") not in (None, [list(size) for size in sizes]):
+        raise StartupError("image_grid_pinpoints of preprocessor_config.json are not those of config.json")
+    return {
+        "kind": "llava",
+        "tower": tower,
+        "hidden": text.get_int("hidden_size"),
+        "tiling": AnyResTiling(tower.image_size, tower.patches_per_side, sizes, int(tiles)),
+        "normalization": read_normalization(preprocessor, CLIP_NORMAL),
+        "activation": _activation(fields, "projector_hidden_act"),
+        "bias": fields.get_bool("multimodal_projector_bias", True),
+        "image_token_id": fields.get_int("image_token_index", fields.get_int("image_token_id", 151_646)),
+    }
+
+
+def _internvl(fields: ConfigReader, preprocessor: ConfigReader) -> dict[str, Any]:
+    tower = read_tower(_section(fields, "vision_config"), INTERN, _feature_layer(fields, "vision_feature_layer", -1))
+    if fields.get_str("vision_feature_select_strategy", "default") != "default":
+        raise StartupError('vision_feature_select_strategy must be "default": the class token stands for no row')
+    merge = _merge(fields, tower.patches_per_side)
+    least, most = preprocessor.get_int("min_patches", 1), preprocessor.get_int("max_patches", 12, maximum=MAX_TILES)
+    return {
+        "kind": "internvl",
+        "tower": tower,
+        "hidden": _text_section(fields).get_int("hidden_size"),
+        "tiling": ClosestAspectTiling(
+            tower.image_size, tower.patches_per_side, merge, _check_tile_range(least, most), most
+        ),
+        "normalization": read_normalization(preprocessor, IMAGENET_NORMAL),
+        "activation": _activation(fields, "projector_hidden_act"),
+        "merge": merge,
+        "image_token_id": fields.get_int("image_token_id", 151_667),
+    }
+
+
+def _internvl_published(fields: ConfigReader, preprocessor: ConfigReader) -> dict[str, Any]:
+    vision = _section(fields, "vision_config")
+    tower = read_tower(vision, INTERN, _feature_layer(fields, "select_layer", -1), published=True)
+    tile = fields.get_int("force_image_size", tower.image_size)
+    if tile != tower.image_size:
+        raise StartupError(f"force_image_size is {tile}, the tower sees {tower.image_size}", "They must be the same")
+    if fields.get_str("ps_version", "v1") != "v2":
+        raise StartupError("ps_version in config.json is not v2", "Only InternVL 1.5 and later ones are supported")
+    merge = _merge(fields, tower.patches_per_side)
+    least, most = fields.get_int("min_dynamic_patch", 1), fields.get_int("max_dynamic_patch", 12, maximum=MAX_TILES)
+    if not fields.get_bool("dynamic_image_size", True):
+        least = most = 1
+    text = ConfigReader(
+        fields.get_object("llm_config") or fields.get_object("text_config"), "llm_config of config.json"
+    )
+    return {
+        "kind": "internvl",
+        "tower": tower,
+        "hidden": text.get_int("hidden_size"),
+        "tiling": ClosestAspectTiling(
+            tile,
+            tower.patches_per_side,
+            merge,
+            _check_tile_range(least, most),
+            most,
+            fields.get_bool("use_thumbnail", True),
+        ),
+        "normalization": read_normalization(preprocessor, IMAGENET_NORMAL),
+        "merge": merge,
+        "published_names": True,
+    }
+
+
+def _phi3(fields: ConfigReader, preprocessor: ConfigReader) -> dict[str, Any]:
+    """Phi-3-Vision's tower is CLIP-L/14-336 and has no section of its own, unless img_processor holds one."""
+    processor = ConfigReader(fields.get_object("img_processor"), "img_processor of config.json")
+    layer = ConfigReader(fields.get_object("embd_layer"), "embd_layer of config.json")
+    processor.require_value("name", "clip_vision_model")
+    processor.require_value("type_feature", "patch")
+    layer.require_value("projection_cls", "mlp")
+    for name in ("use_hd_transform", "with_learnable_separator"):
+        layer.require_value(name, True)
+    order = layer.get_str("hd_transform_order", "glb_sub")
+    if order not in ("glb_sub", "sub_glb"):
+        raise StartupError(f"hd_transform_order is {short_repr(order)}", "sub_glb and glb_sub are known")
+    vision = ConfigReader({**CLIP_LARGE, **processor.get_object("vision_config")}, "img_processor of config.json")
+    tower = read_tower(vision, CLIP, _feature_layer(processor, "layer_idx", -2))
+    if processor.get_int("image_dim_out", tower.hidden) != tower.hidden:
+        raise StartupError(f"image_dim_out is {processor.config['image_dim_out']}, the tower's {tower.hidden}")
+    if tower.patches_per_side % 2:
+        raise StartupError(f"{tower.patches_per_side} x {tower.patches_per_side} patches a tile can't be merged 2 x 2")
+    most = preprocessor.get_int("num_crops", 16, maximum=MAX_TILES)
+    return {
+        "kind": "phi3",
+        "tower": tower,
+        "hidden": fields.get_int("hidden_size"),
+        "tiling": HDTiling(tower.image_size, tower.patches_per_side, most),
+        "normalization": read_normalization(preprocessor, CLIP_NORMAL),
+        "merge": 2,
+        "published_names": True,
+        "thumbnail_first": order == "glb_sub",
+        "image_token_id": PHI3_IMAGE_TOKEN,
+    }
+
+
+def _paligemma(fields: ConfigReader, preprocessor: ConfigReader) -> dict[str, Any]:
+    vision = ConfigReader({**PALIGEMMA_TOWER, **fields.get_object("vision_config")}, "vision_config of config.json")
+    tower = read_tower(vision, SIGLIP, None)
+    width = _text_section(fields).get_int("hidden_size", 2048)
+    made = vision.get_int("projection_dim", fields.get_int("projection_dim", width))
+    if made != width:
+        raise StartupError(f"projection_dim is {made}, the text's hidden_size {width}", "They must be the same")
+    return {
+        "kind": "paligemma",
+        "tower": tower,
+        "hidden": width,
+        "tiling": SingleTile(tower.image_size, tower.patches_per_side),
+        "normalization": read_normalization(preprocessor, HALF_NORMAL),
+        "image_token_id": fields.get_int("image_token_index", fields.get_int("image_token_id", 256_000)),
+    }
+
+
+def _mllama(fields: ConfigReader, preprocessor: ConfigReader) -> dict[str, Any]:
+    tower = read_tower(_section(fields, "vision_config"), MLLAMA, None)
+    tiles = preprocessor.get_int("max_image_tiles", tower.max_tiles)
+    if tiles > tower.max_tiles:
+        raise StartupError(f"max_image_tiles is {tiles}, the tower sees {tower.max_tiles} at most")
+    return {
+        "kind": "mllama",
+        "tower": tower,
+        "hidden": _text_section(fields).get_int("hidden_size", 4096),
+        "tiling": FittedCanvasTiling(tower.image_size, tower.patches_per_side, tower.max_tiles),
+        "normalization": read_normalization(preprocessor, CLIP_NORMAL),
+        "image_token_id": fields.get_int("image_token_index", fields.get_int("image_token_id", 128_256)),
+    }
+
+
+SETTINGS_READERS: dict[str, Callable[[ConfigReader, ConfigReader], dict[str, Any]]] = {
+    "LlavaOnevisionForConditionalGeneration": _llava,
+    "InternVLForConditionalGeneration": _internvl,
+    "InternVLChatModel": _internvl_published,
+    "Phi3VForCausalLM": _phi3,
+    "PaliGemmaForConditionalGeneration": _paligemma,
+    "MllamaForConditionalGeneration": _mllama,
+}
+LLAVA_TOWER = {
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "patch_size": 14,
+    "image_size": 384,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 16,
+}
+PALIGEMMA_TOWER = {**LLAVA_TOWER, "image_size": 224, "num_hidden_layers": 27, "intermediate_size": 4096}
+CLIP_LARGE = {
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "patch_size": 14,
+    "image_size": 336,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+}
+PHI3_IMAGE_TOKEN = 32_044
+"""<|image|> in Phi-3-Vision's vocabulary."""
+
+
+def preprocessor_tile(preprocessor: ConfigReader) -> int | None:
+    """The side of a tile that preprocessor_config.json names, if it does."""
+    size = preprocessor.config.get("size")
+    if isinstance(size, dict):
+        side = ConfigReader(size, "size of preprocessor_config.json")
+        tile = side.get_int("height", side.get_int("shortest_edge", None))
+        if side.get_int("width", tile) != tile:
+            raise StartupError(f"size of preprocessor_config.json is {short_repr(size)}", "Tiles must be squares")
+        return tile if isinstance(tile, int) else None
+    tile = preprocessor.get_int("size", None)
+    return tile if isinstance(tile, int) else None
+
+
+def _section(fields: ConfigReader, name: str) -> ConfigReader:
+    section = fields.get_object(name)
+    if not section:
+        raise StartupError(f"{fields.source} has no {name}", "It must describe the vision tower")
+    return ConfigReader(section, f"{name} of {fields.source}")
+
+
+def _text_section(fields: ConfigReader) -> ConfigReader:
+    return ConfigReader(fields.get_object("text_config"), f"text_config of {fields.source}")
+
+
+def _feature_layer(fields: ConfigReader, name: str, default: int) -> int:
+    """A layer, counted from the end: -1 is the last one's output."""
+    value = fields.config.get(name)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int) or value not in (-1, -2):
+        raise StartupError(f"{name} in {fields.source} is {short_repr(value)}", "-1 and -2 are supported")
+    return value
+
+
+def _activation(fields: ConfigReader, name: str) -> str:
+    act = fields.get_str(name, "gelu")
+    if act not in ACTIVATIONS:
+        raise StartupError(f"{name} in {fields.source} is {short_repr(act)}", f"Supported: {', '.join(ACTIVATIONS)}")
+    return act
+
+
+def _check_tile_range(least: int, most: int) -> int:
+    if least > most:
+        raise StartupError(f"a picture is cut into {least} tiles at least, but {most} at most")
+    return least
+
+
+def _merge(fields: ConfigReader, side: int) -> int:
+    """Patches a side that become one row: 2 for a downsample_ratio of a half."""
+    ratio = fields.get_float("downsample_ratio", 0.5)
+    merge = round(1 / ratio) if 1 / MAX_TILES <= ratio <= 1 else 0
+    if merge < 1 or abs(merge * ratio - 1) > 1e-9 or side % merge:
+        raise StartupError(
+            f"downsample_ratio in {fields.source} is {short_repr(ratio)} for {side} x {side} patches a tile",
+            "It must be one part of a whole number that divides them",
+        )
+    return merge
+
+
+def _grid_sizes(fields: ConfigReader, tile: int) -> tuple[tuple[int, int], ...]:
+    """image_grid_pinpoints: heights and widths, in whole tiles."""
+    found = fields.config.get("image_grid_pinpoints")
+    if found is None:
+        found = [[rows * tile, columns * tile] for rows in range(1, 7) for columns in range(1, 7)]
+    if not isinstance(found, list) or not 1 <= len(found) <= MAX_SIZES:
+        raise StartupError(f"image_grid_pinpoints is {short_repr(found)}", f"It must list 1 to {MAX_SIZES} sizes")
+    for size in found:
+        whole = (
+            isinstance(size, list) and len(size) == 2 and all(type(x) is int and x > 0 and not x % tile for x in size)
+        )
+        if not whole or size[0] * size[1] > MAX_TILES * tile**2:
+            limit = f"Each must be a height and a width in whole tiles of {tile} pixels, {MAX_TILES} tiles at most"
+            raise StartupError(f"image_grid_pinpoints has {short_repr(size)}", limit)
+    return tuple((size[0], size[1]) for size in found)

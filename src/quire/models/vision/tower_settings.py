@@ -1,0 +1,209 @@
+"""What a config.json says of a vision tower: one reader for the four kinds there are. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from quire.errors import StartupError, short_repr
+from quire.models.config_reader import ConfigReader
+
+CLIP, SIGLIP, INTERN, MLLAMA = "clip", "siglip", "intern", "mllama"
+MAX_LAYERS = 256
+MAX_IMAGE = 4096  # pixels a side of a tile
+MAX_PATCHES = 1 << 14  # of a tile
+ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "quick_gelu", "relu", "silu")
+DEFAULTS: dict[str, dict[str, Any]] = {
+    CLIP: {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
+           "image_size": 224, "patch_size": 32, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5},
+    SIGLIP: {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
+             "image_size": 224, "patch_size": 16, "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6},
+    INTERN: {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
+             "image_size": 448, "patch_size": 14, "hidden_act": "gelu", "layer_norm_eps": 1e-6},
+    MLLAMA: {"hidden_size": 1280, "intermediate_size": 5120, "num_hidden_layers": 32, "attention_heads": 16,
+             "image_size": 448, "patch_size": 14, "hidden_act": "gelu", "norm_eps": 1e-5},
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TowerSettings:
+    """`layers` are run, of those `checkpoint_layers` in the checkpoint; `final_norm` is put behind the last.
+    `image_size` pixels a side
+    are `patches_per_side` patches of `patch_size` pixels. Of Llama 3.2 Vision's: `global_layers`,
+    `intermediate_layers` (the layers whose inputs are
+    given out too) and the tiles of a picture, all of which it sees at once."""
+
+    kind: str
+    hidden: int
+    intermediate: int
+    layers: int
+    checkpoint_layers: int
+    heads: int
+    image_size: int
+    patch_size: int
+    activation: str
+    norm_eps: float
+    qkv_bias: bool = True
+    qk_norm: bool = False
+    use_rms_norm: bool = False
+    final_norm: bool = False
+    fused_qkv: bool = False
+    global_layers: int = 0
+    intermediate_layers: tuple[int, ...] = ()
+    max_tiles: int = 1
+
+    @property
+    def patches_per_side(self) -> int:
+        return self.image_size // self.patch_size
+
+    @property
+    def patches(self) -> int:
+        return self.patches_per_side**2
+
+    @property
+    def num_grid_shapes(self) -> int:
+        """Of Llama 3.2 Vision: grids of tiles that a picture can have."""
+        return sum(self.max_tiles // rows for rows in range(1, self.max_tiles + 1))
+
+    @property
+    def tokens(self) -> int:
+        """What a tile is within the tower: its patches, a class token (not SigLIP), and what rounds mllama's up."""
+        count = self.patches + (self.kind != SIGLIP)
+        return -(-count // 8) * 8 if self.kind == MLLAMA else count
+
+    @property
+    def out_features(self) -> int:
+        """Numbers that the tower gives for each patch."""
+        return self.hidden * (1 + len(self.intermediate_layers))
+
+    @property
+    def activations_per_tile(self) -> int:
+        """Numbers that are there at once, at most, for each tile that is encoded: the stream, what was added to it last
+        and what is to be next, its norm, the MLP's result and twice its inside (once on a GPU), or queries, keys and
+        values with what attention finds; and its patches, cut."""
+        block = max(5 * self.hidden + 2 * self.intermediate, 8 * self.hidden)
+        return self.tokens * (block + len(self.intermediate_layers) * self.hidden) + 3 * self.image_size**2
+
+    @property
+    def operations(self) -> tuple[int, int]:
+        """Of a part: those of products with all weights, and those of attention among all that is seen at once."""
+        tokens, layers = self.tokens * self.max_tiles, self.layers + self.global_layers
+        return 2 * self.parameters * self.patches * self.max_tiles, 4 * layers * self.hidden * tokens**2
+
+    @property
+    def parameters(self) -> int:
+        h, positions = self.hidden, self.patches + (self.kind != SIGLIP)
+        norm = h if self.use_rms_norm else 2 * h
+        attention = 4 * h * h + self.qkv_bias * 3 * h + (self.kind != MLLAMA) * h + self.qk_norm * 2 * h
+        layer = attention + 2 * h * self.intermediate + self.intermediate + h + 2 * norm + (self.kind == INTERN) * 2 * h
+        embeddings = h * 3 * self.patch_size**2 + (self.kind in (SIGLIP, INTERN)) * h + positions * h
+        embeddings += (self.kind != SIGLIP) * h
+        if self.kind == MLLAMA:
+            tables = (self.num_grid_shapes + 1) * self.max_tiles * h
+            embeddings += tables * (positions + 2) + 3 + 2 * 2 * h + self.global_layers * 2
+        if self.kind == CLIP:
+            embeddings += 2 * h
+        return embeddings + (self.layers + self.global_layers) * layer + self.final_norm * 2 * h
+
+
+def read_tower(
+    fields: ConfigReader,
+    kind: str,
+    feature_layer: int | None,
+    defaults: dict[str, Any] | None = None,
+    published: bool = False,
+) -> TowerSettings:
+    """A section of a config.json. `feature_layer`: -1 for the last layer's output, -2 for the one before; None for the
+    last
+    one's behind the final norm. StartupError for what is missing, wrong or not supported."""
+    usual = {**DEFAULTS[kind], **(defaults or {})}
+    fields.require_value("num_channels", 3)
+    heads_name = "attention_heads" if kind == MLLAMA else "num_attention_heads"
+    hidden, heads = fields.get_int("hidden_size", usual["hidden_size"]), fields.get_int(heads_name, usual[heads_name])
+    image, patch = (
+        _read_side(fields, "image_size", usual["image_size"]),
+        _read_side(fields, "patch_size", usual["patch_size"]),
+    )
+    stored = fields.get_int("num_hidden_layers", usual["num_hidden_layers"], maximum=MAX_LAYERS)
+    layers = stored + 1 + (-1 if feature_layer is None else feature_layer)
+    activation = fields.get_str("hidden_act", usual["hidden_act"])
+    if hidden % heads or (hidden // heads) % 2:
+        raise StartupError(f"{fields.source}: hidden_size {hidden} is not {heads_name} ({heads}) times an even size")
+    if not patch <= image <= MAX_IMAGE or (image // patch) ** 2 > MAX_PATCHES:
+        cause = f"{fields.source}: tiles of {image} pixels in patches of {patch}"
+        raise StartupError(cause, f"A tile has {MAX_IMAGE} pixels a side and {MAX_PATCHES} patches at most")
+    if layers < 1:
+        raise StartupError(f"{fields.source}: of {stored} layers none is left before the one whose output is read")
+    if activation not in ACTIVATIONS:
+        raise StartupError(
+            f"hidden_act {short_repr(activation)} in {fields.source}", f"Supported: {', '.join(ACTIVATIONS)}"
+        )
+    eps = "norm_eps" if kind == MLLAMA else "layer_norm_eps"
+    more: dict[str, Any] = {"final_norm": kind == SIGLIP and feature_layer is None}
+    if kind == INTERN:
+        more = _read_intern(fields, published, feature_layer)
+    if kind == MLLAMA:
+        more = _read_mllama(fields, layers, hidden)
+    return TowerSettings(
+        kind=kind,
+        hidden=hidden,
+        intermediate=fields.get_int("intermediate_size", usual["intermediate_size"]),
+        layers=layers,
+        checkpoint_layers=stored,
+        heads=heads,
+        image_size=image,
+        patch_size=patch,
+        activation=activation,
+        norm_eps=fields.get_float(eps, usual[eps]),
+        **more,
+    )
+
+
+def _read_intern(fields: ConfigReader, published: bool, feature: int | None) -> dict[str, Any]:
+    """transformers' names of the options, or those of the config that was published with the weights."""
+    names = ("qkv_bias", "qk_normalization", "rms_norm") if published else ("attention_bias", "use_qk_norm", "rms_norm")
+    norm = fields.get_str("norm_type", "rms_norm" if published else "layer_norm")
+    if norm not in ("layer_norm", "rms_norm"):
+        raise StartupError(f"norm_type {short_repr(norm)} in {fields.source}", "layer_norm and rms_norm are supported")
+    fields.require_value("use_mask_token", False)
+    fields.require_value("use_absolute_position_embeddings", True)
+    return {
+        "qkv_bias": fields.get_bool(names[0], False),
+        "qk_norm": fields.get_bool(names[1], published),
+        "use_rms_norm": norm == "rms_norm",
+        "final_norm": not published and feature == -1 and not fields.get_bool("use_mean_pooling", True),
+        "fused_qkv": published,
+    }
+
+
+def _read_mllama(fields: ConfigReader, layers: int, hidden: int) -> dict[str, Any]:
+    tiles = fields.get_int("max_num_tiles", 4, maximum=16)
+    taps = fields.config.get("intermediate_layers_indices")
+    taps = [3, 7, 15, 23, 30] if taps is None else taps
+    if not isinstance(taps, list) or not all(type(tap) is int and 0 <= tap < layers for tap in taps):
+        raise StartupError(
+            f"intermediate_layers_indices in {fields.source} is {short_repr(taps)}", f"Layers are 0 to {layers - 1}"
+        )
+    if taps != sorted(set(taps)):
+        raise StartupError(f"intermediate_layers_indices in {fields.source} is {short_repr(taps)}", "It must ascend")
+    ratios = [[rows, columns] for rows in range(1, tiles + 1) for columns in range(1, tiles // rows + 1)]
+    fields.require_value("supported_aspect_ratios", ratios)
+    made = fields.get_int("vision_output_dim", hidden * (1 + len(taps)))
+    if made != hidden * (1 + len(taps)):
+        raise StartupError(f"vision_output_dim is {made}, but {1 + len(taps)} times {hidden} numbers are made")
+    return {
+        "qkv_bias": False,
+        "global_layers": fields.get_int("num_global_layers", 8, maximum=MAX_LAYERS),
+        "intermediate_layers": tuple(taps),
+        "max_tiles": tiles,
+    }
+
+
+def _read_side(fields: ConfigReader, name: str, default: int) -> int:
+    """Pixels a side: a number, or a list of two equal ones."""
+    value = fields.config.get(name)
+    if isinstance(value, list | tuple):
+        if len(value) != 2 or value[0] != value[1]:
+            raise StartupError(f"{name} in {fields.source} is {short_repr(value)}", "Tiles and patches must be squares")
+        return int(ConfigReader({name: value[0]}, fields.source).get_int(name))
+    return int(fields.get_int(name, default))

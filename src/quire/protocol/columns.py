@@ -1,0 +1,208 @@
+"""Columns of numbers as bytes, little-endian, and a reader of them: what the wire forms of messages are made of.
+
+A reader checks each count against the bytes that remain before it makes anything of that size."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, chain, pairwise, repeat
+from typing import Any
+
+from quire.protocol.step_plan import TopLogprobs
+
+MAX_FRAME_BYTES, MAX_STEP_SLICES = 2**28, 2**16  # of a frame; of a step, more than a launch takes
+MAX_PIXEL_BYTES = 2**27  # bytes that a request's pictures have, prepared
+COUNT = struct.Struct("<I")
+WIDTHS = {ord("b"): 1, ord("i"): 4, ord("q"): 8}  # bytes of a number, by the code before a column
+LENGTHS_ZERO, LENGTHS_ONE, LENGTHS_LISTED = (
+    0,
+    1,
+    2,
+)  # how long runs are: none has any, each has one, or there is a column of counts
+
+
+tuple_new = tuple.__new__  # makes a NamedTuple of a tuple at half the cost of its constructor
+
+
+class WireError(ValueError):
+    """A frame that can't be read, or a message that can't be said in one: `field` is where, `offset` the byte."""
+
+    def __init__(self, field: str, why: str, offset: int | None = None) -> None:
+        super().__init__(f"{field}{'' if offset is None else f' at byte {offset}'}: {why}")
+        self.field, self.offset = field, offset
+
+
+def pack_struct(form: struct.Struct, field: str, *values: Any) -> bytes:
+    try:
+        return form.pack(*values)
+    except struct.error as error:
+        raise WireError(field, str(error)) from error
+
+
+def write_ints(values: Sequence[int], field: str, width: str = "i") -> bytes:
+    """A column: the code of a width that holds all values, `width` if it does, and the values."""
+    try:
+        return struct.pack(f"<c{len(values)}{width}", width.encode(), *values)
+    except struct.error as error:
+        if width == "q":
+            raise WireError(field, str(error)) from error
+        return write_ints(values, field, "i" if width == "b" else "q")
+
+
+def write_floats(values: Sequence[float], field: str) -> bytes:
+    return pack_struct(struct.Struct(f"<{len(values)}d"), field, *values)
+
+
+def write_run_lengths(runs: Sequence[Sequence[Any]], field: str) -> bytes:
+    """How long each of some runs is."""
+    if not any(runs):
+        return b"\0"
+    lengths = list(map(len, runs))
+    return b"\1" if lengths.count(1) == len(runs) else write_ints(lengths, field)
+
+
+def write_runs(runs: Sequence[Sequence[int]], field: str) -> Iterator[bytes]:
+    """Runs of integers: how long each is, and all of them end to end."""
+    kind, numbers = flatten_runs(runs)
+    if kind != LENGTHS_LISTED:
+        yield bytes((kind,))
+    else:
+        yield write_ints(list(map(len, runs)), field)
+    if kind != LENGTHS_ZERO:
+        yield write_ints(numbers, field)
+
+
+def flatten_runs(runs: Sequence[Sequence[int]]) -> tuple[int, Sequence[int]]:
+    """How long all runs are (ZEROS, ONES, LISTED), and their numbers end to end."""
+    if not any(runs):
+        return LENGTHS_ZERO, ()
+    try:
+        return LENGTHS_ONE, [number for (number,) in runs]
+    except ValueError:
+        return LENGTHS_LISTED, list(chain.from_iterable(runs))
+
+
+def write_top_logprobs(top_logprobs: Sequence[TopLogprobs]) -> Iterator[bytes]:
+    if not top_logprobs:
+        return
+    tokens, logprobs, ranks, ids, alternatives = zip(*top_logprobs)
+    yield write_ints(tokens, "top tokens")
+    yield write_floats(logprobs, "top logprobs")
+    yield write_ints(ranks, "top ranks")
+    yield from write_runs(ids, "top ids")
+    yield write_run_lengths(alternatives, "numbers of top alternatives")
+    yield write_floats(list(chain.from_iterable(alternatives)), "top alternatives")
+
+
+def write_vectors(vectors: Sequence[Sequence[float]], field: str) -> Iterator[bytes]:
+    """Runs of numbers."""
+    yield write_ints(list(map(len, vectors)), field)
+    try:
+        yield struct.pack(f"<{sum(map(len, vectors))}d", *chain.from_iterable(vectors))
+    except (struct.error, OverflowError) as error:
+        raise WireError(field, str(error)) from error
+
+
+class FrameReader:
+    """A frame, read up to byte `offset`."""
+
+    __slots__ = ("end", "frame", "offset")
+
+    def __init__(self, frame: bytes | bytearray | memoryview) -> None:
+        self.frame, self.offset, self.end = frame, 0, len(frame)
+
+    def error(self, field: str, why: str) -> WireError:
+        return WireError(field, why, self.offset)
+
+    def check_count(self, count: int, field: str) -> int:
+        if count <= MAX_STEP_SLICES:
+            return count
+        raise self.error(field, f"{count} are announced, at most {MAX_STEP_SLICES} are read")
+
+    def skip(self, size: int, field: str) -> int:
+        """Go on by `size` bytes; returns where they begin."""
+        at = self.offset
+        if size > self.end - at:
+            raise self.error(field, f"{size} bytes are announced, {self.end - at} remain")
+        self.offset = at + size
+        return at
+
+    def unpack(self, form: struct.Struct, field: str) -> tuple[Any, ...]:
+        return form.unpack_from(self.frame, self.skip(form.size, field))
+
+    def read_ints(self, count: int, field: str) -> tuple[int, ...]:
+        """A column of `count` integers."""
+        at = self.skip(1, field)
+        size = WIDTHS.get(self.frame[at])
+        if size is None:
+            raise WireError(field, f"{self.frame[at]} is no width of a number", at)
+        start = self.skip(size * count, field)
+        return struct.unpack_from(f"<{count}{self.frame[at]:c}", self.frame, start)
+
+    def read_floats(self, count: int, field: str) -> tuple[float, ...]:
+        return struct.unpack_from(f"<{count}d", self.frame, self.skip(8 * count, field))
+
+    def read_run_lengths(self, runs: int, field: str) -> int | Sequence[int]:
+        """How long each of `read_runs` runs is, one number if all are as long. There must be other proof of "
+        "`read_runs`."""
+        at = self.skip(1, field)
+        if self.frame[at] in (LENGTHS_ZERO, LENGTHS_ONE):
+            return self.frame[at]
+        self.offset = at
+        return self.read_lengths(runs, field)
+
+    def read_lengths(self, runs: int, field: str) -> Sequence[int]:
+        at = self.offset
+        lengths = self.read_ints(runs, field)
+        if lengths and min(lengths) < 0:
+            raise WireError(field, f"a length is {min(lengths)}", at)
+        return lengths
+
+    def read_runs(self, count: int, field: str) -> Iterable[tuple[int, ...]]:
+        """`count` runs of integers. There must be other proof of `count`."""
+        lengths = self.read_run_lengths(count, field)
+        if lengths == LENGTHS_ZERO:
+            return repeat((), count)
+        if lengths == LENGTHS_ONE:
+            return zip(self.read_ints(count, field))
+        assert not isinstance(lengths, int)
+        return split_runs(self.read_ints(sum(lengths), field), lengths)
+
+
+def split_runs(values: tuple[Any, ...], lengths: Iterable[int]) -> list[tuple[Any, ...]]:
+    return [values[start:end] for start, end in pairwise(accumulate(lengths, initial=0))]
+
+
+def read_text(reader: FrameReader, length: int) -> str:
+    at = reader.skip(length, "error")
+    try:
+        return bytes(reader.frame[at : at + length]).decode("utf-8", "surrogatepass")
+    except UnicodeDecodeError as error:
+        raise WireError("error", f"no UTF-8: {error.reason}", at + error.start) from error
+
+
+def read_vectors(reader: FrameReader, count: int, field: str) -> list[tuple[float, ...]]:
+    """`count` runs of numbers. There must be other proof of `count`."""
+    lengths = reader.read_lengths(count, field)
+    total = sum(lengths)
+    return split_runs(reader.read_floats(total, field), lengths)
+
+
+def read_top_logprobs(reader: FrameReader, samples: int) -> Iterable[tuple[TopLogprobs, ...]]:
+    """The tops of so many samples. There must be other proof of that number."""
+    numbers = reader.read_run_lengths(samples, "numbers of tops")
+    count = numbers * samples if isinstance(numbers, int) else sum(numbers)
+    if not count:
+        return repeat((), samples)
+    tokens = reader.read_ints(count, "top tokens")
+    logprobs = reader.read_floats(count, "top logprobs")
+    ranks = reader.read_ints(count, "top ranks")
+    ids = reader.read_runs(count, "top ids")
+    lengths = reader.read_run_lengths(count, "numbers of top alternatives")
+    each: Sequence[int] = (lengths,) * count if isinstance(lengths, int) else lengths
+    alternatives = split_runs(reader.read_floats(sum(each), "top alternatives"), each)
+    tops: tuple[TopLogprobs, ...] = tuple(
+        map(tuple_new, repeat(TopLogprobs), zip(tokens, logprobs, ranks, ids, alternatives))
+    )
+    return zip(tops) if isinstance(numbers, int) else split_runs(tops, numbers)

@@ -1,0 +1,339 @@
+"""What a request may ask for: how tokens are chosen and when to stop. Every value is checked where it comes in, and an
+error names the value and the limit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire.errors import InputError
+from quire.protocol.method import Method
+from quire.protocol.step_plan import DeviceSamplingParams
+from quire.protocol.structured_output import Grammar, Structured, StructuredOutputsParams
+
+MAX_N = 128
+MAX_BEAM_WIDTH = 64
+MAX_STOPS = 16
+MAX_STOP_CHARS = 256
+MAX_LOGPROBS = 20
+MAX_LOGPROB_IDS = 128
+MAX_BIASES = 1024
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_IDS = 1024  # in all of them together
+MAX_TOKENS = 2**31 - 1
+MAX_TOKEN_IDS = 2**20
+MAX_STOP_IDS = 1024
+POOLINGS = ("auto", "mean", "last")
+
+
+def _check_int(name: str, value: Any, low: int, high: int) -> int:
+    """`value`, checked; `name` may go on after the parameter's own name: "stop_token_ids[3]"."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InputError(f"{name} must be an integer, got {type(value).__name__}", _param_name(name))
+    if not low <= value <= high:
+        raise InputError(f"{name} must be between {low} and {high}, got {_short_repr(value)}", _param_name(name))
+    return value
+
+
+def _param_name(name: str) -> str:
+    return name.split("[")[0].split(" ")[0]
+
+
+def _check_float(name: str, value: Any, low: float, high: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise InputError(f"{name} must be a number, got {type(value).__name__}", _param_name(name))
+    if isinstance(value, int) and abs(value) > 2**53:
+        raise InputError(f"{name} must be between {low} and {high}, got {_short_repr(value)}", _param_name(name))
+    if not math.isfinite(value) or not low <= value <= high:
+        raise InputError(f"{name} must be between {low} and {high}, got {_short_repr(value)}", _param_name(name))
+    return float(value)
+
+
+def _check_bool(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise InputError(f"{name} must be true or false, got {type(value).__name__}", name)
+    return value
+
+
+def _short_repr(value: object) -> str:
+    """A value as an error may show it: short, whatever was sent."""
+    if isinstance(value, int) and abs(value) >= 10**30:
+        return f"an integer of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _check_strings(name: str, value: Any, count: int, chars: int) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    items = (value,) if isinstance(value, str) else value
+    if not isinstance(items, Iterable) or isinstance(items, bytes | Mapping):
+        raise InputError(f"{name} must be a string or a list of strings, got {type(value).__name__}", name)
+    texts = tuple(items)
+    if len(texts) > count:
+        raise InputError(f"{name} may have at most {count} entries, got {len(texts)}", name)
+    for text in texts:
+        if not isinstance(text, str):
+            raise InputError(f"{name} must hold strings, got {type(text).__name__}", name)
+        if not 1 <= len(text) <= chars:
+            raise InputError(f"each entry of {name} must have 1 to {chars} characters, got {len(text)}", name)
+    return texts
+
+
+def _check_token_ids(name: str, value: Any, most: int = MAX_TOKEN_IDS) -> tuple[int, ...]:
+    """Distinct token ids, in their order."""
+    if not isinstance(value, Iterable) or isinstance(value, str | bytes | Mapping):
+        raise InputError(f"{name} must be a list of token ids, got {type(value).__name__}", name)
+    ids = tuple(value)
+    if len(ids) > most:
+        raise InputError(f"{name} may have at most {most} entries, got {len(ids)}", name)
+    for i, item in enumerate(ids):
+        if type(item) is not int or not 0 <= item <= MAX_TOKENS:
+            _check_int(f"{name}[{i}]", item, 0, MAX_TOKENS)
+    return tuple(dict.fromkeys(ids))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to choose tokens and when to stop; vLLM's names. Every value is checked here: InputError names the limit.
+
+    `temperature` 0 is greedy. `top_k` 0 or -1 keeps all tokens. `max_tokens` None means as many as the model's length
+    allows. `logprobs` k returns the chosen token's log-probability and those of the k most likely; with
+    `logprob_token_ids` those of exactly these tokens come in place of the most likely ones, and `logprobs` is None or
+    as many (an empty list is None). `seed` makes the result a function of (seed, prompt) whatever else is in the batch.
+    With `pooling` nothing is generated: hidden states of the prompt are returned, their "mean", the "last" token's, or
+    what the engine was started with ("auto").
+    `bad_word_ids` and `stop_automaton` are filled from `bad_words` and `stop` by the engine's tokenizer, before the
+    request is queued. `structured` is the form of the output, given as such or by vLLM's names in `structured_outputs`;
+    `grammar` is made of it where it comes in, too.
+    """
+
+    n: int = 1
+    best_of: int | None = None
+    beam_width: int | None = None
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
+    method: Callable[[], Method] | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] | list[str] | str | None = ()
+    stop_token_ids: tuple[int, ...] | list[int] | None = ()
+    bad_words: tuple[str, ...] | list[str] | None = ()
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    allowed_token_ids: tuple[int, ...] | list[int] | None = None
+    logit_bias: Mapping[int, float] | None = None
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] | list[int] | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    detokenize: bool = True
+    pooling: str | None = None
+    structured: Structured | None = None
+    structured_outputs: StructuredOutputsParams | None = None
+    stop_automaton: Any = field(default=None, compare=False, repr=False)
+    grammar: Grammar | None = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        def put(name: str, value: Any) -> None:
+            object.__setattr__(self, name, value)  # frozen: normalised once, here
+
+        _check_int("n", self.n, 1, MAX_N)
+        self._check_branches()
+        put("temperature", _check_float("temperature", self.temperature, 0.0, 100.0))
+        put("top_p", _check_float("top_p", self.top_p, 0.0, 1.0))
+        if self.top_p == 0.0:
+            raise InputError("top_p must be above 0 and at most 1, got 0", "top_p")
+        put("top_k", max(_check_int("top_k", self.top_k, -1, MAX_TOKENS), 0))
+        put("min_p", _check_float("min_p", self.min_p, 0.0, 1.0))
+        put("presence_penalty", _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0))
+        put("frequency_penalty", _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0))
+        put("repetition_penalty", _check_float("repetition_penalty", self.repetition_penalty, 0.01, 100.0))
+        if self.seed is not None:
+            _check_int("seed", self.seed, -(2**63), 2**63 - 1)
+        put("stop", _check_strings("stop", self.stop, MAX_STOPS, MAX_STOP_CHARS))
+        put(
+            "stop_token_ids",
+            _check_token_ids(
+                "stop_token_ids", () if self.stop_token_ids is None else self.stop_token_ids, MAX_STOP_IDS
+            ),
+        )
+        put("bad_words", _check_strings("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_STOP_CHARS))
+        if (total := sum(map(len, self.bad_word_ids))) > MAX_BAD_WORD_IDS:
+            raise InputError(
+                f"bad_word_ids may have at most {MAX_BAD_WORD_IDS} tokens in all, got {total}", "bad_word_ids"
+            )
+        if self.allowed_token_ids is not None:
+            put("allowed_token_ids", _check_token_ids("allowed_token_ids", self.allowed_token_ids))
+            if not self.allowed_token_ids:
+                raise InputError("allowed_token_ids must not be empty", "allowed_token_ids")
+        if self.logit_bias is not None:
+            put("logit_bias", self._check_logit_bias(self.logit_bias))
+        if self.max_tokens is not None:
+            _check_int("max_tokens", self.max_tokens, 1, MAX_TOKENS)
+        _check_int("min_tokens", self.min_tokens, 0, MAX_TOKENS)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InputError(
+                f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}", "min_tokens"
+            )
+        self._check_logprobs()
+        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "detokenize"):
+            _check_bool(name, getattr(self, name))
+        if self.stop and not self.detokenize:
+            raise InputError("stop strings need detokenize=True", "stop")
+        put("structured", self._resolve_structured())
+        if self.pooling is not None:
+            self._check_pooling()
+
+    def _check_pooling(self) -> None:
+        if self.pooling not in POOLINGS:
+            raise InputError(
+                f"pooling must be one of {', '.join(POOLINGS)}, got {_short_repr(self.pooling)}", "pooling"
+            )
+        for name, plain in (("n", 1), ("best_of", None), ("beam_width", None), ("method", None), ("logprobs", None),
+                            ("logprob_token_ids", None), ("prompt_logprobs", None), ("structured", None)):  # fmt: skip
+            if getattr(self, name) != plain:
+                raise InputError(f"{name} can't be combined with pooling, which generates nothing", name)
+
+    def _resolve_structured(self) -> Structured | None:
+        """The form of the output, by whichever name it was given. Beams and methods have none: they choose among the
+        likeliest tokens, which a grammar would have to know before."""
+        found, name = self.structured, "structured_outputs"
+        if found is not None and not isinstance(found, Structured):
+            raise InputError(f"structured must be Structured, got {type(found).__name__}", "structured")
+        if (other := self.structured_outputs) is not None:
+            if not isinstance(other, StructuredOutputsParams):
+                raise InputError(f"{name} must be StructuredOutputsParams, got {type(other).__name__}", name)
+            if found not in (None, other.structured()):
+                raise InputError(f"{name} and structured ask for different forms: give one", name)
+            found = other.structured()
+        for what, clash in (("beam search", self.beam_width), ("a method", self.method)):
+            if found is not None and clash is not None:
+                raise InputError(f"{name} can't be combined with {what}", name)
+        for what, given in (("min_tokens", self.min_tokens > 0), ("ignore_eos", self.ignore_eos)):
+            if found is not None and given:
+                raise InputError(f"{what} can't be combined with {name}: a grammar says when an output ends", what)
+        return found
+
+    def _check_branches(self) -> None:
+        if self.best_of is not None:
+            _check_int("best_of", self.best_of, 1, MAX_N)
+            if self.best_of < self.n:
+                raise InputError(f"best_of must be at least n ({self.n}), got {self.best_of}", "best_of")
+        object.__setattr__(self, "length_penalty", _check_float("length_penalty", self.length_penalty, -10.0, 10.0))
+        if self.early_stopping != "never" and not isinstance(self.early_stopping, bool):
+            raise InputError(
+                f'early_stopping must be true, false or "never", got {_short_repr(self.early_stopping)}',
+                "early_stopping",
+            )
+        if self.beam_width is None:
+            return
+        _check_int("beam_width", self.beam_width, 1, MAX_BEAM_WIDTH)
+        if self.n > self.beam_width:
+            raise InputError(f"n must be at most beam_width ({self.beam_width}), got {self.n}", "n")
+        for name, clash in (
+            ("best_of", self.best_of not in (None, self.beam_width)),
+            ("stop", bool(self.stop)),
+            ("method", self.method is not None),
+        ):
+            if clash:
+                hint = "; stop_token_ids works" if name == "stop" else ""
+                raise InputError(f"{name} can't be combined with beam search{hint}", name)
+
+    def _check_logprobs(self) -> None:
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), 0, MAX_LOGPROBS)
+        if self.logprob_token_ids is None:
+            return
+        ids = _check_token_ids("logprob_token_ids", self.logprob_token_ids, MAX_LOGPROB_IDS) or None
+        object.__setattr__(self, "logprob_token_ids", ids)
+        if ids is None:
+            return
+        if self.logprobs not in (None, len(ids)):
+            limit = f"None or the number of logprob_token_ids ({len(ids)})"
+            raise InputError(f"logprobs must be {limit}, got {self.logprobs}", "logprobs")
+        for name, what in (("beam_width", "beam search"), ("method", "a method")):
+            if getattr(self, name) is not None:
+                raise InputError(f"logprob_token_ids can't be combined with {what}", "logprob_token_ids")
+
+    @staticmethod
+    def _check_logit_bias(value: Any) -> dict[int, float]:
+        if not isinstance(value, Mapping):
+            raise InputError(f"logit_bias must map token ids to numbers, got {type(value).__name__}", "logit_bias")
+        if len(value) > MAX_BIASES:
+            raise InputError(f"logit_bias may have at most {MAX_BIASES} entries, got {len(value)}", "logit_bias")
+        biases: dict[int, float] = {}
+        for key, bias in value.items():
+            token = int(key) if isinstance(key, str) and len(key) <= 12 and key.isascii() and key.isdigit() else key
+            _check_int(f"logit_bias key {_short_repr(key)}", token, 0, MAX_TOKENS)
+            biases[token] = _check_float(f"logit_bias[{token}]", bias, -100.0, 100.0)
+        return biases
+
+    @property
+    def width(self) -> int:
+        """The most sequences that a request of these parameters holds at once."""
+        return self.beam_width or self.best_of or self.n
+
+    @property
+    def returns_best_of(self) -> bool:
+        """Which branches are returned is known at the end only: best_of above n."""
+        return self.beam_width is None and self.best_of is not None and self.best_of > self.n
+
+    @property
+    def num_logprobs(self) -> int:
+        """The most likely tokens whose log-probabilities come beside that of each chosen one; those of
+        `logprob_token_ids` come in their place. -1: none come, not even its own."""
+        if self.logprob_token_ids:
+            return 0
+        return -1 if self.logprobs is None else self.logprobs
+
+    @property
+    def needs_history(self) -> bool:
+        """The sampler must know the tokens so far."""
+        return self.to_device_params().needs_history
+
+    def to_device_params(self) -> DeviceSamplingParams:
+        """What the data plane must know of these parameters: how tokens are drawn, not what becomes of them."""
+        return DeviceSamplingParams(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            min_tokens=self.min_tokens,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
+            logit_bias=tuple((self.logit_bias or {}).items()),
+            bad_word_ids=tuple(map(tuple, self.bad_word_ids)),
+            candidates_only=self.beam_width is not None or self.method is not None,
+            prompt_logprobs=-1 if self.prompt_logprobs is None else self.prompt_logprobs,
+            logprob_token_ids=tuple(self.logprob_token_ids or ()),
+            pooling=self.pooling or "",
+        )
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raise InputError for a token id that the model doesn't have."""
+        assert self.stop_token_ids is not None
+        for name, ids in (
+            ("stop_token_ids", self.stop_token_ids),
+            ("allowed_token_ids", self.allowed_token_ids or ()),
+            ("logit_bias", tuple(self.logit_bias or ())),
+            ("logprob_token_ids", self.logprob_token_ids or ()),
+        ):
+            for token in ids:
+                if token >= vocab_size:
+                    raise InputError(f"{name} holds token {token}, but the vocabulary has {vocab_size}", name)

@@ -1,0 +1,191 @@
+"""The body of /v1/messages, and what it is as a chat: Anthropic's names as the chat's. What its messages say is read by
+message_blocks.
+
+Nothing here reaches the engine: a ChatRequest comes out, which the chat's own path checks and answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any
+
+from pydantic import WithJsonSchema
+
+from quire.errors import InputError, short_repr
+from quire.protocol.sampling_params import MAX_STOPS
+from quire.server.adapter import ClientNames, Conversation, Json, SharedChatFields
+from quire.server.anthropic.blocks import MessageReader
+from quire.server.errors import ThreadsUnsupported
+from quire.server.request_models import OBJECT, ChatRequest, Objects, Strings, ranged_field
+from quire.text.chat_messages import MAX_MESSAGES
+
+BLOCKS_SCHEMA = {"type": "array", "items": {"type": "object", "required": ["type"]}}
+SYSTEM_SCHEMA = {"anyOf": [{"type": "string"}, BLOCKS_SCHEMA, {"type": "null"}]}
+MESSAGE_SCHEMA = {
+    "type": "object",
+    "required": ["role", "content"],
+    "properties": {
+        "role": {"enum": ["user", "assistant", "system"]},
+        "content": {"anyOf": [{"type": "string"}, {**BLOCKS_SCHEMA, "minItems": 1}]},
+    },
+}
+MESSAGES_SCHEMA = {"type": "array", "items": MESSAGE_SCHEMA, "minItems": 1, "maxItems": MAX_MESSAGES}
+TOOL_CHOICES = {"auto": "auto", "any": "required", "tool": "", "none": "none"}
+THINKING_TYPES = ("enabled", "adaptive", "disabled")
+THINKING_VARIABLES = ("enable_thinking", "thinking")  # what templates call it
+# Anthropic's fields that would change what is answered.
+UNSUPPORTED_FIELDS = ("container", "mcp_servers")
+NAMES = ClientNames(
+    "/v1/messages",
+    "messages",
+    {"stop": "stop_sequences", "max_completion_tokens": "max_tokens", "response_format": "output_config",
+     "reasoning_effort": "output_config", "parallel_tool_calls": "tool_choice", "thinking_token_budget": "thinking"},
+    {"messages": ((".image_url", ".source"), (".function.arguments", ".input"), (".function.name", ".name"),
+                  ("tool_call_id", "tool_use_id"), ("image_url parts", "image blocks")),
+     "response_format": (("response_format.json_schema", "output_config.format"),
+                         ("response_format", "output_config.format")),
+     "tools": ((".function.parameters", ".input_schema"), (".function.", ".")),
+     "tool_choice": (("required", "any"),),
+     "thinking_token_budget": (("thinking_token_budget", "thinking.budget_tokens"),)},
+)  # fmt: skip
+
+
+class CountTokensRequest(SharedChatFields):
+    """The body of /v1/messages/count_tokens: what says something of the prompt."""
+
+    messages: Annotated[Any, WithJsonSchema(MESSAGES_SCHEMA)]
+    system: Annotated[Any, WithJsonSchema(SYSTEM_SCHEMA)] = None
+    tools: Objects | None = None
+    tool_choice: Annotated[Any, WithJsonSchema({"anyOf": [OBJECT, {"type": "null"}]})] = None
+    thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+    output_format: dict[str, Any] | None = None
+    cache_control: dict[str, Any] | None = None
+
+
+class MessageRequest(CountTokensRequest):
+    """The body of /v1/messages: Anthropic's fields, and those of chats that have no other name here."""
+
+    max_tokens: Annotated[int, WithJsonSchema({"type": "integer", "minimum": 1})]
+    stop_sequences: Strings | None = ranged_field(maxItems=MAX_STOPS)
+    metadata: dict[str, Any] | None = None
+
+
+class TranslatedMessages:
+    """A request as a chat. `variables`: those that the model's template reads. `has_reasoning`: its thoughts are "
+    "known."""
+
+    def __init__(self, body: CountTokensRequest, variables: Collection[str], has_reasoning: bool) -> None:
+        extra = body.model_extra or {}
+        if extra.get("thread") is not None:
+            raise ThreadsUnsupported("thread is not supported: send all messages", "thread")
+        reader = MessageReader(body.system, body.messages)
+        self._body, self._ignored = body, reader.ignored
+        self.conversation: Conversation = reader.conversation
+        found = NAMES.check_fields(extra, type(body).model_fields, UNSUPPORTED_FIELDS)
+        if body.cache_control is not None:
+            self._ignored["cache_control"] = True
+        given = (
+            body.chat_fields()
+            | self._output_fields()
+            | self._thinking_fields(variables, has_reasoning)
+            | self._tool_fields()
+        )
+        if isinstance(body, MessageRequest):
+            given |= {"max_tokens": body.max_tokens, "stop": body.stop_sequences}
+        else:
+            given |= {"max_tokens": 1}
+        if self.conversation.last().get("role") == "assistant":  # the answer goes on with it
+            given |= {"continue_final_message": True}
+        self.chat_request = ChatRequest.model_construct(
+            messages=self.conversation.messages, **given, **(found | self._ignored)
+        )
+
+    def _output_fields(self) -> Json:
+        """output_config, and what its format was called before."""
+        config = dict(self._body.output_config or {})
+        form, effort = config.pop("format", None), config.pop("effort", None)
+        self._ignored |= {f"output_config.{name}": True for name, value in config.items() if value is not None}
+        if effort is not None and not isinstance(effort, str):
+            raise InputError(f"output_config.effort must be a string, got {type(effort).__name__}", "output_config")
+        if form is not None and self._body.output_format is not None:
+            raise InputError("output_config.format and output_format are the same: give one", "output_format")
+        return {"response_format": self._response_format(form or self._body.output_format), "reasoning_effort": effort}
+
+    def _response_format(self, form: Any) -> Json | None:
+        if form is None:
+            return None
+        if not isinstance(form, Mapping) or form.get("type") != "json_schema":
+            kind = short_repr(form.get("type") if isinstance(form, Mapping) else form)
+            raise InputError(f"output_config.format.type must be json_schema, got {kind}", "output_config")
+        schema = {name: form[name] for name in ("schema",) if form.get(name) is not None}
+        return {"type": "json_schema", "json_schema": {**schema, "strict": True}}
+
+    def _thinking_fields(self, variables: Collection[str], has_reasoning: bool) -> Json:
+        """`thinking`: the template's switch, a budget, and whether thoughts are returned."""
+        given, body = self._body.thinking, self._body
+        if given is None:
+            return {}
+        kind = given.get("type")
+        if kind not in THINKING_TYPES:
+            raise InputError(
+                f"thinking.type must be one of {', '.join(THINKING_TYPES)}, got {short_repr(kind)}", "thinking"
+            )
+        switches = {name: kind != "disabled" for name in THINKING_VARIABLES if kind != "adaptive" and name in variables}
+        found: Json = {"chat_template_kwargs": {**switches, **(body.chat_template_kwargs or {})}}
+        if kind == "disabled" or given.get("display") == "omitted":
+            found["include_reasoning"] = False
+        budget = given.get("budget_tokens")
+        if kind == "enabled":
+            most = body.max_tokens - 1 if isinstance(body, MessageRequest) else 2**31 - 1
+            if type(budget) is not int or not 1 <= budget <= most:
+                limit = f"a number from 1 to {most}, less than max_tokens" if most < 2**31 - 1 else "a number from 1 on"
+                raise InputError(f"thinking.budget_tokens must be {limit}, got {short_repr(budget)}", "thinking")
+            if has_reasoning:
+                found["thinking_token_budget"] = budget
+            else:  # clients ask any model for thoughts: one that has none keeps any budget
+                self._ignored["thinking"] = True
+        known = ("type", "display", *(("budget_tokens",) if kind == "enabled" else ()))
+        self._ignored |= {f"thinking.{name}": True for name in given if name not in known}
+        return found
+
+    def _tool_fields(self) -> Json:
+        tools = self._body.tools
+        choice = self._body.tool_choice or {}
+        kind = choice.get("type") if isinstance(choice, Mapping) else None
+        if choice and (not isinstance(kind, str) or kind not in TOOL_CHOICES):
+            form = '{"type": "auto"}, any, none, or {"type": "tool", "name": ...}'
+            raise InputError(f"tool_choice must be {form}, got {short_repr(choice)}", "tool_choice")
+        alone = choice.get("disable_parallel_tool_use")
+        if alone is not None and type(alone) is not bool:
+            raise InputError(
+                f"tool_choice.disable_parallel_tool_use must be true or false, got {short_repr(alone)}", "tool_choice"
+            )
+        wanted: Any = TOOL_CHOICES.get(kind or "")
+        if kind == "tool":
+            if not isinstance(choice.get("name"), str):
+                raise InputError(
+                    f"tool_choice.name must be a string, got {short_repr(choice.get('name'))}", "tool_choice"
+                )
+            wanted = {"type": "function", "function": {"name": choice["name"]}}
+        return {
+            "tools": None
+            if tools is None
+            else [self._to_chat_tool(f"tools[{i}]", tool) for i, tool in enumerate(tools)],
+            "tool_choice": wanted,
+            "parallel_tool_calls": False if alone else None,
+        }
+
+    def _to_chat_tool(self, at: str, tool: Json) -> Json:
+        """A tool as chats have it, whose path checks what it is."""
+        if tool.get("type") not in (None, "custom"):
+            raise InputError(f"{at}.type is {short_repr(tool['type'])}; only 'custom' is supported", "tools")
+        if not isinstance(tool.get("input_schema"), Mapping):
+            raise InputError(
+                f"{at}.input_schema must be a JSON schema, got {short_repr(tool.get('input_schema'))}", "tools"
+            )
+        known = {"name": "name", "description": "description", "input_schema": "parameters", "strict": "strict"}
+        ignored = {name for name in tool if name not in known and name != "type" and tool[name] is not None}
+        self._ignored |= {name if name == "cache_control" else f"tools.{name}": True for name in ignored}
+        function = {ours: tool[name] for name, ours in known.items() if tool.get(name) is not None}
+        return {"type": "function", "function": function}

@@ -1,0 +1,157 @@
+"""Outputs as Anthropic's messages: content blocks, the events that a stream says them with, and the message around
+them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from quire.core.outputs import BranchOutput
+from quire.server.adapter import parse_partial_arguments
+from quire.server.errors import to_failure
+from quire.server.events import EmitEvent, EventRenderer, OutputItems, unfinished_error
+from quire.server.json_pieces import JsonPieces, TokenStrings
+from quire.server.message_parser import ParsedCall
+from quire.server.render import ChoicePieces
+from quire.server.request_models import ChatRequest
+
+if TYPE_CHECKING:
+    from quire.server.service import PreparedChat
+
+Json = dict[str, Any]
+
+
+class TextBlock:
+    """A text, said as it comes."""
+
+    kind = "text"
+
+    def __init__(self, index: int, emit: EmitEvent) -> None:
+        self._emit, self._index, self._texts = emit, index, list[str]()
+        self.item: Json = self.new_block()
+        emit("content_block_start", index=index, content_block=self.item)
+
+    def new_block(self) -> Json:
+        """The block, with nothing in it."""
+        return {"type": "text", "text": ""}
+
+    def add(self, text: str) -> None:
+        """More of it."""
+        self._texts.append(text)
+        self._delta(f"{self.kind}_delta", **{self.kind: text})
+
+    def end(self, status: str) -> None:
+        """There is no more."""
+        self.item[self.kind] = "".join(self._texts)
+        self._emit("content_block_stop", index=self._index)
+
+    def _delta(self, kind: str, **members: str) -> None:
+        self._emit("content_block_delta", index=self._index, delta={"type": kind, **members})
+
+
+class ThinkingBlock(TextBlock):
+    """What a model thought, in full. There is no signature: what comes back is taken as it is."""
+
+    kind = "thinking"
+
+    def new_block(self) -> Json:
+        return {"type": "thinking", "thinking": "", "signature": ""}
+
+    def end(self, status: str) -> None:
+        self._delta("signature_delta", signature="")
+        super().end(status)
+
+
+class ToolBlock(TextBlock):
+    """A call of a tool. Its arguments are said as JSON, and are an object in a whole message."""
+
+    def __init__(self, index: int, emit: EmitEvent, call: ParsedCall) -> None:
+        self._call = call
+        super().__init__(index, emit)
+
+    def new_block(self) -> Json:
+        return {"type": "tool_use", "id": self._call.id, "name": self._call.name, "input": {}}
+
+    def add(self, text: str) -> None:
+        self._texts.append(text)
+        self._delta("input_json_delta", partial_json=text)
+
+    def end(self, status: str) -> None:
+        if not self._texts:
+            self.add("{}")
+        self.item["input"] = parse_partial_arguments("".join(self._texts))
+        self._emit("content_block_stop", index=self._index)
+
+
+class MessageBlocks(OutputItems):
+    """The blocks of a message."""
+
+    text_item, reasoning_item, call_item = TextBlock, ThinkingBlock, ToolBlock
+
+
+class MessageRenderer(EventRenderer):
+    """/v1/messages. Its first event waits for the first output, which says how much of the prompt was cached."""
+
+    def __init__(
+        self,
+        id: str,
+        model: str,
+        chat: ChatRequest,
+        prepared: PreparedChat,
+        token_strings: TokenStrings,
+        max_tokens: int,
+    ) -> None:
+        """`max_tokens`: max_tokens, of which the model's length may leave less."""
+        super().__init__(id, model, chat, prepared, token_strings, MessageBlocks(bool(chat.stream)))
+        self._max_tokens, self._has_started = max_tokens, False
+        self.body = {
+            "id": id, "type": "message", "role": "assistant", "model": model, "content": [], "stop_reason": None,
+            "stop_sequence": None, "usage": {},
+        }  # fmt: skip
+
+    def choice_nowait(self, at: int, output: BranchOutput) -> ChoicePieces | None:
+        if not self._has_started:
+            self._has_started = True
+            self.usage.add(at, 0, 0, output.cached_tokens)
+            self._items.emit("message_start", message={**self.body, "usage": self.usage_json()})
+            self._items.emit("ping")
+        return super().choice_nowait(at, output)
+
+    async def opening_choices(self) -> list[ChoicePieces]:
+        return []
+
+    def failure_events(self, error: BaseException) -> JsonPieces:
+        """A stream that failed ends with an error."""
+        self._items.emit("error", error=to_failure(error).anthropic_body()["error"])
+        return self._items.take_events()
+
+    def _finish(self, output: BranchOutput) -> None:
+        if output.finish_reason not in ("stop", "length"):
+            raise unfinished_error(output)
+        cut = output.finish_reason == "length"
+        self._items.finish("incomplete" if cut else "completed")
+        told: Json = {"stop_reason": self._stop_reason(cut, output.stop_reason), "stop_sequence": None}
+        if told["stop_reason"] == "stop_sequence":
+            told["stop_sequence"] = output.stop_reason
+        usage = self.usage_json()
+        self._items.emit("message_delta", delta=told, usage=usage)
+        self._items.emit("message_stop")
+        self.body |= {"content": self._items.items(), **told, "usage": usage}
+
+    def _stop_reason(self, hit_length: bool, stop: int | str | None) -> str:
+        if hit_length:
+            fits = sum(self.usage.completion_tokens.values()) >= self._max_tokens
+            return "max_tokens" if fits else "model_context_window_exceeded"
+        if isinstance(stop, str):
+            return "stop_sequence"
+        return "tool_use" if self._parser.has_call else "end_turn"
+
+    def usage_json(self) -> Json:
+        """Anthropic's usage object: what was cached isn't among the input's tokens."""
+        prompt, cached = sum(self.usage.prompt_lengths), sum(self.usage.cached_tokens.values())
+        return {
+            "input_tokens": prompt - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": sum(self.usage.completion_tokens.values()),
+            "output_tokens_details": {"thinking_tokens": self._parser.reasoning_tokens},
+        }

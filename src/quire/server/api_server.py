@@ -1,0 +1,391 @@
+"""`quire serve`: bind, load, listen; then wait for a signal or the engine's death. Imports the web libraries late."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from quire.config import EngineConfig
+from quire.errors import APIServerDead, EngineDead, StartupError
+from quire.ipc.child_process import InterruptGuard
+from quire.ipc.garbage_collection import freeze_loaded_objects
+from quire.ipc.thread_stacks import format_thread_stacks
+from quire.protocol.sampling_params import MAX_LOGPROBS
+from quire.server.descriptors import connection_capacity, raise_descriptor_limit
+from quire.server.keys import ADMIN_KEY_VARIABLE, read_keys
+from quire.server.prefixes import Prefix, read_prefixes, register_prefixes
+from quire.server.tls import check_certificate
+
+if TYPE_CHECKING:
+    from quire.async_llm import AsyncLLM
+    from quire.server.frontend_manager import FrontendManager
+    from quire.server.server_group import ServerGroup
+    from quire.text.chat_template import ChatTemplate
+    from quire.text.input_processor import InputProcessor
+
+DEATH_NOTICE_SECONDS = 1.0  # seconds in which a dead server still answers, so that its clients learn why
+SHUTDOWN_MARGIN_SECONDS = (
+    20.0  # seconds that the end may take beside draining, the engine's thread included; then it is forced
+)
+MAX_SHUTDOWN_TIMEOUT = 86_400  # seconds of --shutdown-timeout
+MAX_FRONTENDS = 64
+MAX_STORED_RESPONSES = 1 << 20  # responses
+log = logging.getLogger("quire.server")
+
+
+class ServeOptions(NamedTuple):
+    """How to serve; the model's own settings are in EngineConfig."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key_file: str | None = None
+    admin_key_file: str | None = None
+    prefixes: str | None = None  # a file of them
+    served_model_name: tuple[str, ...] = ()
+    chat_template: str | None = None
+    tool_call_parser: str | None = None  # None: as the template says
+    reasoning_parser: str | None = None  # the same
+    root_path: str = ""
+    shutdown_timeout: float = 30.0
+    access_log: bool = False
+    allowed_origins: tuple[str, ...] = ()  # of web pages that may ask from a browser
+    metrics_prefix: str = "quire"
+    console: bool = True
+    store_responses: int = 0  # the most of /v1/responses that are kept
+    server_info: bool = False
+    tokenizer_info: bool = False
+    strict: bool = False  # refuse unknown fields of requests
+    max_logprobs: int = MAX_LOGPROBS
+    log_requests: bool = False
+    ssl_keyfile: str | None = None
+    ssl_certfile: str | None = None
+    max_connections: int | None = None  # as many as there are descriptors for
+    stall_after: float = 60.0  # seconds
+    engine_process: str = "on"  # or "off": the engine is a thread
+    on_engine_death: str = "exit"  # or "restart", once
+    fronts: int = 1  # processes that speak HTTP
+    uvicorn_log_level: str = "warning"
+
+
+def serve(config: EngineConfig, options: ServeOptions, print_line: Callable[[str], None]) -> int:
+    """Serve until SIGTERM or Ctrl-C. Returns 0 after a clean end, 1 when the engine died or hangs. StartupError before
+    that."""
+    began = time.perf_counter()
+    _check_options(options)
+    keys, template = read_keys(options.api_key_file), read_chat_template(options.chat_template)
+    admin_keys = read_keys(options.admin_key_file, "--admin-key-file", ADMIN_KEY_VARIABLE)
+    prefixes = read_prefixes(options.prefixes)
+    listener = bind(options.host, options.port)
+    from quire.server.frontend_manager import FrontendManager, worker_settings
+
+    settings = worker_settings(config, options, keys, admin_keys, template.source if template is not None else None)
+    fronts = FrontendManager(options.fronts, listener, settings, options.max_connections)
+    with InterruptGuard() as interrupts:
+        llm, name = _load_model(config, options, fronts)
+    try:
+        interrupts.raise_if_interrupted()
+        if template is not None:
+            set_chat_template(llm.prompts, template)
+        for line in [*llm.engine_client.ready.lines, *llm.engine_client.ready.notices]:
+            print_line(line)
+        if not keys and options.host not in ("127.0.0.1", "localhost", "::1"):
+            print_line(f"anyone who reaches {options.host} can use this server: set QUIRE_API_KEY to ask for a key")
+        app = make_app(llm, name, config, options, keys, admin_keys, fronts)
+        url = server_url(options.host, listener.getsockname()[1], tls=options.ssl_certfile is not None)
+        shown = [*options.served_model_name, name][0]
+
+        def ready() -> None:
+            print_line(f"quire serves {shown} at {url} (ready in {time.perf_counter() - began:.1f} s)")
+            print_line(curl_line(url + options.root_path, chat=llm.prompts.chat_template is not None, key=bool(keys)))
+
+        status = run_loop(_serve(app, listener, llm, options, fronts, prefixes, ready, print_line))
+    finally:
+        ended = close_engine(llm)
+        fronts.close()
+        listener.close()
+    return status if ended else 1
+
+
+def make_app(
+    llm: AsyncLLM,
+    name: str,
+    config: EngineConfig,
+    options: ServeOptions,
+    keys: Sequence[str],
+    admin_keys: Sequence[str],
+    server_group: ServerGroup,
+) -> Any:
+    """The ASGI application of a front; `name` is the model's unless others were given."""
+    from quire.server.app import create_app
+
+    return create_app(
+        llm, options.served_model_name or (name,), keys=keys, admin_keys=admin_keys, root_path=options.root_path,
+        config=config, allowed_origins=options.allowed_origins, metrics_prefix=options.metrics_prefix,
+        strict=options.strict, max_logprobs=options.max_logprobs, log_requests=options.log_requests,
+        server_group=server_group,
+        tool_format=options.tool_call_parser, reasoning_format=options.reasoning_parser, console=options.console,
+        server_info=options.server_info, tokenizer_info=options.tokenizer_info,
+        store_responses=options.store_responses,
+    )  # fmt: skip
+
+
+def _check_options(options: ServeOptions) -> None:
+    """What can be refused at once; and the process's own limits are set."""
+    if not 0 <= options.shutdown_timeout <= MAX_SHUTDOWN_TIMEOUT:
+        cause = f"--shutdown-timeout is {options.shutdown_timeout:g}"
+        raise StartupError(cause, f"It is in seconds, from 0 to {MAX_SHUTDOWN_TIMEOUT:,}")
+    if options.on_engine_death == "restart" and options.engine_process == "off":
+        raise StartupError(
+            "--on-engine-death is restart, and --engine-process is off", "Only a process can be started again"
+        )
+    if not 1 <= options.fronts <= MAX_FRONTENDS:
+        raise StartupError(f"--fronts is {options.fronts}", f"It must be between 1 and {MAX_FRONTENDS}")
+    if options.fronts > 1 and options.on_engine_death == "restart":
+        cause = f"--fronts is {options.fronts}, and --on-engine-death is restart"
+        raise StartupError(cause, "Only an engine with one front is started again")
+    if options.fronts > 1 and options.engine_process == "off":
+        cause = f"--fronts is {options.fronts}, and --engine-process is off"
+        raise StartupError(cause, "Fronts share an engine that has a process of its own")
+    if not 0 <= options.store_responses <= MAX_STORED_RESPONSES:
+        cause = f"--store-responses is {options.store_responses}"
+        raise StartupError(cause, f"It must be between 0, for none, and {MAX_STORED_RESPONSES}")
+    if options.fronts > 1 and options.store_responses:
+        cause = f"--fronts is {options.fronts}, and --store-responses is {options.store_responses}"
+        raise StartupError(cause, "A front finds only the responses that it gave: store them with one front")
+    check_certificate(options.ssl_keyfile, options.ssl_certfile)
+    raise_descriptor_limit()
+    most = options.max_connections
+    connection_capacity(None if most is None else -(-most // options.fronts))
+
+
+def _load_model(config: EngineConfig, options: ServeOptions, frontends: FrontendManager) -> tuple[AsyncLLM, str]:
+    """The model, and its name. The web libraries load meanwhile: both wait for files, and torch's import leaves the
+    interpreter free."""
+    from quire.async_llm import AsyncLLM
+
+    libraries = threading.Thread(target=import_libraries, name="quire-imports")
+    libraries.start()
+    progress = sys.stderr.isatty()
+    try:
+        if options.engine_process == "on":
+            from quire.ipc.process_client import launch_engine_process
+
+            after = options.stall_after
+            link, prompts, source = launch_engine_process(
+                config, progress, after, num_clients=options.fronts, start_other_clients=frontends.start_workers
+            )
+            llm = AsyncLLM.over(link, prompts)
+            frontends.wait_ready(llm)
+            return llm, source.name
+        from quire.startup.build import build
+
+        built = build(config, progress)
+        return AsyncLLM.of(built, stall_after=options.stall_after), built.name
+    except BaseException:
+        frontends.close()
+        raise
+    finally:
+        libraries.join()
+        freeze_loaded_objects()
+
+
+def run_loop(serving: Coroutine[Any, Any, int]) -> int:
+    """asyncio.run, which SystemExit and KeyboardInterrupt from anywhere in it end with a line in the log and a 1."""
+    try:
+        return asyncio.run(serving)
+    except (SystemExit, KeyboardInterrupt) as error:
+        log.error("%s ended the server", type(error).__name__, exc_info=error)
+        return 1
+
+
+def close_engine(llm: AsyncLLM) -> bool:
+    """Close the engine; False, with all stacks in the log, if its thread hangs. The process ends nevertheless."""
+    from quire.server.shutdown import LAST_RESPONSES_SECONDS, arm_exit_timer, cancel_exit_timer
+
+    ended = llm.close()
+    if ended:
+        cancel_exit_timer()
+    else:
+        log.error("the engine's thread hangs and is left behind; all threads:\n%s", format_thread_stacks())
+        arm_exit_timer(LAST_RESPONSES_SECONDS)
+    return ended
+
+
+def import_libraries() -> None:
+    """Those of the web."""
+    for name in ("fastapi", "uvicorn", "uvicorn.protocols.http.h11_impl", "prometheus_client"):
+        import_module(name)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket bound to the address, before anything slow happens. StartupError when it can't be had."""
+    if not 0 <= port <= 65535:
+        raise StartupError(f"--port is {port}", "It must be between 0 and 65535")
+    try:
+        family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise StartupError(f"--host {host} is not an address of this machine", "Try --host 127.0.0.1") from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(target)
+    except OSError as error:
+        listener.close()
+        reason = error.strerror or str(error)
+        raise StartupError(f"can't listen on {host}:{port}: {reason}", "Choose another --port or --host") from error
+    return listener
+
+
+def server_url(host: str, port: int, *, tls: bool = False) -> str:
+    """The URL that a client on this machine uses."""
+    name = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    return f"{'https' if tls else 'http'}://{name}:{port}"
+
+
+def curl_line(url: str, *, chat: bool, key: bool) -> str:
+    """A request to paste into a shell. Over TLS curl is told to trust whoever answers at this machine's own address,
+    for which few certificates are made."""
+    path, body = "/v1/completions", '{"prompt": "Once upon a time", "max_tokens": 40}'
+    if chat:
+        path, body = "/v1/chat/completions", '{"messages": [{"role": "user", "content": "Hello!"}]}'
+    secret = ' -H "Authorization: Bearer $QUIRE_API_KEY"' if key else ""
+    curl = "curl --insecure" if url.startswith("https") else "curl"
+    return f"{curl} {url}{path} -H 'Content-Type: application/json'{secret} -d '{body}'"
+
+
+def read_chat_template(file: str | None) -> ChatTemplate | None:
+    """The operator's chat template, if there is one."""
+    if file is None:
+        return None
+    from quire.text.chat_template import ChatTemplate
+
+    return ChatTemplate.find(Path(file).parent, file)
+
+
+def set_chat_template(input_processor: InputProcessor, template: ChatTemplate) -> None:
+    """Have conversations written by `template`; the special tokens stay the model's."""
+    if input_processor.tokenizer is None:
+        raise StartupError("--chat-template needs a tokenizer, and this model has none", "Give one: --tokenizer")
+    if input_processor.chat_template is not None:
+        input_processor.chat_template.close()
+    input_processor.chat_template = template.with_special_tokens(input_processor.tokenizer.special_tokens)
+
+
+async def _serve(
+    app: Any,
+    listener: socket.socket,
+    llm: AsyncLLM,
+    options: ServeOptions,
+    frontends: FrontendManager,
+    prefixes: dict[str, Prefix],
+    on_ready: Callable[[], None],
+    print_line: Callable[[str], None],
+) -> int:
+    from quire.server.shutdown import LoopErrorLogger, arm_exit_timer, log_stalls
+    from quire.server.status import log_status
+    from quire.server.web_server import WebServer
+
+    loop = asyncio.get_running_loop()
+    LoopErrorLogger(loop)
+    stop, died = asyncio.Event(), asyncio.Event()
+    llm.on_death = lambda: loop.call_soon_threadsafe(died.set)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, _on_first_signal, loop, stop)
+    llm.engine_client.attach_event_loop()
+    await frontends.connect()
+    waits = [asyncio.ensure_future(event.wait()) for event in (stop, died)]
+    aside = [asyncio.ensure_future(log_stalls(llm)), asyncio.ensure_future(log_status(llm))]
+    try:
+        if prefixes and not await _register_prefixes(llm, prefixes, waits, print_line):
+            return await _shut_down(llm, options, stop, frontends)
+        await frontends.start_accepting()
+        server = WebServer(app, options, on_ready, died.set, accept_slots=frontends.accept_slots)
+        serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+        await asyncio.wait([serving, *waits], return_when=asyncio.FIRST_COMPLETED)
+        if llm.error is not None and options.on_engine_death == "restart" and await _restart_engine(llm, stop):
+            died.clear()
+            if llm.error is not None:  # again, meanwhile
+                died.set()
+            waits[1] = asyncio.ensure_future(died.wait())
+            await asyncio.wait([serving, *waits], return_when=asyncio.FIRST_COMPLETED)
+        if serving.done():
+            serving.result()  # why it could not start
+        status = await _shut_down(llm, options, stop, frontends)
+        server.should_exit = True
+        await serving
+        return status
+    finally:
+        for task in [*waits, *aside]:
+            task.cancel()
+        arm_exit_timer(SHUTDOWN_MARGIN_SECONDS)
+
+
+async def _restart_engine(llm: AsyncLLM, stop: asyncio.Event) -> bool:
+    """Whether a dead engine was started again; not when a signal came first."""
+    log.error("the engine stopped: %s; it is started again, once", llm.heartbeat().why)
+    restarting, stopping = asyncio.ensure_future(llm.restart()), asyncio.ensure_future(stop.wait())
+    await asyncio.wait([restarting, stopping], return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if not restarting.done():
+        restarting.cancel()
+        return False
+    if (error := restarting.exception()) is not None:
+        log.error("the engine can't be started again: %s", error)
+        return False
+    log.warning("the engine is there again")
+    return True
+
+
+async def _register_prefixes(
+    llm: AsyncLLM,
+    prefixes: dict[str, Prefix],
+    end_events: list[asyncio.Task[Literal[True]]],
+    print_line: Callable[[str], None],
+) -> bool:
+    """Whether the prefixes are there; False when a signal or the engine's death, of which `end_events` are, came "
+    "before."""
+    registering = asyncio.ensure_future(register_prefixes(llm, prefixes))
+    await asyncio.wait([registering, *end_events], return_when=asyncio.FIRST_COMPLETED)
+    if not registering.done() or isinstance(registering.exception(), EngineDead):
+        registering.cancel()
+        return False
+    print_line(f"{len(prefixes)} prefixes registered, {registering.result()} tokens")
+    return True
+
+
+async def _shut_down(llm: AsyncLLM, options: ServeOptions, stop: asyncio.Event, frontends: FrontendManager) -> int:
+    """Let what runs end, after a signal, or say why the engine or the server did. From here on the end is certain.
+    Returns the exit status."""
+    from quire.server.shutdown import arm_exit_timer
+
+    if stop.is_set() and llm.error is None:
+        arm_exit_timer(options.shutdown_timeout + SHUTDOWN_MARGIN_SECONDS)
+        llm.accepting, end = False, time.monotonic() + options.shutdown_timeout
+        frontends.request_drain(options.shutdown_timeout)
+        log.info("shutting down: %d requests have %g s to end", await frontends.load(), options.shutdown_timeout)
+        if not await llm.drain(options.shutdown_timeout):
+            log.warning("requests that had not ended were aborted")
+        if llm.error is None:
+            return 0 if await frontends.wait_ended(max(end - time.monotonic(), 0)) else 1
+    arm_exit_timer(DEATH_NOTICE_SECONDS + SHUTDOWN_MARGIN_SECONDS)
+    if llm.error is not None and not isinstance(llm.error, APIServerDead):  # whose end was said
+        log.error("the engine stopped: %s", llm.heartbeat().why, exc_info=llm.error)
+    await asyncio.sleep(DEATH_NOTICE_SECONDS)
+    return 1
+
+
+def _on_first_signal(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
+    """Begin to drain; the next signal ends the process at once."""
+    stop.set()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.remove_signal_handler(number)
+        signal.signal(number, signal.SIG_DFL)

@@ -1,0 +1,268 @@
+"""A further front of a server, as a program. Its arguments CONTROL LISTENER ENGINE PLACES are numbers of inherited
+descriptors. The first front says what it is to be, when it accepts and when it ends: quire.server.frontend_manager.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import select
+import socket
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from quire.config import EngineConfig
+from quire.errors import APIServerDead, Overloaded, StartupError
+from quire.ipc.child_process import exit_now, ignore_signals
+from quire.ipc.garbage_collection import freeze_loaded_objects
+from quire.ipc.process_client import ProcessEngineClient, join_engine_process
+from quire.protocol.columns import WireError
+from quire.server.accept_slots import AcceptSlots
+from quire.server.api_server import (
+    DEATH_NOTICE_SECONDS,
+    SHUTDOWN_MARGIN_SECONDS,
+    ServeOptions,
+    close_engine,
+    import_libraries,
+    make_app,
+    run_loop,
+    set_chat_template,
+)
+from quire.server.control_channel import ControlChannel, receive_blocking, send_blocking
+from quire.server.frontend_manager import BEAT_SECONDS, EXTRA_SECONDS, GATHER_SECONDS, MAX_MISSED_BEATS
+from quire.server.logs import MAX_INT_DIGITS, configure_logging
+from quire.server.server_group import ServerGroup
+
+if TYPE_CHECKING:
+    from quire.async_llm import AsyncLLM
+
+log = logging.getLogger("quire.server")
+
+
+class FrontendWorker(ServerGroup):
+    """The whole server, as one of its further fronts sees it: through the first."""
+
+    def __init__(self, count: int, started: int, connection: socket.socket) -> None:
+        super().__init__(count, started)
+        self.accept_requested, self.accept_started, self.drain_requested = (
+            asyncio.Event(),
+            asyncio.Event(),
+            asyncio.Event(),
+        )
+        self.drain_seconds = 0.0  # to drain in
+        self._missed_beats, self._reported_problem = 0, ""
+        self._channel = ControlChannel(connection, {
+            "beat": self._on_beat, "counts": self._on_counts, "load": self._on_load, "accept": self._on_accept,
+            "end": self._on_end,
+            "died": self._on_died,
+        })  # fmt: skip
+
+    async def connect(self) -> list[asyncio.Task[None]]:
+        """Listen to the first front, in the tasks that are returned."""
+        await self._channel.connect()
+        return [asyncio.ensure_future(self._watch_manager()), asyncio.ensure_future(self._count_missed_beats())]
+
+    def problem(self) -> str:
+        """What the first front says of all, or that it says nothing."""
+        return (
+            "the first front has not been heard of"
+            if self._missed_beats >= MAX_MISSED_BEATS
+            else self._reported_problem
+        )
+
+    async def scrape(self) -> bytes:
+        """The metrics of all fronts, which the first one adds up; those of the engine alone if it doesn't answer."""
+        try:
+            return str(await self._ask("scrape")).encode()
+        except Overloaded:
+            return self.metrics.render_engine()
+
+    async def load(self) -> int:
+        """Requests in the server. Overloaded if the first front doesn't answer."""
+        return int(await self._ask("load"))
+
+    async def wait_all_drained(self) -> None:
+        """This front is: wait until the others are too."""
+        with suppress(TimeoutError, ConnectionError):
+            await self._channel.request("drained", None, self.drain_seconds + EXTRA_SECONDS)
+
+    def report_end(self, reason: str) -> None:
+        """Say that this front ends, and why."""
+        with suppress(ConnectionError):
+            self._channel.notify("over", reason)
+
+    async def _ask(self, kind: str) -> Any:
+        try:
+            return await self._channel.request(kind, None, 3 * GATHER_SECONDS)
+        except (TimeoutError, ConnectionError) as error:
+            log.warning("the first front doesn't say what it knows of all (%s)", kind)
+            raise Overloaded("the first front of this server doesn't answer", 1) from error
+
+    async def _watch_manager(self) -> None:
+        await self._channel.serve()
+        if self.llm.error is None:
+            log.error("the first front is gone: the server ends")
+            await self._on_died("the first front is gone")
+
+    async def _count_missed_beats(self) -> None:
+        """Silence is counted in looks, so that whoever was stopped itself blames nobody."""
+        while True:
+            self._missed_beats += 1
+            await asyncio.sleep(BEAT_SECONDS)
+
+    # What the first front asks
+
+    async def _on_beat(self, why: str) -> None:
+        self._missed_beats, self._reported_problem = 0, why
+        health = self.llm.heartbeat()
+        self._channel.notify("beat", "" if health.alive and not health.stalled else health.why)
+
+    async def _on_counts(self, _: None) -> dict[str, Any]:
+        return self.metrics.own_counters().to_json()
+
+    async def _on_load(self, _: None) -> int:
+        return self.llm.active
+
+    async def _on_accept(self, _: None) -> None:
+        self.accept_requested.set()
+        await self.accept_started.wait()
+
+    async def _on_end(self, seconds: float) -> None:
+        self.drain_seconds = float(seconds)
+        self.drain_requested.set()
+
+    async def _on_died(self, why: str) -> None:
+        if self.llm.error is None:
+            assert isinstance(self.llm.engine_client, ProcessEngineClient), "fronts share an engine's process"
+            self.llm.engine_client.give_up(APIServerDead(why))
+
+
+def options_from_json(options_json: Mapping[str, Any]) -> ServeOptions:
+    """The options that JSON says."""
+    fields: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in options_json.items()
+    }
+    return ServeOptions(**fields)
+
+
+def run(channel: socket.socket, listener: socket.socket, connection: socket.socket, slots_fd: int) -> int:
+    """Be the front that the first one describes. The exit status."""
+    try:
+        _, settings = receive_blocking(channel)
+    except (EOFError, OSError, WireError):
+        return 1
+    options = options_from_json(settings["options"])
+    configure_logging(options, f"front {settings['number']}")
+    sys.set_int_max_str_digits(MAX_INT_DIGITS)
+    peers = FrontendWorker(settings["count"], settings["started"], channel)
+    peers.accept_slots = AcceptSlots(slots_fd, peers.num_frontends, settings["number"], options.max_connections)
+    try:
+        llm, app = _load_app(settings, options, peers, channel, connection)
+        send_blocking(channel, "ready", None)
+    except OSError:  # the first front is gone
+        return 1
+    except Exception as error:
+        if not isinstance(error, StartupError):
+            log.error("the start failed", exc_info=error)
+            error = StartupError(f"{type(error).__name__}: {error}"[:300])
+        with suppress(OSError):
+            send_blocking(channel, "failed", {"text": error.cause, "remedy": error.remedy})
+        return 1
+    try:
+        status = run_loop(_serve(app, listener, llm, options, peers))
+    finally:
+        ended = close_engine(llm)
+    return status if ended else 1
+
+
+def _load_app(
+    settings: Mapping[str, Any],
+    options: ServeOptions,
+    server_group: ServerGroup,
+    control: socket.socket,
+    connection: socket.socket,
+) -> tuple[AsyncLLM, Any]:
+    """The engine that the first front started, and the application over it."""
+    from quire.async_llm import AsyncLLM
+
+    import_libraries()
+    config = EngineConfig(**settings["config"])
+    link, prompts, source = join_engine_process(config, connection, lambda named: _wait_for_engine(connection, control))
+    llm = AsyncLLM.over(link, prompts)
+    if settings["template"] is not None:
+        from quire.text.chat_template import ChatTemplate
+
+        set_chat_template(prompts, ChatTemplate(settings["template"], {}))
+    keys, admin_keys = settings["keys"], settings["admin_keys"]
+    app = make_app(llm, source.name, config, options, keys, admin_keys, server_group)
+    freeze_loaded_objects()
+    return llm, app
+
+
+def _wait_for_engine(engine: socket.socket, control: socket.socket) -> None:
+    """Wait until the engine says something. StartupError when the first front leaves before."""
+    poll = select.poll()
+    poll.register(engine, select.POLLIN)
+    poll.register(control, select.POLLHUP | getattr(select, "POLLRDHUP", 0))
+    if all(number == control.fileno() for number, _ in poll.poll()):
+        raise StartupError("the first front is gone")
+
+
+async def _serve(
+    app: Any, listener: socket.socket, llm: AsyncLLM, options: ServeOptions, worker: FrontendWorker
+) -> int:
+    """Accept once told to, until told to end, or a part of the server is lost. The exit status."""
+    from quire.server.shutdown import LoopErrorLogger, arm_exit_timer
+    from quire.server.web_server import WebServer
+
+    loop = asyncio.get_running_loop()
+    LoopErrorLogger(loop)
+    died = asyncio.Event()
+    llm.on_death = lambda: loop.call_soon_threadsafe(died.set)
+    llm.engine_client.attach_event_loop()
+    aside = await worker.connect()
+    ends = [asyncio.ensure_future(event.wait()) for event in (worker.drain_requested, died)]
+    told = asyncio.ensure_future(worker.accept_requested.wait())
+    try:
+        await asyncio.wait([told, *ends], return_when=asyncio.FIRST_COMPLETED)
+        if not worker.accept_requested.is_set():
+            return await _shut_down(llm, worker)
+        server = WebServer(app, options, worker.accept_started.set, died.set, accept_slots=worker.accept_slots)
+        serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+        await asyncio.wait([serving, *ends], return_when=asyncio.FIRST_COMPLETED)
+        if serving.done():
+            serving.result()  # why it could not start
+        status = await _shut_down(llm, worker)
+        server.should_exit = True
+        await serving
+        return status
+    finally:
+        for task in [told, *ends, *aside]:
+            task.cancel()
+        arm_exit_timer(SHUTDOWN_MARGIN_SECONDS)
+
+
+async def _shut_down(llm: AsyncLLM, worker: FrontendWorker) -> int:
+    """Let what runs end, or leave clients a moment to learn why it won't. The exit status."""
+    from quire.server.shutdown import arm_exit_timer
+
+    if worker.drain_requested.is_set() and llm.error is None:
+        arm_exit_timer(worker.drain_seconds + SHUTDOWN_MARGIN_SECONDS)
+        if not await llm.drain(worker.drain_seconds):
+            log.warning("requests that had not ended were aborted")
+        await worker.wait_all_drained()
+        if llm.error is None:
+            return 0
+    arm_exit_timer(DEATH_NOTICE_SECONDS + SHUTDOWN_MARGIN_SECONDS)
+    worker.report_end(llm.heartbeat().why)
+    await asyncio.sleep(DEATH_NOTICE_SECONDS)
+    return 1
+
+
+def main() -> None:
+    """The arguments are the numbers of inherited descriptors."""
+    ignore_signals()
+    control, listener, connection = (socket.socket(fileno=int(number)) for number in sys.argv[1:4])
+    exit_now(run(control, listener, connection, int(sys.argv[4])))

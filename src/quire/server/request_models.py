@@ -1,0 +1,417 @@
+"""What clients may send: pydantic models of OpenAI's requests with vLLM's additions, and their SamplingParams.
+
+Wrong types are refused, and so is what would change the output and isn't offered; a field that nobody knows is named in
+a warning header (`unknown_fields`). Lists fail at their first bad element, so that no request makes an error larger
+than
+itself; ranges are SamplingParams' business, the schema only shows them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, FailFast, Field, WithJsonSchema
+
+from quire.errors import InputError
+from quire.protocol.sampling_params import MAX_BEAM_WIDTH, MAX_BIASES, MAX_LOGPROBS, MAX_N, MAX_STOP_CHARS, MAX_STOPS
+from quire.text.chat_messages import unknown_message_fields
+from quire.text.tools import MAX_CALLS, MAX_TOOLS
+
+MAX_PROMPTS = 256
+MAX_WARNING_CHARS = 512  # characters of one
+MAX_INPUTS = 1024  # texts that are embedded at once
+REQUEST_ID = re.compile(r"[!-~]{1,128}", re.ASCII)
+
+
+class HashableFailFast(FailFast):
+    """FailFast that may stand in a union, whose members must be hashable."""
+
+    __hash__ = object.__hash__
+
+
+# What the OpenAPI document says of values that are checked elsewhere.
+TOKEN = {"type": "integer", "minimum": 0}
+TEXT_PART_SCHEMA = {
+    "type": "object",
+    "required": ["type", "text"],
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+}
+DATA_URI = {"type": "string", "pattern": "^data:[^,]*;base64,"}
+IMAGE_URL_SCHEMA = {
+    "type": "object",
+    "required": ["url"],
+    "properties": {"url": DATA_URI, "detail": {"enum": [None, "auto", "low", "high"]}},
+}
+IMAGE_PART_SCHEMA = {
+    "type": "object",
+    "required": ["type", "image_url"],
+    "properties": {"type": {"const": "image_url"}, "image_url": {"anyOf": [DATA_URI, IMAGE_URL_SCHEMA]}},
+}
+PART_SCHEMA = {"anyOf": [TEXT_PART_SCHEMA, IMAGE_PART_SCHEMA]}
+IMAGES_SCHEMA = {"anyOf": [DATA_URI, {"type": "array", "items": DATA_URI}]}
+MULTI_MODAL = {
+    "anyOf": [
+        {"type": "object", "properties": {"image": IMAGES_SCHEMA}, "additionalProperties": False},
+        {"type": "null"},
+    ]
+}
+NAME = {"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,64}$"}
+FUNCTION = {
+    "type": "object",
+    "required": ["name"],
+    "properties": {
+        "name": NAME,
+        "description": {"type": ["string", "null"]},
+        "parameters": {"type": ["object", "null"]},
+        "strict": {"type": ["boolean", "null"]},
+    },
+}
+TOOL = {
+    "type": "object",
+    "required": ["type", "function"],
+    "properties": {"type": {"const": "function"}, "function": FUNCTION},
+}
+TOOLS = {"anyOf": [{"type": "array", "items": TOOL, "maxItems": MAX_TOOLS}, {"type": "null"}]}
+NAMED_TOOL = {
+    "type": "object",
+    "required": ["type", "function"],
+    "properties": {"type": {"const": "function"}, "function": {"type": "object", "required": ["name"],
+                                                              "properties": {"name": NAME}}},
+}  # fmt: skip
+TOOL_CHOICE = {"anyOf": [{"enum": [None, "none", "auto", "required"]}, NAMED_TOOL]}
+CALL = {
+    "type": "object",
+    "required": ["function"],
+    "properties": {
+        "id": {"type": ["string", "null"]},
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "required": ["name"],
+            "properties": {"name": NAME, "arguments": {"type": ["string", "object", "null"]}},
+        },
+    },
+}
+CONTENT = [{"type": "string"}, {"type": "array", "items": PART_SCHEMA, "minItems": 1, "maxItems": 1024}]
+OPTIONAL_MESSAGE_FIELDS = {
+    name: {"type": ["string", "null"]} for name in ("name", "reasoning", "reasoning_content", "tool_call_id")
+}
+TEXT_MESSAGE_SCHEMA = {
+    "type": "object",
+    "required": ["role", "content"],
+    "additionalProperties": False,
+    "properties": {
+        "role": {"type": "string", "pattern": "^[A-Za-z0-9_-]{1,64}$"},
+        "content": {"anyOf": CONTENT},
+        "tool_calls": {"enum": [None, []]},
+        **OPTIONAL_MESSAGE_FIELDS,
+    },
+}
+CALL_MESSAGE_SCHEMA = {
+    "type": "object",
+    "required": ["role", "tool_calls"],
+    "additionalProperties": False,
+    "properties": {
+        "role": {"const": "assistant"},
+        "content": {"anyOf": [*CONTENT, {"type": "null"}]},
+        "tool_calls": {"type": "array", "items": CALL, "minItems": 1, "maxItems": MAX_CALLS},
+        **OPTIONAL_MESSAGE_FIELDS,
+    },
+}
+MESSAGE = {"anyOf": [TEXT_MESSAGE_SCHEMA, CALL_MESSAGE_SCHEMA]}
+OBJECT = {"type": "object"}
+JSON_SCHEMA_FIELD = {
+    "type": "object",
+    "required": ["schema"],
+    "properties": {"schema": OBJECT, "strict": {"type": ["boolean", "null"]}},
+}
+STRUCTURAL_TAG_FIELDS = {
+    "structures": {"type": "array", "items": OBJECT},
+    "triggers": {"type": "array", "items": {"type": "string"}},
+}
+RESPONSE_FORMAT_SCHEMA = {
+    "anyOf": [
+        {"type": "object", "required": ["type"], "properties": {"type": {"enum": ["text", "json_object"]}}},
+        {
+            "type": "object",
+            "required": ["type", "json_schema"],
+            "properties": {"type": {"const": "json_schema"}, "json_schema": JSON_SCHEMA_FIELD},
+        },
+        {
+            "type": "object",
+            "required": ["type", *STRUCTURAL_TAG_FIELDS],
+            "properties": {"type": {"const": "structural_tag"}, **STRUCTURAL_TAG_FIELDS},
+        },
+        {"type": "null"},
+    ]
+}
+JSON_TEXT = {"anyOf": [OBJECT, {"type": "string"}, {"type": "null"}]}
+TEXT_MODALITY = {"anyOf": [{"const": ["text"]}, {"type": "null"}]}
+LOGIT_BIAS_SCHEMA = {
+    "anyOf": [
+        {
+            "type": "object",
+            "propertyNames": {"pattern": "^[0-9]{1,12}$"},
+            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+            "maxProperties": MAX_BIASES,
+        },
+        {"type": "null"},
+    ]
+}
+
+Strings = Annotated[list[str], HashableFailFast()]
+Ids = Annotated[list[Annotated[int, WithJsonSchema(TOKEN)]], HashableFailFast()]
+Objects = Annotated[list[dict[str, Any]], HashableFailFast()]
+Messages = Annotated[
+    list[dict[str, Any]],
+    HashableFailFast(),
+    WithJsonSchema({"type": "array", "items": MESSAGE, "minItems": 1, "maxItems": 1024}),
+]
+InputField = str | Ids | Strings | Annotated[list[Ids], HashableFailFast(), Field(max_length=MAX_INPUTS)]
+PromptField = str | Ids | Strings | Annotated[list[Ids], HashableFailFast(), Field(max_length=MAX_PROMPTS)]
+RefusedField = Annotated[Any, WithJsonSchema({"type": "null"})]  # a field to refuse
+
+# They don't change the output, so they are taken and dropped.
+IGNORED_FIELDS = frozenset({
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+    "prediction", "session_id", "guided_decoding_backend",
+})  # fmt: skip
+
+# They change the output in ways not offered: ignoring them would be worse than saying so.
+REFUSED_FIELDS = frozenset({
+    "functions", "function_call", "guided_whitespace_pattern", "structural_tag", "suffix", "prompt_embeds",
+    "audio", "logits_processors", "web_search_options", "mm_processor_kwargs", "media_io_kwargs",
+    "kv_transfer_params", "vllm_xargs", "repetition_detection", "priority",
+})  # fmt: skip
+EMPTY_VALUES = (None, False, 0, "", [], {})
+
+
+def ranged_field(low: float | None = None, high: float | None = None, **more: Any) -> Any:
+    """A field, None unless given, whose range the schema shows."""
+    limits = {name: value for name, value in (("minimum", low), ("maximum", high)) if value is not None}
+    return Field(default=None, json_schema_extra={**limits, **more})
+
+
+class RequestFields(BaseModel):
+    """Strict types; unknown fields are kept, to be named."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+
+class StreamOptions(RequestFields):
+    """`continuous_usage_stats` puts into each chunk the usage so far of its choice."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class TruncationFields(RequestFields):
+    """A prompt cut to `truncate_prompt_tokens` tokens: its last ones, or with `truncation_side` "right" its first. -1:
+    to what leaves room for the output."""
+
+    truncate_prompt_tokens: int | None = ranged_field(-1)
+    truncation_side: Literal["left", "right"] | None = None
+
+
+class SamplingFields(TruncationFields):
+    """What completions and chat have in common. None everywhere: the model's default, else OpenAI's.
+
+    Beam search takes vLLM's fields, see `_branches`. It looks for the most likely text, so temperature, top_p, top_k,
+    min_p and seed are ignored; penalties, biases and bans act.
+    """
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    request_id: str | None = ranged_field(pattern="^[!-~]{1,128}$")
+    n: int | None = ranged_field(1, MAX_N)
+    temperature: float | None = ranged_field(0, 100)
+    top_p: float | None = ranged_field(0, 1)
+    top_k: int | None = ranged_field(-1)
+    min_p: float | None = ranged_field(0, 1)
+    presence_penalty: float | None = ranged_field(-2, 2)
+    frequency_penalty: float | None = ranged_field(-2, 2)
+    repetition_penalty: float | None = ranged_field(0.01, 100)
+    seed: int | None = ranged_field(-(2**63), 2**63 - 1)
+    stop: str | Strings | None = ranged_field(minLength=1, maxLength=MAX_STOP_CHARS, maxItems=MAX_STOPS)
+    stop_token_ids: Ids | None = None
+    bad_words: Strings | None = None
+    allowed_token_ids: Ids | None = ranged_field(minItems=1)
+    logit_bias: Annotated[dict[str, Any] | None, WithJsonSchema(LOGIT_BIAS_SCHEMA)] = None
+    ignore_eos: bool | None = None
+    max_tokens: int | None = ranged_field(0)
+    min_tokens: int | None = ranged_field(0)
+    prompt_logprobs: int | None = ranged_field(0, MAX_LOGPROBS)
+    logprob_token_ids: Ids | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    cache_salt: str | None = ranged_field(minLength=1)
+    best_of: int | None = ranged_field(1, MAX_N)
+    use_beam_search: bool | None = None
+    beam_width: int | None = ranged_field(1, MAX_BEAM_WIDTH)
+    length_penalty: float | None = ranged_field(-10, 10)
+    early_stopping: bool | Literal["never"] | None = None
+    response_format: Annotated[dict[str, Any] | None, WithJsonSchema(RESPONSE_FORMAT_SCHEMA)] = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: Annotated[dict[str, Any] | str | None, WithJsonSchema(JSON_TEXT)] = None
+    guided_regex: str | None = None
+    guided_choice: Strings | None = None
+    guided_grammar: str | None = None
+    tool_choice: Annotated[Any, WithJsonSchema(TOOL_CHOICE)] = None
+    parallel_tool_calls: bool | None = None
+    modalities: Annotated[Strings | None, WithJsonSchema(TEXT_MODALITY)] = None
+
+
+class CompletionRequest(SamplingFields):
+    """The body of /v1/completions. `multi_modal_data` has the pictures of a single prompt."""
+
+    prompt: PromptField
+    multi_modal_data: Annotated[dict[str, Any] | None, WithJsonSchema(MULTI_MODAL)] = None
+    echo: bool | None = None
+    logprobs: int | None = ranged_field(0, MAX_LOGPROBS)
+    add_special_tokens: bool = True
+    tools: RefusedField = None
+    thinking_token_budget: RefusedField = None
+
+
+class ChatTemplateFields(RequestFields):
+    """How the model's template is to write messages. `continue_final_message` leaves the last one open, for the output
+    to go on with; `documents` and `reasoning_effort` are for templates that read them."""
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+    documents: Objects | None = None
+    tools: Annotated[Objects | None, WithJsonSchema(TOOLS)] = None
+    reasoning_effort: str | None = None
+    chat_template: RefusedField = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class ChatRequest(SamplingFields, ChatTemplateFields):
+    """The body of /v1/chat/completions. `echo` puts the last message before the output, if the assistant said it.
+    `thinking_token_budget` bounds thoughts, `include_reasoning` says whether they are returned."""
+
+    messages: Messages
+    max_completion_tokens: int | None = ranged_field(1)
+    thinking_token_budget: int | None = ranged_field(0, 2**31 - 1)
+    include_reasoning: bool | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = ranged_field(0, MAX_LOGPROBS)
+    echo: bool | None = None
+
+
+class EmbeddingRequest(TruncationFields, ChatTemplateFields):
+    """The body of /v1/embeddings: texts, or a conversation. `dimensions`: the first so many numbers of each vector, of
+    length 1 again. `normalize` and `use_activation` are two names of one thing; `embed_dtype` and `endianness` are of
+    base64."""
+
+    model: str | None = None
+    input: InputField | None = None
+    messages: Messages | None = None
+    add_generation_prompt: bool | None = False
+    encoding_format: Literal["float", "base64"] | None = None
+    embed_dtype: Literal["float32", "float16", "bfloat16"] | None = None
+    endianness: Literal["native", "little", "big"] | None = None
+    normalize: bool | None = None
+    use_activation: bool | None = None
+    dimensions: int | None = ranged_field(1)
+    cache_salt: str | None = ranged_field(minLength=1)
+
+
+class ScoreRequest(TruncationFields):
+    """The body of /score: one text with each of several, or pairs."""
+
+    model: str | None = None
+    text_1: str | Strings
+    text_2: str | Strings
+    cache_salt: str | None = ranged_field(minLength=1)
+
+
+class RerankRequest(TruncationFields):
+    """The body of /rerank: the `top_n` documents nearest to the query, nearest first."""
+
+    model: str | None = None
+    query: str
+    documents: Strings
+    top_n: int | None = ranged_field(1)
+    return_documents: bool | None = None
+    cache_salt: str | None = ranged_field(minLength=1)
+
+
+class PrefixRequest(RequestFields):
+    """The body of POST /v1/prefixes: a name, and either a text or token ids."""
+
+    name: str
+    text: str | None = None
+    token_ids: Ids | None = None
+
+
+class TokenizeRequest(TruncationFields, ChatTemplateFields):
+    """The body of /tokenize: either a prompt or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(RequestFields):
+    """The body of /detokenize."""
+
+    model: str | None = None
+    tokens: Ids
+
+
+def unknown_fields(request: RequestFields) -> list[str]:
+    """The names of the fields that nobody knows, in order; those of stream_options and messages with these before."""
+    names = [name for name in request.model_extra or () if name not in IGNORED_FIELDS and name not in REFUSED_FIELDS]
+    options = getattr(request, "stream_options", None)
+    names += [f"stream_options.{name}" for name in (options.model_extra if options is not None else None) or ()]
+    return names + [f"messages.{name}" for name in unknown_message_fields(getattr(request, "messages", None))]
+
+
+def warning_header(request: RequestFields, ignored: Sequence[str] = (), texts: Sequence[str] = ()) -> dict[str, str]:
+    """The header that names the fields that nobody knows, or that are `ignored`, and that says what else is `texts`,
+    each
+    cut; none if there is nothing to say."""
+    names = [re.sub(r"[^!#-\[\]-~]", "?", name[:40]) for name in (*ignored, *unknown_fields(request))]
+    if names:
+        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+        texts = (f"fields were ignored: {', '.join(names[:8])}{more}", *texts)
+    cut = [text if len(text) <= MAX_WARNING_CHARS else f"{text[:MAX_WARNING_CHARS]} ..." for text in texts]
+    quoted = ['299 quire "{}"'.format(re.sub(r"[^ !#-\[\]-~]", "?", text)) for text in cut]
+    return {"Warning": ", ".join(quoted)} if quoted else {}
+
+
+def check_supported(request: RequestFields) -> None:
+    """InputError for a field that asks for something that this server doesn't do."""
+    for name, value in (request.model_extra or {}).items():
+        if name in REFUSED_FIELDS and value not in EMPTY_VALUES:
+            raise InputError(f"{name} is not supported", name)
+    if getattr(request, "chat_template", None) is not None:
+        raise InputError("chat_template can't be set by a request: start with --chat-template", "chat_template")
+
+
+UNION_TYPES = {
+    "prompt": f"a string, token ids, or a list of at most {MAX_PROMPTS} of either",
+    "input": f"a string, token ids, or a list of at most {MAX_INPUTS} of either",
+    "text_1": "a string or a list of strings",
+    "text_2": "a string or a list of strings",
+    "stop": "a string or a list of strings",
+    "early_stopping": 'true, false or "never"',
+}
+
+
+def wrong_type_error(location: Any, message: str) -> InputError:
+    """An error at `location`, which may begin with FastAPI's "body"."""
+    path = [str(part)[:60] for part in location if part != "body"]
+    where = path[0] if path and not path[0].isdigit() else None
+    if where in UNION_TYPES and len(path) > 1:
+        return InputError(f"{where} must be {UNION_TYPES[where]}", where)
+    return InputError(f"{'.'.join(path[:2]) or 'the request body'}: {message}"[:300], where)

@@ -1,0 +1,177 @@
+"""From what a request asks for to the engine's SamplingParams: defaults, clashes, and the names that clients know."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from quire.errors import InputError
+from quire.protocol.sampling_params import MAX_BEAM_WIDTH, MAX_LOGPROBS, SamplingParams
+from quire.server.request_models import (
+    EMPTY_VALUES,
+    MAX_PROMPTS,
+    REQUEST_ID,
+    ChatRequest,
+    CompletionRequest,
+    RequestFields,
+    SamplingFields,
+    check_supported,
+    unknown_fields,
+)
+from quire.server.structured import read_structured
+
+MAX_ALLOWED_TOKEN_IDS = 1 << 15  # allowed_token_ids: what the event loop reads in some milliseconds
+
+
+class RequestRules(NamedTuple):
+    """What holds for every request: the model's sampling `defaults`, whether there is text at all, the most
+    log-probabilities a token, and whether unknown fields are refused (`strict`)."""
+
+    defaults: Mapping[str, Any]
+    has_tokenizer: bool = True
+    max_logprobs: int = MAX_LOGPROBS
+    strict: bool = False
+
+
+def check_known(request: RequestFields, strict: bool) -> None:
+    """InputError for a field that is not supported or, if `strict`, not known."""
+    check_supported(request)
+    if strict and (names := unknown_fields(request)):
+        raise InputError(f"there is no field {names[0][:60]!r} (this server was started with --strict)", names[0])
+
+
+def _check_request(request: SamplingFields, rules: RequestRules) -> None:
+    check_known(request, rules.strict)
+    if isinstance(request, CompletionRequest):
+        for name, nothing in (
+            ("tools", EMPTY_VALUES), ("tool_choice", (None, "none", "auto")), ("thinking_token_budget", EMPTY_VALUES),
+        ):  # fmt: skip
+            if getattr(request, name) not in nothing:
+                raise InputError(f"{name} is for chats: completions have no tools, and no thoughts", name)
+    if request.modalities not in (None, ["text"]):
+        raise InputError('modalities may only be ["text"]', "modalities")
+    if request.spaces_between_special_tokens is False:
+        raise InputError("spaces_between_special_tokens can't be false", "spaces_between_special_tokens")
+    if request.stream_options is not None and not request.stream:
+        raise InputError("stream_options needs stream to be true", "stream_options")
+    if request.stream and request.prompt_logprobs is not None:
+        raise InputError("prompt_logprobs can't be streamed", "prompt_logprobs")
+    if len(request.allowed_token_ids or ()) > MAX_ALLOWED_TOKEN_IDS:
+        raise InputError(
+            f"allowed_token_ids may have at most {MAX_ALLOWED_TOKEN_IDS} entries, got "
+            f"{len(request.allowed_token_ids or ())}",
+            "allowed_token_ids",
+        )
+    if request.cache_salt == "":
+        raise InputError("cache_salt must not be empty", "cache_salt")
+    if request.request_id is not None and not REQUEST_ID.fullmatch(request.request_id):
+        raise InputError("request_id must have 1 to 128 visible ASCII characters", "request_id")
+
+
+_PASSED_FIELDS = (
+    "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "seed", "stop", "stop_token_ids", "bad_words", "allowed_token_ids", "logit_bias", "ignore_eos", "max_tokens",
+    "min_tokens", "prompt_logprobs", "logprob_token_ids", "skip_special_tokens", "include_stop_str_in_output",
+)  # fmt: skip
+
+
+def _given_params(request: SamplingFields, rules: RequestRules) -> dict[str, Any]:
+    _check_request(request, rules)
+    given = {name: getattr(request, name) for name in _PASSED_FIELDS if getattr(request, name) is not None}
+    if request.prompt_logprobs is not None:
+        _check_logprobs("prompt_logprobs", request.prompt_logprobs, rules)
+    return {
+        **rules.defaults, "detokenize": rules.has_tokenizer, **given, **_branch_params(request),
+        "structured": read_structured(request)
+    }  # fmt: skip
+
+
+def _branch_params(request: SamplingFields) -> dict[str, Any]:
+    """best_of, or beam search: asked for by `use_beam_search`, its width given by `beam_width`, else (as vLLM had it)
+    by `best_of`, else by `n`; or by `beam_width` alone. Beams are streamed as they settle; the samples of a best_of
+    can't be, since which of them are returned is known at the end."""
+    beams = request.use_beam_search
+    if beams is False or (beams is None and request.beam_width is None):
+        for name, plain in (("beam_width", None), ("length_penalty", 1.0), ("early_stopping", False)):
+            if getattr(request, name) not in (None, plain):
+                raise InputError(f"{name} needs beam search: set use_beam_search to true", name)
+        if request.stream and request.best_of is not None and request.best_of > (request.n or 1):
+            raise InputError(
+                f"best_of can be streamed only if it is n ({request.n or 1}), got {str(request.best_of)[:30]}",
+                "best_of",
+            )
+        return {"best_of": request.best_of}
+    given = {name: getattr(request, name) for name in ("beam_width", "best_of", "n")}
+    name, width = next(((name, value) for name, value in given.items() if value is not None), ("n", 1))
+    if not 1 <= width <= MAX_BEAM_WIDTH:
+        raise InputError(
+            f"{name}, the width of the beam search, must be between 1 and {MAX_BEAM_WIDTH}, got {str(width)[:30]}", name
+        )
+    if request.best_of not in (None, width):
+        raise InputError(f"best_of is {str(request.best_of)[:30]}, but beam_width is {width}: give one", "best_of")
+    found: dict[str, Any] = {"beam_width": width}
+    for name in ("length_penalty", "early_stopping"):
+        if getattr(request, name) is not None:
+            found[name] = getattr(request, name)
+    return found
+
+
+def _check_logprobs(name: str, value: int, rules: RequestRules) -> int:
+    if not 0 <= value <= rules.max_logprobs:
+        raise InputError(f"{name} must be between 0 and {rules.max_logprobs}, got {str(value)[:30]}", name)
+    return value
+
+
+def _make_params(given: dict[str, Any], names: Mapping[str, str]) -> SamplingParams:
+    """SamplingParams whose errors say what the client calls a parameter; `names` maps theirs to the client's. Beside
+    logprob_token_ids the number of logprobs says nothing (vLLM's rule)."""
+    if given.get("logprob_token_ids"):
+        given.pop("logprobs", None)
+    try:
+        return SamplingParams(**given)
+    except InputError as error:
+        name = names.get(error.param or "")
+        if name is None or error.param is None:
+            raise
+        raise InputError(str(error).replace(error.param, name, 1), name) from None
+
+
+def completion_params(request: CompletionRequest, rules: RequestRules) -> SamplingParams:
+    """Completions: 16 tokens unless asked; `echo` with `logprobs` scores the prompt. `max_tokens` 0 with `echo`, which
+    only scores, draws one token that the response leaves out."""
+    given = _given_params(request, rules)
+    if request.echo and request.max_tokens == 0:
+        if request.logprob_token_ids:
+            raise InputError("logprob_token_ids are of generated tokens, and max_tokens is 0", "logprob_token_ids")
+        given |= {"max_tokens": 1, "min_tokens": 0}
+    if request.logprobs is not None:
+        given["logprobs"] = _check_logprobs("logprobs", request.logprobs, rules)
+    if request.echo and (request.logprobs is not None or request.logprob_token_ids):
+        given["prompt_logprobs"] = max(request.logprobs or 0, given.get("prompt_logprobs", 0))
+    return _make_params(given, {})
+
+
+def chat_params(request: ChatRequest, rules: RequestRules) -> SamplingParams:
+    """Chat: as many tokens as fit unless asked; `top_logprobs` needs `logprobs`."""
+    given = _given_params(request, rules)
+    given["max_tokens"] = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    if request.top_logprobs is not None:
+        _check_logprobs("top_logprobs", request.top_logprobs, rules)
+        if not request.logprobs and request.top_logprobs:
+            raise InputError("top_logprobs needs logprobs to be true", "top_logprobs")
+    if request.logprobs:
+        given["logprobs"] = request.top_logprobs or 0
+    names = {"logprobs": "top_logprobs"}
+    if request.max_completion_tokens is not None:
+        names["max_tokens"] = "max_completion_tokens"
+    return _make_params(given, names)
+
+
+def split_prompts(prompt: Any, name: str = "prompt", max_prompts: int = MAX_PROMPTS) -> list[str | list[int]]:
+    """The prompts of a completion request, or what has another `name`: one string, strings, one list of ids, or lists
+    of ids, at most `max_prompts`."""
+    single = isinstance(prompt, str) or (bool(prompt) and isinstance(prompt[0], int))
+    prompts = [prompt] if single else prompt
+    if not 1 <= len(prompts) <= max_prompts:
+        raise InputError(f"{name} must have 1 to {max_prompts} entries, got {len(prompts)}", name)
+    return list(prompts)

@@ -1,0 +1,383 @@
+"""What the server answers, for its OpenAPI document: the shapes of every route's answers, errors included.
+
+Answers are written by hand (render.py, pieces.py); nothing here runs when one is. Tests compare the two.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from quire.core.sleep import MEMORY_TAGS, SLEEP_LEVELS
+from quire.ipc.messages import MAX_TAGS, SLEEP_MODES
+from quire.server.anthropic.models import CountTokensResponse, MessageError, MessagesResponse
+from quire.server.embedding_models import EmbeddingResponse, RerankResponse, ScoreResponse
+from quire.server.errors import MESSAGES_PATH
+from quire.server.exact import StrictModel
+from quire.server.responses.models import DeletedResponse, ResponsesResponse
+
+FinishReason = Literal["stop", "length", "tool_calls", "abort", "error"] | None
+
+
+class ErrorInfo(StrictModel):
+    message: str
+    type: str
+    param: str | None
+    code: int
+
+
+class Error(StrictModel):
+    error: ErrorInfo
+
+
+class PromptTokensDetails(StrictModel):
+    cached_tokens: int
+
+
+class Usage(StrictModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class PromptLogprob(StrictModel):
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None] | None
+
+
+class CompletionLogprobs(StrictModel):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(StrictModel):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+    token_ids: list[int] | None
+    prompt_token_ids: list[int] | None
+    prompt_logprobs: PromptLogprobs
+
+
+class Completion(StrictModel):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    system_fingerprint: None
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class TokenLogprob(StrictModel):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatTokenLogprob(TokenLogprob):
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobs(StrictModel):
+    content: list[ChatTokenLogprob]
+    refusal: None
+
+
+class ToolCallFunction(StrictModel):
+    name: str
+    arguments: str
+
+
+class ToolCall(StrictModel):
+    id: str
+    type: Literal["function"]
+    function: ToolCallFunction
+
+
+class Message(StrictModel):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    tool_calls: list[ToolCall] = Field([])
+
+
+class ChatChoice(StrictModel):
+    index: int
+    message: Message
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+    token_ids: list[int] | None
+
+
+class ChatCompletion(StrictModel):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    system_fingerprint: None
+    choices: list[ChatChoice]
+    prompt_token_ids: list[int] | None
+    prompt_logprobs: PromptLogprobs
+    usage: Usage
+
+
+class DeltaFunctionCall(StrictModel):
+    name: str = ""
+    arguments: str
+
+
+class DeltaToolCall(StrictModel):
+    """The first of a call has its id, type and name; the arguments of all pieces joined are its arguments."""
+
+    index: int
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: DeltaFunctionCall
+
+
+class DeltaMessage(StrictModel):
+    role: Literal["assistant"] = "assistant"
+    content: str = ""
+    tool_calls: list[DeltaToolCall] = Field([])
+
+
+class ChunkChoice(StrictModel):
+    """A completion's chunk has `text`, a chat's `delta`."""
+
+    index: int
+    text: str = ""
+    delta: DeltaMessage = DeltaMessage()
+    logprobs: CompletionLogprobs | ChatLogprobs | None
+    finish_reason: FinishReason
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class Chunk(StrictModel):
+    """The data of one server-sent event; the last event of a stream that ends well is [DONE]."""
+
+    id: str
+    object: Literal["text_completion", "chat.completion.chunk"]
+    created: int
+    model: str
+    system_fingerprint: None
+    choices: list[ChunkChoice]
+    prompt_token_ids: list[int] | None = None
+    usage: Usage | None = None
+
+
+class TokenizeResponse(StrictModel):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeResponse(StrictModel):
+    prompt: str
+
+
+class ModelCard(StrictModel):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: Literal["quire"]
+    root: str
+    parent: None
+    max_model_len: int
+
+
+class ModelList(StrictModel):
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class RegisteredPrefix(StrictModel):
+    id: str
+    object: Literal["prefix"]
+    tokens: int
+    status: Literal["ready", "computing"]
+
+
+class PrefixList(StrictModel):
+    object: Literal["list"]
+    data: list[RegisteredPrefix]
+    capacity_tokens: int
+
+
+class DeletedPrefix(StrictModel):
+    id: str
+    object: Literal["prefix"]
+    deleted: Literal[True]
+
+
+class CacheReset(StrictModel):
+    pages: int = Field(ge=0)
+
+
+class SleepStatus(StrictModel):
+    is_sleeping: bool
+    level: Literal[0, 1, 2]
+    away: list[Literal["weights", "kv_cache"]]
+
+
+class ServerInfo(StrictModel):
+    version: str
+    python: str
+    platform: str
+    packages: dict[str, str | None]
+    config: dict[str, Any] | None
+    plan: list[str]
+    notices: list[str]
+    cache: dict[str, Any]
+
+
+class TokenizerInfo(BaseModel):
+    """What tokenizer_config.json says, and more of it."""
+
+    model_config = ConfigDict(extra="allow")
+    tokenizer_class: str | None
+    chat_template: str | None
+    added_tokens_decoder: dict[str, Any]
+
+
+class VersionResponse(StrictModel):
+    version: str
+
+
+class ServerLoad(StrictModel):
+    server_load: int = Field(ge=0)
+
+
+RESPONSE_MODELS: dict[str, type[BaseModel] | None] = {
+    "POST /v1/completions": Completion,
+    "POST /v1/chat/completions": ChatCompletion,
+    "POST /v1/responses": ResponsesResponse,
+    "GET /v1/responses/{name}": ResponsesResponse,
+    "DELETE /v1/responses/{name}": DeletedResponse,
+    "POST /v1/messages": MessagesResponse,
+    "POST /v1/messages/count_tokens": CountTokensResponse,
+    "POST /v1/embeddings": EmbeddingResponse,
+    "POST /score": ScoreResponse,
+    "POST /rerank": RerankResponse,
+    "GET /v1/models": ModelList,
+    "GET /v1/models/{name:path}": ModelCard,
+    "POST /tokenize": TokenizeResponse,
+    "POST /detokenize": DetokenizeResponse,
+    "GET /health": None,
+    "GET /ping": None,
+    "POST /ping": None,
+    "GET /version": VersionResponse,
+    "GET /load": ServerLoad,
+    "GET /metrics": None,
+    "GET /v1/prefixes": PrefixList,
+    "POST /v1/prefixes": RegisteredPrefix,
+    "DELETE /v1/prefixes/{name}": DeletedPrefix,
+    "POST /reset_prefix_cache": CacheReset,
+    "POST /sleep": SleepStatus,
+    "POST /wake_up": SleepStatus,
+    "GET /is_sleeping": SleepStatus,
+    "GET /server_info": ServerInfo,
+    "GET /tokenizer_info": TokenizerInfo,
+}
+STREAM_MODELS: dict[str, type[BaseModel]] = {
+    "/v1/completions": Chunk,
+    "/v1/chat/completions": Chunk,
+    "/v1/responses": ResponsesResponse,
+    "/v1/messages": MessagesResponse,
+}
+QUERY_PARAMETERS: dict[str, dict[str, dict[str, Any]]] = {  # behind a path's "?"
+    "POST /sleep": {
+        "level": {"type": "integer", "enum": list(SLEEP_LEVELS), "default": 1},
+        "mode": {"type": "string", "enum": list(SLEEP_MODES), "default": SLEEP_MODES[0]},
+    },
+    "POST /wake_up": {
+        "tags": {"type": "array", "items": {"type": "string", "enum": list(MEMORY_TAGS)}, "maxItems": MAX_TAGS},
+    },
+}
+STATUS_DESCRIPTIONS = {
+    400: "What was asked can't be done; the message names the field, the value and the limit",
+    401: "No valid key",
+    403: "No admin key",
+    404: "No such model, prefix or stored response",
+    408: "The body took too long to arrive",
+    409: "A prefix of that name is registered, or requests run",
+    413: "The body is too large, or the prefix doesn't fit",
+    500: "A defect of the server",
+    503: "The queue is full, the engine sleeps, or the server is about to end; Retry-After says when to come back",
+}
+SECURITY_SCHEME = "KeyOfTheServer"
+
+
+def route_responses(method: str, path: str) -> dict[int | str, dict[str, Any]]:
+    """The answers of a route, by status."""
+    error: type[BaseModel] = MessageError if path.startswith(MESSAGES_PATH) else Error
+    codes = {401: error, 500: error, 503: error}
+    if method == "POST" and path != "/ping":
+        codes |= dict.fromkeys((400, 404, 408, 413), error)
+    if "{" in path:
+        codes |= {404: Error}
+    if "prefixes" in path:
+        codes |= dict.fromkeys((400, 403, 409), Error)
+    if path in ("/reset_prefix_cache", "/sleep", "/wake_up", "/is_sleeping", "/server_info"):
+        codes |= {403: Error}
+    if path == "/sleep":
+        codes |= {409: Error}
+    if path == "/tokenizer_info" or (method == "GET" and "responses" in path):
+        codes |= {400: Error}
+    if path == "/health":
+        del codes[401]
+    found: dict[int | str, dict[str, Any]] = {
+        code: {"model": model, "description": STATUS_DESCRIPTIONS[code]} for code, model in sorted(codes.items())
+    }
+    answer = RESPONSE_MODELS[f"{method} {path}"]
+    found[200] = {"description": "The answer"} if answer is None else {"model": answer, "description": "The answer"}
+    if path in ("/health", "/ping"):
+        found[503]["description"] = "The engine's loop hangs, or requests are not accepted; without a key no body"
+    if method == "POST" and path in STREAM_MODELS:
+        described = {"type": "string", "description": STREAM_MODELS[path].__doc__}
+        found[200]["content"] = {"text/event-stream": {"schema": described}}
+    return found
+
+
+def query_parameters(method: str, path: str) -> dict[str, Any]:
+    """What a route takes behind its path, for the document."""
+    taken = QUERY_PARAMETERS.get(f"{method} {path}", {})
+    return {"parameters": [{"name": name, "in": "query", "schema": schema} for name, schema in taken.items()]}
+
+
+def finish_openapi(document: dict[str, Any], requires_keys: bool) -> dict[str, Any]:
+    """FastAPI's OpenAPI document, less what it says of answers that this server doesn't give."""
+    bodies = {"/health": None, "/ping": None, "/metrics": {"text/plain": {"schema": {"type": "string"}}}}
+    for path, methods in document["paths"].items():
+        for operation in methods.values():
+            operation["responses"].pop("422", None)  # a wrong type is a 400 here
+            if path in bodies:
+                content = bodies[path]
+                operation["responses"]["200"].pop("content", None)
+                if content is not None:
+                    operation["responses"]["200"]["content"] = content
+            if requires_keys and path != "/health":
+                operation["security"] = [{SECURITY_SCHEME: []}]
+    schemas = document["components"]["schemas"]
+    for name in ("HTTPValidationError", "ValidationError"):
+        schemas.pop(name, None)
+    schemas["Chunk"] = Chunk.model_json_schema(ref_template="#/components/schemas/{model}")
+    schemas.update(schemas["Chunk"].pop("$defs", {}))
+    if requires_keys:
+        told = {"type": "http", "scheme": "bearer", "description": "Or the key alone in the header x-api-key"}
+        document["components"]["securitySchemes"] = {SECURITY_SCHEME: told}
+    return document

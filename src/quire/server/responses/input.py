@@ -1,0 +1,319 @@
+"""The body of /v1/responses, and what it is as a chat: its items as messages, its names as the chat's.
+
+Nothing here reaches the engine: a ChatRequest comes out, which the chat's own path checks and answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import WithJsonSchema
+
+from quire.errors import InputError, short_repr
+from quire.protocol.sampling_params import MAX_STOP_CHARS, MAX_STOPS
+from quire.server.adapter import ClientNames, Conversation, SharedChatFields, parse_partial_arguments
+from quire.server.request_models import OBJECT, ChatRequest, Objects, StreamOptions, Strings, ranged_field
+from quire.text.chat_messages import MAX_MESSAGES
+
+Json = dict[str, Any]
+INPUT_SCHEMA = {
+    "anyOf": [{"type": "string"}, {"type": "array", "items": OBJECT, "minItems": 1, "maxItems": MAX_MESSAGES}]
+}
+TOOL_CHOICE_SCHEMA = {"anyOf": [{"enum": [None, "none", "auto", "required"]}, OBJECT]}
+ITEMS = ("message", "function_call", "function_call_output", "reasoning")
+ROLES = ("user", "assistant", "system", "developer")
+INCOMPLETE = "incomplete"  # the status of an item
+PARTS = ("input_text", "output_text", "refusal", "input_image")
+KNOWN_INCLUDES = ("reasoning.encrypted_content",)  # nothing is encrypted here, so there is none to include
+MAX_PAIRS, MAX_KEY, MAX_VALUE = 16, 64, 512  # of metadata: OpenAI's
+# OpenAI's fields that would change what is answered, or where it can be had.
+UNSUPPORTED_FIELDS = frozenset({
+    "background", "background_options", "context_management", "conversation", "max_tool_calls", "moderation", "prompt",
+})  # fmt: skip
+CLIENT_FIELDS = {"messages": "input", "max_tokens": "max_output_tokens", "max_completion_tokens": "max_output_tokens",
+               "response_format": "text", "reasoning_effort": "reasoning"}  # fmt: skip
+
+
+class ResponseRequest(SharedChatFields):
+    """The body of /v1/responses: OpenAI's fields, and those of chats that have no other name here."""
+
+    input: Annotated[Any, WithJsonSchema(INPUT_SCHEMA)] = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    metadata: dict[str, Any] | None = None
+    tools: Objects | None = None
+    tool_choice: Annotated[Any, WithJsonSchema(TOOL_CHOICE_SCHEMA)] = None
+    parallel_tool_calls: bool | None = None
+    text: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
+    include: Strings | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    stream_options: StreamOptions | None = None
+    max_output_tokens: int | None = ranged_field(1)
+    stop: str | Strings | None = ranged_field(minLength=1, maxLength=MAX_STOP_CHARS, maxItems=MAX_STOPS)
+
+
+NAMES = ClientNames(
+    "/v1/responses", "input", CLIENT_FIELDS,
+    {"response_format": (("response_format.json_schema", "text.format"), ("response_format", "text.format")),
+     "messages": ((".function.", "."), ("tool_call_id", "call_id")),
+     "tools": ((".function.", "."), ('"function": {"name": ...}', '"name": ...'))},
+)  # fmt: skip
+
+
+def to_chat_request(body: ResponseRequest, conversation: Conversation) -> ChatRequest:
+    """The chat that the request is. InputError names a field that can't be had."""
+    unknown = NAMES.check_fields(body.model_extra or {}, ResponseRequest.model_fields, UNSUPPORTED_FIELDS)
+    _check_supported(body)
+    given = body.chat_fields() | {"messages": conversation.messages, "max_completion_tokens": body.max_output_tokens}
+    given |= {"stop": body.stop, "parallel_tool_calls": body.parallel_tool_calls}
+    given["tools"] = (
+        None if body.tools is None else [_to_chat_tool(f"tools[{i}]", tool) for i, tool in enumerate(body.tools)]
+    )
+    given["tool_choice"] = _to_chat_tool_choice(body.tool_choice)
+    text, reasoning = body.text or {}, body.reasoning or {}
+    given["response_format"] = _to_response_format(text.get("format"))
+    given["reasoning_effort"] = _string("reasoning.effort", reasoning.get("effort"))
+    return ChatRequest.model_construct(**given, **unknown, **_unread_fields(body))
+
+
+def _check_supported(body: ResponseRequest) -> None:
+    """InputError for what isn't offered here."""
+    if body.truncation == "auto":
+        raise InputError('truncation "auto" is not supported: what is too long is refused', "truncation")
+    for name in body.include or ():
+        if name not in KNOWN_INCLUDES:
+            raise InputError(f"include may have {', '.join(KNOWN_INCLUDES)}; {name[:60]!r} is not supported", "include")
+    metadata = body.metadata or {}
+    if len(metadata) > MAX_PAIRS:
+        raise InputError(f"metadata may have at most {MAX_PAIRS} entries, got {len(metadata)}", "metadata")
+    for key, value in metadata.items():
+        if len(key) > MAX_KEY or not isinstance(value, str) or len(value) > MAX_VALUE:
+            most = f"keys of at most {MAX_KEY} characters and strings of at most {MAX_VALUE}"
+            raise InputError(f"metadata has {most}; {key[:60]!r} is {short_repr(value)}", "metadata")
+
+
+def _unread_fields(body: ResponseRequest) -> Json:
+    """What nobody reads: the chat's path names it, or refuses it if the server is strict."""
+    text, reasoning, options = body.text or {}, body.reasoning or {}, body.stream_options
+    unread = {f"text.{name}": value for name, value in text.items() if name != "format"}
+    unread |= {f"reasoning.{name}": value for name, value in reasoning.items() if name != "effort"}
+    if options is not None:
+        known = {"include_usage": options.include_usage, "continuous_usage_stats": options.continuous_usage_stats}
+        extra = {**known, **(options.model_extra or {})}
+        unread |= {f"stream_options.{name}": value for name, value in extra.items() if value is not False}
+    return {name: value for name, value in unread.items() if value is not None}
+
+
+def _string(at: str, value: Any) -> str | None:
+    if value is None or isinstance(value, str):
+        return value
+    raise InputError(f"{at} must be a string, got {type(value).__name__}", at.partition(".")[0].partition("[")[0])
+
+
+def _to_chat_tool(at: str, tool: Json) -> Json:
+    """A tool as chats have it. Its name and parameters are checked there."""
+    kind = tool.get("type")
+    if kind != "function":
+        raise InputError(f"{at}.type is {short_repr(kind)}; only 'function' is supported", "tools")
+    return {"type": "function", "function": {
+        name: tool[name] for name in ("name", "description", "parameters", "strict") if tool.get(name) is not None
+    }}  # fmt: skip
+
+
+def _to_chat_tool_choice(given: Any) -> Any:
+    if given in (None, "none", "auto", "required"):
+        return given
+    if isinstance(given, Mapping) and given.get("type") == "function" and isinstance(given.get("name"), str):
+        return {"type": "function", "function": {"name": given["name"]}}
+    form = '{"type": "function", "name": ...}'
+    raise InputError(f"tool_choice is none, auto, required or {form}, got {short_repr(given)}", "tool_choice")
+
+
+def _to_response_format(given: Any) -> Json | None:
+    """text.format as a response_format."""
+    if given is None:
+        return None
+    if not isinstance(given, Mapping):
+        raise InputError(f"text.format must be an object, got {type(given).__name__}", "text")
+    kind = given.get("type")
+    if kind in ("text", "json_object"):
+        return {"type": kind}
+    if kind == "json_schema":
+        return {"type": kind, "json_schema": {name: value for name, value in given.items() if name != "type"}}
+    raise InputError(f"text.format.type must be text, json_object or json_schema, got {short_repr(kind)}", "text")
+
+
+# Items
+
+
+def input_items(body: ResponseRequest) -> list[Json]:
+    """The input as items. InputError if it is neither a string nor a list of objects."""
+    given = body.input
+    if isinstance(given, str):
+        return [{"type": "message", "role": "user", "content": given}]
+    if not isinstance(given, list) or not all(isinstance(item, dict) for item in given):
+        found = "nothing" if given is None else short_repr(given)
+        raise InputError(f"input must be a string or a list of items, got {found}", "input")
+    if not 1 <= len(given) <= MAX_MESSAGES:
+        raise InputError(f"input must have 1 to {MAX_MESSAGES} items, got {len(given)}", "input")
+    return given
+
+
+def items_to_conversation(instructions: str | None, previous: Sequence[Json], items: Sequence[Json]) -> Conversation:
+    """The messages of a request: its instructions, the items of the responses before it, and its own."""
+    found = Conversation()
+    if instructions is not None:
+        found.append("instructions", {"role": "system", "content": instructions})
+    reader = _ItemReader(found)
+    for i, item in enumerate(previous):
+        reader.add(f"previous_response_id: item {i}", item)
+    for i, item in enumerate(items):
+        reader.add(f"input[{i}]", item)
+    reader.finish()
+    for message in found.messages:
+        if "reasoning_content" in message:
+            message["reasoning_content"] = "".join(message["reasoning_content"])
+    return found
+
+
+class _ItemReader:
+    """Adds items to a conversation. Calls that follow one another, and the text before them, are one message; what was
+    thought goes with the message after it, and pictures of calls' results with the user's message after these."""
+
+    def __init__(self, conversation: Conversation) -> None:
+        self._conversation, self._reasoning_texts = conversation, list[str]()
+        self._result_images: list[tuple[str, Json]] = []  # pictures of results, with their places
+
+    def add(self, at: str, item: Json) -> None:
+        """The next item. `at` is what errors call it."""
+        kind = item.get("type", "message" if "role" in item else None)
+        if not isinstance(kind, str) or kind not in ITEMS:
+            raise InputError(f"{at}.type is {short_repr(kind)}; {', '.join(ITEMS)} are supported", "input")
+        adds: dict[str, Callable[[str, Json], None]] = {
+            "message": self._add_message_item, "function_call": self._add_call,
+            "function_call_output": self._add_result,
+            "reasoning": self._add_reasoning,
+        }  # fmt: skip
+        adds[kind](at, item)
+
+    def finish(self) -> None:
+        """There are no more."""
+        if self._result_images:
+            self._conversation.append(
+                self._result_images[0][0], {"role": "user", "content": self._take_result_images()}
+            )
+
+    def _add_message(self, at: str, message: Json) -> None:
+        if self._reasoning_texts and message["role"] == "assistant":
+            message["reasoning_content"] = self._reasoning_texts
+        self._reasoning_texts = []
+        if self._result_images and message["role"] == "user":
+            pictures, own = self._take_result_images(), _as_parts(message["content"])
+            for i in range(len(own)):
+                self._set_client_path(len(pictures) + i, f"{at}.content[{i}]")
+            message["content"] = pictures + own
+        elif message["role"] != "tool":
+            self.finish()
+        self._conversation.append(at, message)
+
+    def _take_result_images(self) -> list[Json]:
+        """Those of the results, for the message that comes next."""
+        seen, self._result_images = self._result_images, []
+        for i, (place, _) in enumerate(seen):
+            self._set_client_path(i, place)
+        return [part for _, part in seen]
+
+    def _set_client_path(self, part: int, place: str) -> None:
+        """A part of the message that comes next is the client's at `place`."""
+        self._conversation.client_paths[f"messages[{len(self._conversation.messages)}].content[{part}]"] = place
+
+    def _add_message_item(self, at: str, item: Json) -> None:
+        role = item.get("role")
+        if role not in ROLES:
+            raise InputError(f"{at}.role must be one of {', '.join(ROLES)}, got {short_repr(role)}", "input")
+        content = item.get("content")
+        if role == "assistant" and content == []:
+            content = ""
+        content = _content(f"{at}.content", content)
+        last = self._conversation.last()
+        if role == "assistant" and last.get("tool_calls"):  # said after calls: of the message that has them
+            last["content"] = parts = _as_parts(last["content"])
+            parts += _as_parts(content)
+            if self._reasoning_texts:
+                last.setdefault("reasoning_content", []).extend(self._reasoning_texts)
+                self._reasoning_texts = []
+        else:
+            self._add_message(at, {"role": role, "content": content})
+
+    def _add_call(self, at: str, item: Json) -> None:
+        for name in ("call_id", "name", "arguments"):
+            if not isinstance(item.get(name), str):
+                raise InputError(f"{at}.{name} must be a string, got {short_repr(item.get(name))}", "input")
+        given = item["arguments"]
+        # A call that was cut is told as far as it came: whoever sends it back didn't write it.
+        function = {
+            "name": item["name"],
+            "arguments": parse_partial_arguments(given) if item.get("status") == INCOMPLETE else given,
+        }
+        call = {"id": item["call_id"], "type": "function", "function": function}
+        last = self._conversation.last()
+        if last.get("role") != "assistant" or self._reasoning_texts:
+            last = {"role": "assistant", "content": None}
+            self._add_message(at, last)
+        calls = last.setdefault("tool_calls", [])
+        self._conversation.client_paths[
+            f"messages[{len(self._conversation.messages) - 1}].tool_calls[{len(calls)}]"
+        ] = at
+        calls.append(call)
+
+    def _add_result(self, at: str, item: Json) -> None:
+        id = item.get("call_id")
+        if not isinstance(id, str):
+            raise InputError(f"{at}.call_id must be a string, got {short_repr(id)}", "input")
+        said: Any = _content(f"{at}.output", item.get("output"))
+        if isinstance(said, list):
+            parts = [(f"{at}.output[{i}]", part) for i, part in enumerate(said)]
+            self._result_images += [(place, part) for place, part in parts if part["type"] != "text"]
+            texts = [(place, part) for place, part in parts if part["type"] == "text"]
+            for i, (place, _) in enumerate(texts):
+                self._set_client_path(i, place)
+            said = [part for _, part in texts] or ""
+        self._add_message(at, {"role": "tool", "tool_call_id": id, "content": said})
+
+    def _add_reasoning(self, at: str, item: Json) -> None:
+        """Texts only: summaries are not what was thought, and what is encrypted nobody here can read."""
+        parts = item.get("content") or []
+        if not isinstance(parts, list) or not all(
+            isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts
+        ):
+            raise InputError(f'{at}.content must be a list like {{"type": "reasoning_text", "text": ...}}', "input")
+        self._reasoning_texts += [part["text"] for part in parts if part["text"]]
+
+
+def _content(at: str, content: Any) -> str | list[Json]:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InputError(f"{at} must be a string or a list of parts, got {short_repr(content)}", "input")
+    return [_part(f"{at}[{i}]", part) for i, part in enumerate(content)]
+
+
+def _as_parts(content: str | list[Json] | None) -> list[Json]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content or []
+
+
+def _part(at: str, part: Any) -> Json:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if not isinstance(kind, str) or kind not in PARTS:
+        raise InputError(f"{at}.type is {short_repr(kind)}; {', '.join(PARTS)} are supported", "input")
+    if kind == "input_image":
+        if part.get("file_id") is not None:
+            raise InputError(f"{at}.file_id is not supported: give the picture as a data: URI in image_url", "input")
+        return {"type": "image_url", "image_url": {"url": part.get("image_url"), "detail": part.get("detail")}}
+    name = "refusal" if kind == "refusal" else "text"
+    if not isinstance(part.get(name), str):
+        raise InputError(f"{at}.{name} must be a string, got {short_repr(part.get(name))}", "input")
+    return {"type": "text", "text": part[name]}

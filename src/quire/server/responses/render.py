@@ -1,0 +1,210 @@
+"""Outputs as OpenAI's responses: items, the events that a stream says them with, and the response around them. A whole
+response is what a stream's last event says."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
+
+from quire.core.outputs import BranchOutput
+from quire.protocol.sampling_params import SamplingParams
+from quire.server.errors import to_failure
+from quire.server.events import EmitEvent, EventRenderer, OutputItems, unfinished_error
+from quire.server.json_pieces import JsonPieces, TokenStrings
+from quire.server.message_parser import ParsedCall
+from quire.server.render import ChoicePieces
+from quire.server.request_models import ChatRequest
+from quire.server.responses.input import ResponseRequest
+from quire.server.tool_choice import ToolChoice
+
+if TYPE_CHECKING:
+    from quire.server.service import PreparedChat
+
+Json = dict[str, Any]
+Status = Literal["in_progress", "completed", "incomplete", "failed"]
+
+
+def new_id(kind: str) -> str:
+    """An id that nobody guesses."""
+    return f"{kind}_{uuid.uuid4().hex}"
+
+
+class TextItem:
+    """A message, said as it comes: one part, of text."""
+
+    kind, id_prefix = "output_text", "msg"
+
+    def __init__(self, index: int, emit: EmitEvent) -> None:
+        self._emit, self._texts = emit, list[str]()
+        self.item = self.new_item(new_id(self.id_prefix))
+        self._item_location: Json = {"item_id": self.item["id"], "output_index": index}
+        self._part_location = {**self._item_location, "content_index": 0}
+        emit("response.output_item.added", output_index=index, item=self.item)
+        emit("response.content_part.added", **self._part_location, part=self.content_part(""))
+
+    def new_item(self, id: str) -> Json:
+        """The item, with nothing in it."""
+        return {"id": id, "type": "message", "status": "in_progress", "role": "assistant", "content": []}
+
+    def content_part(self, text: str) -> Json:
+        """Its only part."""
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+    def add(self, text: str) -> None:
+        """More of it."""
+        self._texts.append(text)
+        more = {"logprobs": []} if self.kind == "output_text" else {}
+        self._emit(f"response.{self.kind}.delta", **self._part_location, delta=text, **more)
+
+    def end(self, status: str) -> None:
+        """There is no more."""
+        text = "".join(self._texts)
+        more = {"logprobs": []} if self.kind == "output_text" else {}
+        self._emit(f"response.{self.kind}.done", **self._part_location, text=text, **more)
+        self._emit("response.content_part.done", **self._part_location, part=self.content_part(text))
+        self.item |= {"status": status, "content": [self.content_part(text)]}
+        self._emit("response.output_item.done", output_index=self._item_location["output_index"], item=self.item)
+
+
+class ReasoningItem(TextItem):
+    """What a model thought, in full: there is no summary."""
+
+    kind, id_prefix = "reasoning_text", "rs"
+
+    def new_item(self, id: str) -> Json:
+        return {"id": id, "type": "reasoning", "status": "in_progress", "summary": [], "content": []}
+
+    def content_part(self, text: str) -> Json:
+        return {"type": "reasoning_text", "text": text}
+
+
+class CallItem:
+    """A call of a function."""
+
+    def __init__(self, index: int, emit: EmitEvent, call: ParsedCall) -> None:
+        self._emit, self._texts, self._index = emit, list[str](), index
+        self.item = {
+            "id": new_id("fc"), "type": "function_call", "status": "in_progress", "call_id": call.id,
+            "name": call.name, "arguments": "",
+        }  # fmt: skip
+        emit("response.output_item.added", output_index=index, item=self.item)
+
+    def add(self, text: str) -> None:
+        """More of its arguments."""
+        self._texts.append(text)
+        place = {"item_id": self.item["id"], "output_index": self._index}
+        self._emit("response.function_call_arguments.delta", **place, delta=text)
+
+    def end(self, status: str) -> None:
+        """There is no more."""
+        arguments = "".join(self._texts)
+        place = {"item_id": self.item["id"], "output_index": self._index}
+        named = {"name": self.item["name"], "arguments": arguments}
+        self._emit("response.function_call_arguments.done", **place, **named)
+        self.item |= {"status": status, "arguments": arguments}
+        self._emit("response.output_item.done", output_index=self._index, item=self.item)
+
+
+class ResponseItems(OutputItems):
+    """The items of an output. Events are numbered."""
+
+    text_item, reasoning_item, call_item = TextItem, ReasoningItem, CallItem
+
+    def __init__(self, emits_events: bool) -> None:
+        super().__init__(emits_events)
+        self._number = 0
+
+    def emit(self, kind: str, **members: Any) -> None:
+        super().emit(kind, sequence_number=self._number, **members)
+        self._number += 1
+
+
+class ResponseRenderer(EventRenderer):
+    """/v1/responses. `on_complete` gets the response when it is complete, or as much of it as there will be."""
+
+    def __init__(
+        self, id: str, model: str, body: ResponseRequest, chat: ChatRequest, prepared: PreparedChat,
+        token_strings: TokenStrings,
+        on_complete: Callable[[Json], None] | None,
+    ) -> None:  # fmt: skip
+        super().__init__(id, model, chat, prepared, token_strings, ResponseItems(bool(body.stream)))
+        self._on_complete = on_complete
+        self.body = initial_body(body, prepared.tool_choice, prepared.params) | {
+            "id": id,
+            "model": model,
+            "store": on_complete is not None,
+        }
+
+    def response(self, status: Status, **more: Any) -> Json:
+        """The response as it is now."""
+        return self.body | {"status": status, "output": self._items.items(), **more}
+
+    async def opening_choices(self) -> list[ChoicePieces]:
+        """The events before any output."""
+        for kind in ("response.created", "response.in_progress"):
+            self._items.emit(kind, response=self.response("in_progress"))
+        return [ChoicePieces(0, 0, self._items.take_events())]
+
+    def failure_events(self, error: BaseException) -> JsonPieces:
+        """The last event of a stream that failed."""
+        told = {"code": "server_error", "message": to_failure(error).body()["error"]["message"]}
+        self._items.close_item("incomplete")
+        self._items.emit("response.failed", response=self.response("failed", error=told, usage=self.usage_json()))
+        return self._items.take_events()
+
+    def _finish(self, output: BranchOutput) -> None:
+        ends: dict[str | None, Status] = {"stop": "completed", "length": "incomplete"}
+        status = ends.get(output.finish_reason, "failed")
+        self._items.finish("completed" if status == "completed" else "incomplete")
+        more: Json = {"usage": self.usage_json()}
+        if status == "completed":
+            more["completed_at"] = int(time.time())
+        elif status == "incomplete":
+            more["incomplete_details"] = {"reason": "max_output_tokens"}
+        else:
+            more["error"] = {"code": "server_error", "message": str(unfinished_error(output))}
+        self.body = self.response(status, **more)
+        if self._on_complete is not None and status != "failed":
+            self._on_complete(self.body)
+        self._items.emit(f"response.{status}", response=self.body)
+
+    def usage_json(self) -> Json:
+        """OpenAI's usage object of responses."""
+        prompt, completion = sum(self.usage.prompt_lengths), sum(self.usage.completion_tokens.values())
+        return {
+            "input_tokens": prompt,
+            "input_tokens_details": {"cached_tokens": sum(self.usage.cached_tokens.values())},
+            "output_tokens": completion,
+            "output_tokens_details": {"reasoning_tokens": self._parser.reasoning_tokens},
+            "total_tokens": prompt + completion,
+        }
+
+
+def initial_body(body: ResponseRequest, tool_choice: ToolChoice, params: SamplingParams) -> Json:
+    """What a response says of its request, and what it will say of its end."""
+    return {
+        "object": "response",
+        "created_at": int(time.time()),
+        "completed_at": None,
+        "background": False,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": tool_choice.parallel,
+        "previous_response_id": body.previous_response_id,
+        "reasoning": {"effort": (body.reasoning or {}).get("effort"), "summary": None},
+        "temperature": params.temperature,
+        "text": {"format": (body.text or {}).get("format") or {"type": "text"}},
+        "tool_choice": body.tool_choice if body.tool_choice is not None else "auto",
+        "tools": [{"type": "function", "description": None, "parameters": None, "strict": None,
+                   **tool.definition["function"]} for tool in tool_choice.tools],
+        "top_logprobs": 0,
+        "top_p": params.top_p,
+        "truncation": "disabled",
+        "usage": None,
+        "user": None,
+    }  # fmt: skip

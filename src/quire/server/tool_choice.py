@@ -1,0 +1,166 @@
+"""The tools of a chat request: what may be called, what must be, and how the output will say so."""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from quire.errors import InputError, short_repr
+from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.structured_output import MAX_SOURCE_CHARS, Structured, close_objects, without_whitespace
+from quire.server.request_models import ChatRequest
+from quire.server.structured import given_structured_field
+from quire.text.grammars.schema_cycles import find_endless_reference
+from quire.text.tool_parsers.base import ToolCallParser
+from quire.text.tool_parsers.formats import SPECIAL_TOKEN_PARSERS, TOOL_PARSERS, RequiredToolParser
+from quire.text.tools import MAX_CALLS, Tool, read_tools
+
+ANY_OBJECT: dict[str, Any] = {"type": "object"}
+VALUE_KEYWORDS = frozenset({"const", "default", "enum", "examples"})  # keywords whose value is no schema
+NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}  # the parameters of a function that names none
+TYPE_KEYWORDS = frozenset({"type", "$ref", "anyOf", "oneOf", "allOf", "enum", "const"})
+CALL_ARGUMENTS = re.compile(r"#?/items/anyOf/(\d+)/properties/arguments")  # in the schema of a list of calls
+ID_LETTERS = 9  # of a call's id, where templates want exactly so many
+
+
+class ToolChoice(NamedTuple):
+    """`mode` is "none", "auto", "required", or "named", which is the tool `named_tool`. `format` is how the model
+    writes
+    calls. With `parallel` an output may have several."""
+
+    tools: tuple[Tool, ...] = ()
+    mode: str = "none"
+    named_tool: str = ""
+    parallel: bool = True
+    format: str = "json"
+
+    def new_parser(self) -> ToolCallParser | None:
+        """What reads one output's calls; None where the output is text, or the arguments of the named tool."""
+        if self.mode in ("none", "named"):
+            return None
+        kind = TOOL_PARSERS[self.format] if self.mode == "auto" else RequiredToolParser
+        return kind([tool.name for tool in self.tools])
+
+    def new_call_id(self) -> str:
+        """A new id for a call."""
+        id = uuid.uuid4().hex
+        return id[:ID_LETTERS] if self.format == "mistral" else f"call_{id[:24]}"
+
+    def apply_to(self, params: SamplingParams, request: ChatRequest, any_arguments: bool = False) -> SamplingParams:
+        """`params` of an output with calls. Where it must be a call, response_format has no text to speak of. A format
+        whose markers are special tokens needs them in the text. `any_arguments`: arguments are any object."""
+        if self.mode in ("required", "named"):
+            if (other := given_structured_field(request)) not in ("", "response_format"):
+                raise InputError(f"tool_choice and {other} both say what form the output has: give one", "tool_choice")
+            return replace(params, structured=self._structured(any_arguments))
+        special = self.mode == "auto" and issubclass(TOOL_PARSERS[self.format], SPECIAL_TOKEN_PARSERS)
+        if special and request.skip_special_tokens is None and params.structured is None:
+            return replace(params, skip_special_tokens=False)
+        return params
+
+    def _structured(self, any_arguments: bool) -> Structured:
+        """The form of an output that must call: the named tool's arguments, or a list of calls."""
+        tools = [tool._replace(parameters=ANY_OBJECT) if any_arguments else tool for tool in self.tools]
+        if self.mode == "named":
+            schema = _arguments_schema(next(tool for tool in tools if tool.name == self.named_tool))
+        else:
+            calls = [_call_schema(tool, f"#/items/anyOf/{at}") for at, tool in enumerate(tools)]
+            most = MAX_CALLS if self.parallel else 1
+            schema = {"type": "array", "minItems": 1, "maxItems": most, "items": {"anyOf": calls}}
+        source = json.dumps(schema, ensure_ascii=False)
+        if len(source) > MAX_SOURCE_CHARS:
+            raise InputError(
+                f"the tools' schema has {len(source)} characters; the limit is {MAX_SOURCE_CHARS}", "tools"
+            )
+        return without_whitespace(Structured("json", source))  # white space would be tokens that say nothing
+
+    def unenforced_warnings(self, dropped: Iterable[str]) -> list[str]:
+        """What is to be said of calls that a grammar holds to their parameters but for the keywords at these places,
+        and but for parameters that refer to themselves for ever."""
+        at = {tool.name: f"tools[{i}].function.parameters" for i, tool in enumerate(self.tools)}
+        called = [tool for tool in self.tools if self.mode == "required" or tool.name == self.named_tool]
+        places = [at[tool.name] for tool in called if find_endless_reference(_parameters_schema(tool)) is not None]
+        for place in dropped:
+            if self.mode == "named":
+                places.append(at[self.named_tool] + place)
+            else:
+                places.append(CALL_ARGUMENTS.sub(lambda found: f"tools[{found[1]}].function.parameters#", place))
+        return [f"not enforced in tool calls: {', '.join(places)}"] if places else []
+
+
+def _parameters_schema(tool: Tool) -> dict[str, Any]:
+    """The schema of a tool's arguments, which are an object even where it doesn't say so. Keywords that are null are
+    left out: some libraries write those that they have no value for."""
+    found = _without_null(tool.parameters or NO_PARAMETERS)
+    return {"type": "object", **found} if TYPE_KEYWORDS.isdisjoint(found) else found
+
+
+def _without_null(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_without_null(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    said = {key: value for key, value in schema.items() if value is not None or key in VALUE_KEYWORDS}
+    return {key: value if key in VALUE_KEYWORDS else _without_null(value) for key, value in said.items()}
+
+
+def _arguments_schema(tool: Tool) -> dict[str, Any]:
+    """The schema that calls of a tool are held to."""
+    parameters = _parameters_schema(tool)
+    return (
+        ANY_OBJECT
+        if parameters == ANY_OBJECT or find_endless_reference(parameters) is not None
+        else close_objects(parameters)
+    )
+
+
+def _call_schema(tool: Tool, pointer: str) -> dict[str, Any]:
+    properties = {
+        "name": {"const": tool.name},
+        "arguments": rebase_refs(_arguments_schema(tool), f"{pointer}/properties/arguments"),
+    }
+    required = list(properties)
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+
+
+def rebase_refs(schema: Any, pointer: str) -> Any:
+    """A schema that stands at `pointer` of another one: its references to itself are to there."""
+    if isinstance(schema, Mapping):
+        return {
+            key: pointer + value[1:]
+            if key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/"))
+            else rebase_refs(value, pointer)
+            for key, value in schema.items()
+        }
+    return [rebase_refs(item, pointer) for item in schema] if isinstance(schema, list) else schema
+
+
+def read_tool_choice(request: ChatRequest, format: str) -> ToolChoice:
+    """What a request says of tools. InputError for tools that are none, and for a choice that can't be had."""
+    tools = tuple(read_tools(request.tools or []))
+    choice, named = _read_mode(request.tool_choice, tools)
+    return ToolChoice(tools, choice, named, request.parallel_tool_calls is not False, format)
+
+
+def _read_mode(given: Any, tools: tuple[Tool, ...]) -> tuple[str, str]:
+    if given is None or given == "auto":
+        return ("auto" if tools else "none"), ""
+    if given == "none":
+        return "none", ""
+    if given == "required" or isinstance(given, Mapping):
+        if not tools:
+            raise InputError("tool_choice needs tools", "tool_choice")
+        if given == "required":
+            return given, ""
+        function = given.get("function")
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if given.get("type", "function") == "function" and isinstance(name, str):
+            if name not in {tool.name for tool in tools}:
+                raise InputError(f"tool_choice names {name[:64]!r}, and there is no such tool", "tool_choice")
+            return "named", name
+    form = '{"type": "function", "function": {"name": ...}}'
+    raise InputError(f"tool_choice is none, auto, required or {form}, got {short_repr(given)}", "tool_choice")

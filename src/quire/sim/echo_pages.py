@@ -1,0 +1,200 @@
+"""What an EchoRunner keeps in pages: one array of bytes, in which each group of layers finds its tokens' states by its
+own rule, and the same rule over a plain list of states, as the oracle has them.
+
+A token takes `token_bytes`, all of which repeat its state, so that a page copied in part shows; where tokens aren't
+whole in their pages, the bytes of one go on in the next page.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence as Seq
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.protocol.model_spec import KVCacheGroup
+
+Bytes = npt.NDArray[np.uint8]
+States = npt.NDArray[np.int64]
+POISON = 0xFF
+STATE_BYTES = 8  # bytes of a state
+
+
+def state_digest(data: bytes) -> int:
+    """A state: 63 bits."""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=STATE_BYTES).digest(), "little") >> 1
+
+
+class EchoRule(Protocol):
+    """What one kind of group keeps of a sequence, and what a token at a position sees of it."""
+
+    def expected_visible(
+        self, group: KVCacheGroup, number: int, tokens: Seq[int], states: States, position: int, prompt: int
+    ) -> bytes:
+        """What the token at `position` sees, given all tokens, `prompt` of which are the prompt, and the states of the
+        positions before it."""
+        ...
+
+    def read_visible(self, pages: EchoPages, slot: int, position: int) -> bytes:
+        """The same, read from pages."""
+        ...
+
+    def write(self, pages: EchoPages, slot: int, position: int, token: int, state: int) -> None:
+        """Leave in the pages what later positions need of this one."""
+        ...
+
+
+class EchoPages:
+    """The pages of group `group_index` in the buffer of all groups, through its tables [slots, pages of a sequence]."""
+
+    def __init__(self, group: KVCacheGroup, number: int, buffer: Bytes, host: Bytes, slots: int) -> None:
+        self.group, self.group_index = group, number
+        self.table = np.zeros((slots, group.table_width), dtype=np.int64)
+        size = group.page_bytes
+        self.pages = buffer[: len(buffer) // size * size].reshape(-1, size)
+        self.host_pages = host[: len(host) // size * size].reshape(-1, size)  # page `id` is row id - 1
+        self.used_page_bytes = group.payload_bytes  # that tokens take of a page
+        self.rule = RULES[group.kind]
+        self.prompt_lens: dict[int, int] = {}  # the lengths of the prompts of the sequences in each slot
+
+    def page_at(self, slot: int, logical: int) -> int:
+        """The page at a logical page of a slot; it must be a real one."""
+        page = int(self.table[slot, logical])
+        assert page, f"slot {slot} uses its page {logical}, which is the scratch page"
+        assert page in self.group.ids, f"slot {slot} uses page {page}, which is none of group {self.group_index}"
+        return page
+
+    def read_states(self, slot: int, first: int, last: int) -> States:
+        """The states kept for tokens first .. last of a slot."""
+        size, full = self.group.token_bytes, self.used_page_bytes
+        begin, end = first * size // full, -(-last * size // full)
+        held = [self.page_at(slot, i) for i in range(begin, end)]
+        cells = self.pages[held, :full].reshape(-1)[first * size - begin * full : last * size - begin * full]
+        cells = cells.reshape(last - first, size)
+        assert (cells[:, STATE_BYTES:] == cells[:, : size - STATE_BYTES]).all(), f"a token of slot {slot} is torn"
+        states: States = np.ascontiguousarray(cells[:, :STATE_BYTES]).view(np.int64).reshape(-1)
+        return states ^ self.group_index
+
+    def write_state(self, slot: int, position: int, state: int) -> None:
+        """Keep a state for the token at a position."""
+        size, full = self.group.token_bytes, self.used_page_bytes
+        cell = np.resize(np.frombuffer(struct.pack("<q", state ^ self.group_index), dtype=np.uint8), size)
+        begin = position * size
+        while len(cell):
+            logical, offset = divmod(begin, full)
+            count = min(full - offset, len(cell))
+            self.pages[self.page_at(slot, logical), offset : offset + count] = cell[:count]
+            cell, begin = cell[count:], begin + count
+
+
+class AttentionRule:
+    """Full, sliding-window and chunked attention: the states of all positions before, or of those that are seen."""
+
+    def expected_visible(
+        self, group: KVCacheGroup, number: int, tokens: Seq[int], states: States, position: int, prompt: int
+    ) -> bytes:
+        return (states[group.first_visible(position) : position] ^ number).tobytes()
+
+    def read_visible(self, pages: EchoPages, slot: int, position: int) -> bytes:
+        return (pages.read_states(slot, pages.group.first_visible(position), position) ^ pages.group_index).tobytes()
+
+    def write(self, pages: EchoPages, slot: int, position: int, token: int, state: int) -> None:
+        pages.write_state(slot, position, state)
+
+
+class RecurrentStateRule:
+    """A running state: a hash of all tokens so far, with their number, in the page of the latest one. The page that is
+    read is not always the one that is written, and to advance it twice shows."""
+
+    def expected_visible(
+        self, group: KVCacheGroup, number: int, tokens: Seq[int], states: States, position: int, prompt: int
+    ) -> bytes:
+        state = 0
+        for i in range(position):
+            state = self._advance(state, i, tokens[i])
+        return struct.pack("<q", state)
+
+    @staticmethod
+    def _advance(state: int, position: int, token: int) -> int:
+        return state_digest(struct.pack("<qqq", state, position, token))
+
+    @staticmethod
+    def _read_state(pages: EchoPages, slot: int, position: int) -> int:
+        """The state after the tokens before `position`."""
+        if position == 0:
+            return 0
+        page = pages.page_at(slot, (position - 1) // pages.group.run_tokens)
+        count, state = struct.unpack("<qq", pages.pages[page, : 2 * STATE_BYTES].tobytes())
+        assert count == position, f"slot {slot} needs the state of {position} tokens, its page has that of {count}"
+        return int(state)
+
+    def read_visible(self, pages: EchoPages, slot: int, position: int) -> bytes:
+        return struct.pack("<q", self._read_state(pages, slot, position))
+
+    def write(self, pages: EchoPages, slot: int, position: int, token: int, state: int) -> None:
+        after = self._advance(self._read_state(pages, slot, position), position, token)
+        page = pages.page_at(slot, position // pages.group.run_tokens)
+        pages.pages[page] = np.resize(
+            np.frombuffer(struct.pack("<qq", position + 1, after), np.uint8), pages.used_page_bytes
+        )
+
+
+class BudgetRule:
+    """Of a prompt, once it is whole, the states that are least, in the first places; those of later positions behind
+    them."""
+
+    @staticmethod
+    def _select(group: KVCacheGroup, states: States) -> States:
+        assert group.budget is not None, "a budget has a number"
+        kept: States = states[np.sort(np.argsort(states, kind="stable")[: group.budget])]
+        return kept
+
+    @staticmethod
+    def _index_of(pages: EchoPages, slot: int, position: int) -> int:
+        prompt, budget = pages.prompt_lens[slot], pages.group.budget
+        assert budget is not None, "a budget has a number"
+        return position if position < prompt else position - max(prompt - budget, 0)
+
+    def expected_visible(
+        self, group: KVCacheGroup, number: int, tokens: Seq[int], states: States, position: int, prompt: int
+    ) -> bytes:
+        seen = states[:position]
+        if position >= prompt:
+            seen = np.concatenate((self._select(group, states[:prompt]), states[prompt:position]))
+        return (seen ^ number).tobytes()
+
+    def read_visible(self, pages: EchoPages, slot: int, position: int) -> bytes:
+        return (pages.read_states(slot, 0, self._index_of(pages, slot, position)) ^ pages.group_index).tobytes()
+
+    def write(self, pages: EchoPages, slot: int, position: int, token: int, state: int) -> None:
+        pages.write_state(slot, self._index_of(pages, slot, position), state)
+        if position == pages.prompt_lens[slot] - 1:
+            for place, kept in enumerate(self._select(pages.group, pages.read_states(slot, 0, position + 1)).tolist()):
+                pages.write_state(slot, place, kept)
+
+
+class ImageRule:
+    """Rows of pictures: what tokens see of them is quire.sim.echo_images' to say, and none of them writes there."""
+
+    def expected_visible(
+        self, group: KVCacheGroup, number: int, tokens: Seq[int], states: States, position: int, prompt: int
+    ) -> bytes:
+        return b""
+
+    def read_visible(self, pages: EchoPages, slot: int, position: int) -> bytes:
+        return b""
+
+    def write(self, pages: EchoPages, slot: int, position: int, token: int, state: int) -> None:
+        pass
+
+
+RULES: dict[str, EchoRule] = {
+    "full": AttentionRule(), "uniform": AttentionRule(), "window": AttentionRule(), "chunked": AttentionRule(),
+    "budget": BudgetRule(), "state": RecurrentStateRule(), "cross": ImageRule(), "vision": ImageRule(),
+}  # fmt: skip
+"""By the kind of a group."""
+FULL_GROUP = KVCacheGroup((0,), 16, 16, 1, range(1), run_tokens=1)
+"""A group of full attention, where nothing else is said."""

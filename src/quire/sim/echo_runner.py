@@ -1,0 +1,366 @@
+"""A data plane of token ids: it replays plans as a GPU runner must, and computes hashes in place of a model.
+
+The state of a position is a hash of its token and of the states that each layer group sees there; it is kept at the
+address that the page tables give, and tokens are drawn by hashing it. So a wrong address, a missed copy or a stale
+prefix changes the output. `expected_tokens` computes the same tokens without a memory. Knows no torch and no policies.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from array import array
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from typing import NamedTuple
+
+import numpy as np
+
+from quire.core.decoding import new_method
+from quire.protocol.images import ImageItem, ImagePixels
+from quire.protocol.method import Branch, Context
+from quire.protocol.model_spec import KVCacheConfig, KVCacheGroup
+from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.seeds import branch_seed
+from quire.protocol.step_plan import (  # fmt: skip
+    LAST_SAMPLED,
+    DeviceSamplingParams,
+    ImageEncoding,
+    PageCopy,
+    PageOp,
+    Poison,
+    SeqSlice,
+    SliceResult,
+    SlotInit,
+    StepPlan,
+    StepResult,
+    SwapIn,
+    SwapOut,
+    TableWrite,
+    TokenBitmask,
+    TopLogprobs,
+)
+from quire.protocol.wire import PAGE_OP_CODES
+from quire.sim.echo_images import EchoImages, visible_images
+from quire.sim.echo_pages import FULL_GROUP, POISON, RULES, EchoPages, state_digest
+
+CONSTANT_TOKEN = 7
+
+
+def _state(token: int, position: int, seen: Seq[bytes]) -> int:
+    """The state of a position, from what each group sees of the positions before it."""
+    return state_digest(struct.pack("<qq", token, position) + b"".join(seen))
+
+
+def _draw(state: int, seed: int, history: Seq[int] | None, vocab_size: int, mask: bytes | None = None) -> int:
+    """A token for (state, seed) that `mask` allows; of all tokens so far too, when the parameters need them."""
+    past = b"" if history is None else array("q", history).tobytes()
+    drawn = state_digest(struct.pack("<qq", state, seed) + past)
+    if mask is None:
+        return drawn % vocab_size
+    allowed = np.flatnonzero(np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")[:vocab_size])
+    assert len(allowed), "a mask leaves no token"
+    return int(allowed[drawn % len(allowed)])
+
+
+def fake_top(state: int, token: int, k: int, vocab_size: int, named: tuple[int, ...] = ()) -> TopLogprobs:
+    """Made-up log-probabilities after `state`, below zero: that of `token`, its rank, and the `k` best of all tokens,
+    or the `named` if there are any. They are multiples of 1/1024, so that sums are exact in any order."""
+    digest = hashlib.shake_128(struct.pack("<q", state)).digest(2 * vocab_size)
+    scores = np.frombuffer(digest, dtype="<u2")
+    order = [int(i) for i in np.argsort(scores, kind="stable")]
+    ids = named or tuple(order[:k])
+    logprobs = [-(int(scores[i]) + 1) / 1024 for i in (token, *ids)]
+    return TopLogprobs(token, logprobs[0], order.index(token) + 1, ids, tuple(logprobs[1:]))
+
+
+def _digest_of_later(tokens: Seq[int]) -> bytes:
+    """The tokens of a prompt behind one of them, which sees them where they attend both ways."""
+    return struct.pack("<q", state_digest(array("q", tokens).tobytes()))
+
+
+def expected_states(
+    tokens: Seq[int],
+    groups: Seq[KVCacheGroup] = (FULL_GROUP,),
+    known: Seq[int] = (),
+    prompt: int = 0,
+    media: Seq[ImageItem] = (),
+    both_ways: bool = False,
+) -> list[int]:
+    """The states of all positions of `tokens`, of which the first `prompt` are the prompt, with these pictures,
+    computed without a memory; `known` are the first of them."""
+    found = np.zeros(len(tokens), dtype=np.int64)
+    found[: len(known)] = known
+    for p in range(len(known), len(tokens)):
+        seen = [
+            RULES[group.kind].expected_visible(group, g, tokens, found, p, prompt) for g, group in enumerate(groups)
+        ]
+        if media:
+            seen.append(visible_images(media, p, groups))
+        if both_ways and p < prompt:
+            seen.append(_digest_of_later(tokens[p + 1 : prompt]))
+        found[p] = _state(tokens[p], p, seen)
+    return [int(state) for state in found]
+
+
+def expected_tokens(
+    prompt: Seq[int],
+    params: SamplingParams,
+    seed: int,
+    *,
+    vocab_size: int,
+    groups: Seq[KVCacheGroup] = (FULL_GROUP,),
+    max_len: int = 2**31,
+    eos_ids: frozenset[int] = frozenset(),
+    media: Seq[ImageItem] = (),
+    both_ways: bool = False,
+) -> list[int]:
+    """The tokens that an EchoRunner must generate for one branch, whatever the memory, the batch and the schedule.
+
+    `seed` is the branch's own; `groups` are the layer groups.
+    """
+    tokens, known = list(prompt), list[int]()
+    limit = min(params.max_tokens if params.max_tokens is not None else max_len, max_len - len(prompt))
+    ends = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else eos_ids)
+    grammar = params.grammar
+    matcher = None if grammar is None else grammar.new_matcher()
+    for count in range(1, limit + 1):
+        known = expected_states(tokens, groups, known, len(prompt), media, both_ways)
+        mask = None if grammar is None or matcher is None else grammar.compute_masks([matcher])[0]
+        tokens.append(_draw(known[-1], seed, tokens if params.needs_history else None, vocab_size, mask))
+        if matcher is not None and matcher.accept(tokens[-1]):
+            break
+        if tokens[-1] in ends and count >= params.min_tokens:
+            break
+    return tokens[len(prompt) :]
+
+
+class BeamResult(NamedTuple):
+    """A result of beam search: its outputs, the sum of their log-probabilities, and why it ended."""
+
+    tokens: list[int]
+    logprob: float
+    reason: str
+    stop_reason: int | None
+
+
+def expected_beams(
+    prompt: Seq[int],
+    params: SamplingParams,
+    *,
+    vocab_size: int,
+    groups: Seq[KVCacheGroup] = (FULL_GROUP,),
+    max_len: int = 2**31,
+    eos_ids: frozenset[int] = frozenset(),
+    media: Seq[ImageItem] = (),
+    both_ways: bool = False,
+) -> list[BeamResult]:
+    """The results, best first, that the request's method must find over an EchoRunner, whatever the memory."""
+    method = new_method(params)
+    assert method is not None, "the parameters name no method"
+    limit = min(params.max_tokens if params.max_tokens is not None else max_len, max_len - len(prompt))
+    ends = frozenset() if params.ignore_eos else eos_ids
+    context = Context(ends, frozenset(params.stop_token_ids or ()), params.min_tokens, limit)
+    k = max(method.top(context), params.logprobs or 0)
+    live = [(list(prompt), 0.0, list[int]())]
+    results: list[tuple[float, BeamResult]] = []
+    while live:
+        known = [expected_states(tokens, groups, before, len(prompt), media, both_ways) for tokens, _, before in live]
+        tops = [fake_top(mine[-1], 0, k, vocab_size) for mine in known]
+        branches = [Branch(tokens, len(prompt), sum, top) for (tokens, sum, _), top in zip(live, tops)]
+        advance = method.advance(branches, context)
+        assert advance is not None, "beam search never waits"
+        for end in advance.endings:
+            tokens, logprob, _ = live[end.parent]
+            outputs = [*tokens[len(prompt) :], end.token]
+            results.append((end.score, BeamResult(outputs, logprob + end.logprob, end.reason, end.stop_reason)))
+        results = sorted(results, key=lambda result: -result[0])[: method.keep()]
+        live = [([*live[i][0], token], live[i][1] + logprob, known[i]) for i, token, logprob in advance.choices]
+    return [found for _, found in results[: params.n]]
+
+
+class EchoSlot:
+    """What the device knows of the sequence in a slot."""
+
+    __slots__ = ("history", "last", "sampling", "seed", "seq", "top")
+
+    def __init__(self, init: SlotInit, parent: EchoSlot | None) -> None:
+        sampling = init.sampling if init.sampling is not None else parent.sampling if parent is not None else None
+        assert sampling is not None, f"slot {init.slot} is born without sampling parameters"
+        self.sampling: DeviceSamplingParams = sampling
+        self.seq, self.seed, self.top = init.seq_id, init.seed, init.num_logprobs
+        self.last: int | None = parent.last if parent is not None else None
+        self.history: list[int] | None = None
+        if sampling.needs_history:
+            history = init.history or (parent.history if parent is not None else None)
+            assert history, f"slot {init.slot} is born without its history"
+            self.history = list(history)
+
+
+class EchoRunner:
+    """A Runner (see quire.core.engine). Plans wait in a queue until they are collected, as on a device that is busy.
+
+    `is_constant` does no work and draws one constant token: what is left is the cost of the control plane.
+    """
+
+    def __init__(self, depth: int = 1, *, vocab_size: int = 512, is_constant: bool = False) -> None:
+        self.depth, self.vocab_size, self.is_constant = depth, vocab_size, is_constant
+        self.queue: deque[StepPlan] = deque()
+        self.submitted = self.collected = 0
+        self.op_checksum = 0  # a hash over all entries of journals that were replayed, in order
+        self.slots: dict[int, EchoSlot] = {}
+        self.masks: dict[int, bytes] = {}  # of the step that is performed
+        self.groups: list[EchoPages] = []
+        self.geometry: KVCacheConfig | None = None
+        self.part: Callable[[int, int, int], int] | None = None  # see Geometry
+        self.images: EchoImages | None = None
+        self.both_ways = False
+        self.pixels: dict[bytes, ImagePixels] = {}
+        self._constant_samples = SliceResult((CONSTANT_TOKEN,)), SliceResult(())
+
+    def bind(self, geometry: KVCacheConfig) -> None:
+        """Allocate the tables and the page store."""
+        self.geometry = geometry
+        if self.is_constant:
+            return
+        cells, host = np.zeros(geometry.bytes, dtype=np.uint8), np.full(geometry.host_bytes, POISON, dtype=np.uint8)
+        self.groups = [EchoPages(group, g, cells, host, geometry.slots) for g, group in enumerate(geometry.groups)]
+        self.part, self.both_ways = geometry.clip_chunk, geometry.both_ways
+        self.images = EchoImages(geometry, self.groups)
+
+    def sleep(self, level: int) -> None:
+        """See control.runners.Sleeping: there is nothing left to be read."""
+        assert not self.queue, "a step is in flight"
+        self.groups, self.images, self.slots = [], None, {}
+
+    def wake(self, tags: Seq[str]) -> None:
+        """Pages are those of a start. Weights are none."""
+        if "kv_cache" in tags and self.geometry is not None:
+            self.bind(self.geometry)
+
+    def add_image(self, pixels: ImagePixels) -> None:
+        """Keep a picture, though only its key is looked at."""
+        self.pixels[pixels.key] = pixels
+
+    def remove_image(self, key: bytes) -> None:
+        """Keep it no more."""
+        self.pixels.pop(key, None)
+
+    def submit(self, plan: StepPlan) -> int:
+        """Enqueue a plan; nothing of it happens before `collect`."""
+        assert len(self.queue) < self.depth, f"more than {self.depth} steps are in flight"
+        self.queue.append(plan)
+        self.submitted += 1
+        return self.submitted
+
+    def submit_without_masks(self, plan: StepPlan) -> int:
+        """As `submit`: nothing of a plan happens early here."""
+        assert not plan.masks, "what is held has no masks yet"
+        return self.submit(plan)
+
+    def submit_masks(self, ticket: int, masks: tuple[TokenBitmask, ...]) -> int:
+        """The masks of the last plan."""
+        assert ticket == self.submitted, "a plan followed one that is held"
+        self.queue.append(self.queue.pop()._replace(masks=masks))
+        return ticket
+
+    def collect(self, ticket: int) -> StepResult:
+        """Perform the oldest plan: births, journal, rows."""
+        self.collected += 1
+        assert ticket == self.collected, f"step {ticket} is collected out of order, {self.collected} is due"
+        plan = self.queue.popleft()
+        if self.is_constant:
+            one, none = self._constant_samples
+            return StepResult(tuple(self._constant_sample(row, one, none) for row in plan.slices), 0.0)
+        for birth in plan.new_slots:
+            self.init_slot(birth)
+        for entry in plan.page_ops:
+            self.apply(entry)
+        # From the last to the first: no row may need what another row of the same step writes.
+        self.masks = {mask.slot: mask.allowed for mask in plan.masks}
+        samples = tuple([self.compute_row(row) for row in reversed(plan.slices)][::-1])
+        for entry in plan.overlapped_page_ops:
+            self.apply(entry)
+        if self.images is not None:
+            self.images.transient_rows.clear()
+        return StepResult(samples, 0.0)
+
+    @staticmethod
+    def _constant_sample(row: SeqSlice, one: SliceResult, none: SliceResult) -> SliceResult:
+        if row.num_samples == 1:
+            return one
+        return none if row.num_samples == 0 else SliceResult((CONSTANT_TOKEN,) * row.num_samples)
+
+    def init_slot(self, init: SlotInit) -> None:
+        """A sequence takes a slot; a fork starts with its parent's sampling state."""
+        self.slots[init.slot] = EchoSlot(init, self.slots[init.parent_slot] if init.parent_slot >= 0 else None)
+        for group in self.groups:
+            group.prompt_lens[init.slot] = init.prompt_len
+        if self.images is not None:
+            self.images.media[init.slot] = init.images
+
+    def apply(self, op: PageOp) -> None:
+        """Apply one journal entry to tables and pages."""
+        self.op_checksum = hash(
+            (self.op_checksum, PAGE_OP_CODES[type(op)], op)
+        )  # of integers: the same in every process
+        if isinstance(op, ImageEncoding):
+            assert self.images is not None, "a picture is encoded before there is a memory"
+            self.images.encode(op)
+            return
+        group = self.groups[op.group]
+        if isinstance(op, TableWrite):
+            group.table[op.slot, op.first_page : op.first_page + len(op.pages)] = op.pages
+        elif isinstance(op, PageCopy):
+            group.pages[op.dst] = group.pages[op.src]
+        elif isinstance(op, SwapOut):
+            group.host_pages[op.host_page - 1] = group.pages[op.page]
+        elif isinstance(op, SwapIn):
+            group.pages[op.page] = group.host_pages[op.host_page - 1]
+            group.host_pages[op.host_page - 1] = POISON
+        elif isinstance(op, Poison):
+            group.pages[op.page] = POISON
+
+    def compute_row(self, row: SeqSlice) -> SliceResult:
+        """Write a state for each position of the row, then draw from the last one."""
+        slot, count = self.slots[row.slot], len(row.tokens)
+        prompt = self.groups[0].prompt_lens[row.slot]
+        whole = self.part is None or self.part(prompt, row.start, count) == count
+        assert whole, f"a prompt of slot {row.slot} ends in the wrong steps"
+        sights = self.images if self.images is not None and self.images.media[row.slot] else None
+        # As a model does it: rows of pictures are gathered before anything is written.
+        sighted = [sights.read_visible(row.slot, row.start + i) for i in range(count)] if sights is not None else []
+        state, scores = 0, []
+        for i, token in enumerate(row.tokens):
+            if token == LAST_SAMPLED:
+                assert slot.last is not None, f"slot {row.slot} has no last sample"
+                token = slot.last
+            position = row.start + i
+            seen = [group.rule.read_visible(group, row.slot, position) for group in self.groups]
+            if sighted:
+                seen.append(sighted[i])
+            if self.both_ways and position < prompt:
+                seen.append(_digest_of_later(row.tokens[i + 1 : prompt - row.start]))
+            state = _state(token, position, seen)
+            for group in self.groups:
+                group.rule.write(group, row.slot, position, token, state)
+            if i < len(row.score_tokens):
+                scores.append(
+                    fake_top(state, row.score_tokens[i], max(slot.sampling.prompt_logprobs, 0), self.vocab_size)
+                )
+        seeds = [branch_seed(slot.seed, i) for i in range(row.num_samples)]
+        tokens = tuple(_draw(state, seed, slot.history, self.vocab_size, self.masks.get(row.slot)) for seed in seeds)
+        if tokens:
+            slot.last = tokens[0]
+            if slot.history is not None:
+                slot.history.append(tokens[0])
+        tops: tuple[TopLogprobs, ...] = ()
+        if slot.top >= 0:
+            named = slot.sampling.logprob_token_ids
+            tops = tuple(fake_top(state, token, slot.top, self.vocab_size, named) for token in tokens)
+        return SliceResult(tokens, tops, tuple(scores))
+
+    def close(self) -> None:
+        """Forget what is queued."""
+        self.queue.clear()

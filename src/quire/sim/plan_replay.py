@@ -1,0 +1,310 @@
+"""Replaying a log of plans without its model, and comparing two logs.
+
+Births and journal go through two data planes that share no code: EchoRunner's, which is NumPy's, and the Store of real
+models, in torch on a CPU, with pages of a few bytes. After each step their page tables must be the same, and every row
+must find real pages wherever it reads and writes. Tokens mean nothing here, so logs of any model can be replayed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quire.protocol.images import ImageItem
+from quire.protocol.model_spec import KVCacheConfig, LayerSpec, ModelSpec
+from quire.protocol.plan_log import LoggedStep, PlanLog
+from quire.protocol.step_plan import (
+    LAST_SAMPLED,
+    ImageEncoding,
+    PageCopy,
+    PageOp,
+    Poison,
+    SeqSlice,
+    StepPlan,
+    StepResult,
+    SwapIn,
+    SwapOut,
+    TableWrite,
+)
+from quire.sim.echo_runner import EchoRunner
+
+ITEM_BYTES = 2  # bytes of a number in the replayed pages, and of a token's key and value
+TOKEN_BYTES = 2 * ITEM_BYTES
+PAGE_OPS_SHOWN = (TableWrite, PageCopy, SwapOut, SwapIn, Poison, ImageEncoding)
+POSITIONAL_KINDS = ("full", "window", "chunked")  # of groups whose pages lie at the positions of their tokens
+
+
+class ReplayError(ValueError):
+    """What doesn't hold together in a step; it says where."""
+
+
+class PlanReplayer:
+    """Two replayers of one geometry, and what they were given. `step` raises Fault at the first thing that is wrong."""
+
+    def __init__(self, kv_config: KVCacheConfig) -> None:
+        self.kv_config = kv_config
+        tiny = _shrink(kv_config)
+        self.echo = EchoRunner()
+        self.echo.bind(tiny)
+        self.store = _make_store(tiny)
+        self.images: dict[int, tuple[ImageItem, ...]] = {}
+        self.counts: Counter[str] = Counter()
+        self.op_counts: Counter[str] = Counter()
+
+    def step(self, plan: StepPlan, result: StepResult | None) -> None:
+        """Replay a step, and check what can be."""
+        for i, birth in enumerate(plan.new_slots):
+            self._check_slot(birth.slot, f"births[{i}]")
+            if birth.parent_slot not in self.echo.slots and (birth.parent_slot >= 0 or birth.sampling is None):
+                raise ReplayError(
+                    f"births[{i}]: slot {birth.slot} inherits from slot {birth.parent_slot}, which was never born"
+                )
+            self.echo.init_slot(birth)
+            self.images[birth.slot] = birth.images
+        self._replay(plan.page_ops, "journal")
+        for i, row in enumerate(plan.slices):
+            self._check_slice(row, f"rows[{i}]")
+        self._replay(plan.overlapped_page_ops, "ahead")
+        self._compare_tables(
+            {entry.slot for entry in (*plan.page_ops, *plan.overlapped_page_ops) if type(entry) is TableWrite}
+        )
+        if result is not None:
+            self._check_result(plan, result)
+        self.counts.update(
+            steps=1, rows=len(plan.slices), births=len(plan.new_slots),
+            forks=sum(b.parent_slot >= 0 for b in plan.new_slots),
+            tokens=sum(len(row.tokens) for row in plan.slices), collected=result is not None,
+        )  # fmt: skip
+
+    def _check_slot(self, slot: int, where: str) -> None:
+        if not 0 < slot < self.kv_config.slots:
+            raise ReplayError(f"{where}: slot {slot} is none of the {self.kv_config.slots}, or the scratch one")
+
+    def _replay(self, page_ops: tuple[PageOp, ...], name: str) -> None:
+        for i, entry in enumerate(page_ops):
+            self._check_op(entry, f"{name}[{i}]")
+            if not isinstance(entry, ImageEncoding):
+                self.echo.apply(entry)
+        self.store.apply_page_ops(tuple(entry for entry in page_ops if not isinstance(entry, ImageEncoding)))
+        self.op_counts.update(type(entry).__name__ for entry in page_ops)
+
+    def _check_op(self, op: PageOp, where: str) -> None:
+        """Its slots, places and pages are those of the geometry."""
+        if isinstance(op, ImageEncoding):
+            self._check_encoding(op, where)
+            return
+        if not 0 <= op.group < len(self.kv_config.groups):
+            raise ReplayError(f"{where}: there is no group {op.group}")
+        group = self.kv_config.groups[op.group]
+        pages: Iterable[int] = ()
+        hosts: Iterable[int] = ()
+        if isinstance(op, TableWrite):
+            self._check_slot(op.slot, where)
+            if op.first_page < 0 or op.first_page + len(op.pages) > group.table_width:
+                raise ReplayError(
+                    f"{where}: places {op.first_page} on for {len(op.pages)} pages, of {group.table_width}"
+                )
+            pages = filter(None, op.pages)
+        elif isinstance(op, PageCopy):
+            pages = op.src, op.dst
+        elif isinstance(op, SwapOut | SwapIn):
+            pages, hosts = (op.page,), (op.host_page,)
+        elif isinstance(op, Poison):
+            pages = (op.page,)
+        for page in pages:
+            if page not in group.ids:
+                raise ReplayError(f"{where}: page {page} is none of group {op.group}")
+        for host in hosts:
+            if host not in group.host_ids:
+                raise ReplayError(f"{where}: host page {host} is none of group {op.group}")
+
+    def _check_encoding(self, op: ImageEncoding, where: str) -> None:
+        """The slot has that picture, of so many parts, and the group a place for it."""
+        self._check_slot(op.slot, where)
+        media = self.images.get(op.slot, ())
+        if not 0 <= op.image_index < len(media):
+            raise ReplayError(f"{where}: slot {op.slot} has {len(media)} pictures, and not picture {op.image_index}")
+        if not 0 <= op.first_part < op.first_part + op.num_parts <= media[op.image_index].num_parts:
+            raise ReplayError(
+                f"{where}: {op.num_parts} parts from part {op.first_part} on, of {media[op.image_index].num_parts}"
+            )
+        if not -1 <= op.group < len(self.kv_config.groups):
+            raise ReplayError(f"{where}: there is no group {op.group}")
+        if op.group >= 0 and not 0 <= op.first_page < self.kv_config.groups[op.group].table_width:
+            raise ReplayError(f"{where}: place {op.first_page}, of {self.kv_config.groups[op.group].table_width}")
+
+    def _check_slice(self, seq_slice: SeqSlice, where: str) -> None:
+        """Its slot is born, and has real pages for all that the row reads and writes."""
+        self._check_slot(seq_slice.slot, where)
+        if seq_slice.slot not in self.echo.slots:
+            raise ReplayError(f"{where}: slot {seq_slice.slot} was never born")
+        if (
+            seq_slice.start < 0
+            or not seq_slice.tokens
+            or seq_slice.num_samples < 0
+            or min(seq_slice.tokens) < LAST_SAMPLED
+        ):
+            raise ReplayError(
+                f"{where}: {len(seq_slice.tokens)} tokens from position {seq_slice.start} on, "
+                f"{seq_slice.num_samples} samples"
+            )
+        end = seq_slice.start + len(seq_slice.tokens) + len(seq_slice.draft_tokens)
+        for g, group in enumerate(self.kv_config.groups):
+            if group.kind not in POSITIONAL_KINDS:
+                continue
+            first, last = group.num_full_pages(group.first_visible(seq_slice.start)), group.num_pages(end)
+            held = self.echo.groups[g].table[seq_slice.slot, first:last]
+            if last > group.table_width or not held.all():
+                raise ReplayError(
+                    f"{where}: slot {seq_slice.slot} has no real page for some position below {end} in group {g}"
+                )
+
+    def _compare_tables(self, slots: set[int]) -> None:
+        """Both replayers' tables are the same for these slots."""
+        for g, table in enumerate(group.table for group in self.echo.groups):
+            for slot in slots:
+                found = self.store.host_tables[g][slot][: table.shape[1]]
+                if not np.array_equal(table[slot], found):
+                    place = int(np.flatnonzero(table[slot] != found)[0])
+                    raise ReplayError(
+                        f"place {place} of slot {slot} in group {g} is one page here and another one there"
+                    )
+
+    def _check_result(self, plan: StepPlan, result: StepResult) -> None:
+        if len(result.slice_results) != len(plan.slices):
+            raise ReplayError(f"{len(result.slice_results)} samples for {len(plan.slices)} rows")
+        for i, (row, sampled) in enumerate(zip(plan.slices, result.slice_results)):
+            if not row.draft_tokens and len(sampled.tokens) != row.num_samples:
+                raise ReplayError(f"samples[{i}]: {len(sampled.tokens)} tokens, and {row.num_samples} were to be drawn")
+
+    def digest(self) -> str:
+        """Of all tables, once both replayers have the same; Fault if they don't."""
+        self._compare_tables(set(range(self.kv_config.slots)))
+        digest = hashlib.sha256()
+        for group in self.echo.groups:
+            for row in group.table:
+                digest.update(row.astype("<i8").tobytes())
+        return digest.hexdigest()
+
+
+def _shrink(kv_config: KVCacheConfig) -> KVCacheConfig:
+    """The same tables and page ids, and as few bytes in a page as there can be: one token; where pages are parts of
+    large ones, so many that they still are."""
+    ratios = [max(kv_config.large_bytes // group.page_bytes, 1) for group in kv_config.groups]
+    whole = math.lcm(*ratios) * TOKEN_BYTES if kv_config.large_bytes else TOKEN_BYTES
+    alike = {"token_bytes": TOKEN_BYTES, "run_tokens": 1, "run_pages": 1, "kind": "full"}
+    groups = tuple(
+        replace(group, layers=(g,), page_bytes=whole // ratio, **alike)
+        for g, (group, ratio) in enumerate(zip(kv_config.groups, ratios))
+    )
+    return replace(
+        kv_config, groups=groups, bytes=max(group.ids.stop * group.page_bytes for group in groups), large_bytes=0,
+        host_bytes=max(group.host_ids.stop * group.page_bytes for group in groups), itemsize=ITEM_BYTES, sight="",
+    )  # fmt: skip
+
+
+def _make_store(kv_config: KVCacheConfig) -> Any:
+    """The Store of real models, for layers of one head of one number."""
+    import torch
+
+    from quire.worker.store import Store
+
+    layers = tuple(LayerSpec(1, 1, group.window) for group in kv_config.groups)
+    spec = ModelSpec("none", layers, 1, 1, 1, 1, 1, 1)
+    return Store(kv_config, spec, torch.float16, torch.device("cpu"))
+
+
+def replay(log: PlanLog) -> PlanReplayer:
+    """Replay a whole log. LogError names the step and the byte where it doesn't hold together."""
+    try:
+        done = PlanReplayer(log.kv_config)
+    except (MemoryError, ValueError, RuntimeError, AssertionError) as error:
+        raise log.error(0, f"its geometry can't be replayed here: {error}") from error
+    step = None
+    try:
+        for step in log:
+            done.step(step.plan, step.result)
+        done.digest()
+    except (ReplayError, AssertionError) as error:  # a replayer asserts what it needs
+        number, at = (step.number, step.offset) if step is not None else (0, 0)
+        raise log.error(at, f"step {number}, {error}") from error
+    return done
+
+
+def summarize(log: PlanLog, replayer: PlanReplayer) -> list[str]:
+    """What a log holds, in lines."""
+    geometry, counts = log.kv_config, replayer.counts
+    open_steps = counts["steps"] - counts["collected"]
+    kinds = ", ".join(f"{kind.__name__} {replayer.op_counts[kind.__name__]:,}" for kind in PAGE_OPS_SHOWN)
+    return [
+        f"memory   {geometry.bytes:,} bytes, {geometry.slots} slots, {len(geometry.groups)} groups of layers; "
+        f"vocabulary {log.vocab_size:,}",
+        f"steps    {counts['steps']:,}" + (f", {open_steps} of them without a result" if open_steps else ""),
+        f"rows     {counts['rows']:,}, of {counts['tokens']:,} tokens",
+        f"births   {counts['births']:,}, {counts['forks']:,} of them inherit",
+        f"journal  {kinds}",
+        f"tables   sha256 {replayer.digest()}, found by two replayers",
+    ]
+
+
+def first_difference(a: PlanLog, b: PlanLog) -> str | None:
+    """The first step and field in which two logs differ, or None. How long steps took doesn't count. LogError if they
+    are of different memories."""
+    if (a.kv_config, a.vocab_size) != (b.kv_config, b.vocab_size):
+        names = ["vocab_size", *iter_differences(a.kv_config, b.kv_config, "geometry")]
+        name = names[0] if a.vocab_size != b.vocab_size else names[1]
+        raise b.error(0, f"it is of another geometry than {a.path}: {name}")
+    for mine, other in zip_longest(a, b):
+        if mine is None or other is None:
+            longer, step = (a, mine) if other is None else (b, other)
+            return f"step {step.number}: only {longer.path} has it"
+        for what in _step_differences(mine, other):
+            return f"step {mine.number}: {what}"
+    return None
+
+
+def _step_differences(a: LoggedStep, b: LoggedStep) -> Iterator[str]:
+    yield from iter_differences(a.plan, b.plan, "plan")
+    if a.result is None or b.result is None:
+        if a.result is not b.result:
+            yield f"only one of them has a result{': the second' if a.result is None else ': the first'}"
+        return
+    yield from iter_differences(a.result.slice_results, b.result.slice_results, "result.slice_results")
+
+
+def iter_differences(a: Any, b: Any, name: str) -> Iterator[str]:
+    """Where two messages, or parts of them, differ: the field's name and both values."""
+    if type(a) is not type(b):
+        yield f"{name} is {_short_repr(a)} and {_short_repr(b)}"
+    elif hasattr(a, "_fields"):
+        for field in a._fields:
+            yield from iter_differences(getattr(a, field), getattr(b, field), f"{name}.{field}")
+    elif isinstance(a, KVCacheConfig) or hasattr(a, "__dataclass_fields__"):
+        for field in a.__dataclass_fields__:
+            yield from iter_differences(getattr(a, field), getattr(b, field), f"{name}.{field}")
+    elif isinstance(a, tuple):
+        for i, (one, other) in enumerate(zip(a, b)):
+            yield from iter_differences(one, other, f"{name}[{i}]")
+        if len(a) != len(b):
+            yield f"{name} has {len(a)} and {len(b)} of them"
+    elif a != b and not (a != a and b != b):  # NaN is NaN
+        yield f"{name} is {_short_repr(a)} and {_short_repr(b)}"
+
+
+def _short_repr(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def compare_files(path: Path, against: Path) -> str | None:
+    """`first_difference` of the logs in two files."""
+    with PlanLog(path) as a, PlanLog(against) as b:
+        return first_difference(a, b)

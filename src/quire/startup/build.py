@@ -1,0 +1,403 @@
+"""Building an engine from its settings: checkpoint -> memory plan -> model -> runner, memory, scheduler, engine.
+
+The one place where the planes are joined. Every failure is a StartupError with its cause and a remedy.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from quire.config import EngineConfig
+from quire.core.assembly import assemble
+from quire.core.engine import Engine
+from quire.core.preemption_costs import DEFAULT_COSTS, PreemptionCosts
+from quire.core.recovery import RunnerRestarter
+from quire.core.validation import EngineLimits
+from quire.distributed.triton_cache import triton_cache_environment
+from quire.errors import StartupError
+from quire.files import MAX_BYTES_BY_FILE, read_json_object
+from quire.ipc.garbage_collection import gc_paused
+from quire.kernels.cpu import library_loader as kernels
+from quire.kernels.cpu.weight_arena import weight_arena
+from quire.memory.build import build_memory
+from quire.memory.page_layout import MemorySize
+from quire.memory.virtual.virtual_memory import virtual_capacity_tokens
+from quire.protocol.model_spec import KVCacheConfig, ModelSpec
+from quire.protocol.parallel_layout import ParallelLayout, Shard
+from quire.protocol.pipeline_stages import check_pp_division, has_uneven_stages
+from quire.protocol.plan_log import with_plan_log
+from quire.startup.checkpoint import (
+    Checkpoint,
+    collect_eos_ids,
+    image_tiling,
+    pooling_type,
+    read_checkpoint,
+    read_image_loader,
+    read_tokenizer_and_template,
+)
+from quire.startup.dtypes import (
+    ITEMSIZE,
+    choose_device,
+    choose_dtype,
+    kv_namespace,
+    quantization_savings,
+    with_resolved_attention,
+)
+from quire.startup.loader import build_runner, choose_attention, sharded_stage_spec
+from quire.startup.memory_plan import GIB, MemoryPlan, check_still_fits, describe_pages, plan_memory
+from quire.startup.prealloc import preallocate_weights
+
+if TYPE_CHECKING:
+    from quire.distributed.remote_runner import RemoteRunner
+    from quire.pool import PoolMember
+    from quire.text.chat_template import ChatTemplate
+    from quire.text.images.loader import ImageLoader
+    from quire.text.tokenizer import Tokenizer
+
+
+class BuiltEngine(NamedTuple):
+    """An engine and what belongs to it. `notices` are said at start; `default_sampling` are generation_config.json's
+    sampling
+    parameters."""
+
+    engine: Engine
+    spec: ModelSpec
+    tokenizer: Tokenizer | None
+    chat_template: ChatTemplate | None
+    memory_plan: MemoryPlan
+    notices: tuple[str, ...]
+    default_sampling: dict[str, Any]
+    name: str
+    image_loader: ImageLoader | None = None
+
+
+def describe_memory_plan(config: EngineConfig, device_gib: float | None = None) -> list[str]:
+    """The memory plan of `config` as one screen, without loading the model; with `device_gib`, for GPUs of so many GiB
+    each, which need not be there (or, where the config says CPU, for such a machine)."""
+    if device_gib is not None and not 0 < device_gib < 2**20:
+        raise StartupError(f"--device-gib is {device_gib}", "It must be above 0")
+    absent = device_gib is not None
+    device = ("cpu" if config.device == "cpu" else "cuda") if absent else choose_device(config)
+    source = _with_shard_spec(config, read_checkpoint(config, weights=False), device)
+    config = config.with_device_defaults(device).per_rank()
+    dtype = choose_dtype(config, source.config, device)
+    source = source.with_stored_dtypes(config, ITEMSIZE[dtype])
+    saved = quantization_savings(config, source, dtype, device, absent)
+    config = with_resolved_attention(config, source.spec, device, dtype)
+    there = None if device_gib is None else int(device_gib * GIB) // (config.world_size if device == "cpu" else 1)
+    made = plan_memory(config, source.spec, source.name, dtype, ITEMSIZE[dtype], device, saved, there)
+    pages = describe_pages(config, source.spec, ITEMSIZE[dtype], made)
+    if config.memory == "virtual":  # pages and buffers aren't always filled
+        size = MemorySize(made.kv_tokens, made.max_len, ITEMSIZE[dtype], made.kv_bytes)
+        made = made._replace(kv_tokens=virtual_capacity_tokens(build_memory(config, source.spec, size).kv_config))
+    if absent:
+        made = made._replace(device=f"{device} (--device-gib)")
+    return made.to_lines() + pages
+
+
+def _with_shard_spec(config: EngineConfig, checkpoint: Checkpoint, device: str) -> Checkpoint:
+    """The same with the spec of a rank's part: of stages one that has as much as any. StartupError for a model that so
+    many can't share. `device` is "cuda" or "cpu", and need not be here."""
+    checkpoint = _with_tp_spec(config, checkpoint)
+    if config.pp == 1:
+        return checkpoint
+    import torch
+
+    spec = sharded_stage_spec(
+        checkpoint, getattr(torch, choose_dtype(config, checkpoint.config, device)), config.tp, config.pp
+    )
+    return checkpoint._replace(spec=spec)
+
+
+def _with_tp_spec(config: EngineConfig, checkpoint: Checkpoint) -> Checkpoint:
+    """The same with the spec of a rank's part of each layer, and as much of it said as needs no torch."""
+    checkpoint = checkpoint.for_shard(Shard(0, config.tp, 0, config.pp))
+    if config.pp == 1:
+        return checkpoint
+    if config.memory == "virtual" and has_uneven_stages(checkpoint.spec, config.pp):
+        raise StartupError(
+            f"--memory is virtual, and of {len(checkpoint.spec.layers)} layers --pp {config.pp} makes stages that "
+            f"don't "
+            "have as many of each kind",
+            "Use --memory paged, or another --pp",
+        )
+    check_pp_division(checkpoint.spec, config.pp)
+    return checkpoint
+
+
+@gc_paused()
+def build(config: EngineConfig, progress: bool = False, pool_member: PoolMember | None = None) -> BuiltEngine:
+    """Load the model and assemble the engine; over its part of a pool, whose config is `pool_member`'s."""
+    from quire.text.template_process import TemplateProcess
+
+    renderer = None if config.skip_tokenizer_init else TemplateProcess()  # its process comes up while torch is imported
+    ranks = None
+    try:
+        source = read_checkpoint(config)
+        ranks = start_ranks(config, source)
+        preallocate_weights(config, source)
+        import_module("torch")
+        tokenizer, chat = read_tokenizer_and_template(config, source, renderer)
+        named = tokenizer.eos_ids if tokenizer is not None else ()
+        sight = read_image_loader(config, source, tokenizer)
+        engine, plan, notices = build_engine(config, source, named, progress, pool_member, ranks)
+        return BuiltEngine(
+            engine, source.spec, tokenizer, chat, plan, notices, source.default_sampling, source.name, sight
+        )
+    except BaseException:
+        if renderer is not None:
+            renderer.close()
+        if ranks is not None:
+            ranks.kill()
+        raise
+    finally:
+        weight_arena().finish_block()  # of a start that failed, too
+
+
+def start_ranks(config: EngineConfig, checkpoint: Checkpoint) -> RemoteRunner | None:
+    """Ranks in processes of their own, if there are any, which load libraries while this one does. Those of Ray come
+    later, once it is known what GPUs there are, and so do those for which there don't seem to be enough. StartupError
+    for a model that they can't share out."""
+    if config.ray_address and config.executor != "ray":
+        raise StartupError(f"--ray-address is given, and --executor is {config.executor}", "Use --executor ray")
+    if not config.has_rank_processes or config.executor == "ray":
+        return None
+    from quire.distributed.rank_devices import seems_to_have_devices
+    from quire.distributed.remote_runner import RemoteRunner
+
+    _with_tp_spec(config, checkpoint)
+    if not seems_to_have_devices(config.device, config.world_size):
+        return None
+    return RemoteRunner(ParallelLayout(config.tp, config.pp), config.rank_timeout)
+
+
+def build_engine(
+    config: EngineConfig, checkpoint: Checkpoint, tokenizer_eos_ids: tuple[int, ...], progress: bool = False,
+    pool_member: PoolMember | None = None,
+    remote_runner: RemoteRunner | None = None,
+) -> tuple[Engine, MemoryPlan, tuple[str, ...]]:  # fmt: skip
+    """The engine of `checkpoint`, whose tokenizer has the end tokens `tokenizer_eos_ids`; its memory plan, and what is
+    to be said. The
+    memory is that of `pool_member`, if any. With ranks in processes of their own the model is there, and not here;
+    `remote_runner`
+    were started already, and end if this fails."""
+    remote_runner = remote_runner or start_ranks(config, checkpoint)
+    if not config.has_rank_processes:
+        if config.on_rank_failure == "restart":
+            cause = "--on-rank-failure is restart, and the model is where the engine is"
+            raise StartupError(cause, "Use --tp, or --executor process")
+        return _assemble(config, checkpoint, tokenizer_eos_ids, progress, pool_member, None)
+    assert pool_member is None, "models of a pool are in its process"
+    from quire.distributed.rank_devices import check_gpus
+    from quire.distributed.rank_startup import launcher_arguments
+    from quire.distributed.remote_runner import RemoteRunner
+
+    try:
+        device = choose_device(config)
+        checkpoint = _with_shard_spec(config, checkpoint, device)
+        if device != "cpu":
+            check_gpus(config.tp, config.pp)
+        if remote_runner is None:
+            remote_runner = RemoteRunner(
+                ParallelLayout(config.tp, config.pp), config.rank_timeout, **launcher_arguments(config, device)
+            )
+        return _assemble(config, checkpoint, tokenizer_eos_ids, progress, None, remote_runner)
+    except BaseException:
+        if remote_runner is not None:
+            remote_runner.kill()
+        raise
+
+
+def _assemble(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    tokenizer_eos_ids: tuple[int, ...],
+    progress: bool,
+    pool_member: PoolMember | None,
+    remote_runner: RemoteRunner | None,
+) -> tuple[Engine, MemoryPlan, tuple[str, ...]]:
+    """The same over `remote_runner`, whose spec `checkpoint` has: or a model here."""
+    import torch
+
+    device = choose_device(config)
+    if device == "cpu" and remote_runner is None:
+        kernels.use_threads(config.threads)
+    elif config.threads is not None and remote_runner is None:
+        torch.set_num_threads(config.threads)
+    config = config.with_device_defaults(device).per_rank()
+    dtype = choose_dtype(config, checkpoint.config, device)
+    checkpoint = checkpoint.with_stored_dtypes(config, ITEMSIZE[dtype])
+    sized = with_resolved_attention(config, checkpoint.spec, device, dtype)
+    plan = (
+        pool_member.plan if pool_member is not None else _plan_memory(sized, checkpoint, dtype, device, remote_runner)
+    )
+    ends = collect_eos_ids(checkpoint, tokenizer_eos_ids)
+    with _report_out_of_memory(device):
+        runner = _make_runner(
+            config, checkpoint, dtype, device, ends, plan.max_len, progress, pool_member, remote_runner
+        )
+    if config.log_plans:
+        runner = with_plan_log(runner, Path(config.log_plans), checkpoint.spec.vocab_size)
+    size = MemorySize(plan.kv_tokens, plan.max_len, ITEMSIZE[dtype], plan.kv_bytes)
+    make_memory = partial(build_memory, config, checkpoint.spec, size, kv_namespace(config, checkpoint, dtype))
+    memory = pool_member.memory if pool_member else make_memory()
+    if config.memory == "virtual":  # pages and buffers aren't always filled
+        plan = plan._replace(kv_tokens=virtual_capacity_tokens(memory.kv_config))
+    assert config.max_num_batched_tokens is not None, "sized above"
+    with _report_out_of_memory(device):
+        runner.bind(memory.kv_config)
+        if config.warm_up:
+            runner.warm_up(config.max_num_batched_tokens, plan.max_len)
+    limits = _engine_limits(config, checkpoint.spec, plan, memory.kv_config)
+    costs = _read_costs(config.calibration) if config.calibration else DEFAULT_COSTS
+    engine = assemble(
+        config, memory, runner, limits, clock=time.monotonic, eos_ids=ends, costs=costs,
+        tiling=image_tiling(checkpoint),
+        pooling=pooling_type(config, checkpoint),
+    )  # fmt: skip
+    if remote_runner is not None and config.on_rank_failure == "restart":
+        from quire.distributed import rank_startup
+
+        said = replace(config, dtype=dtype, device=device, attention=remote_runner.attention)
+        folder = str(checkpoint.path or "")
+        fits = partial(check_still_fits, config, plan)
+        engine.restarter = RunnerRestarter(
+            partial(rank_startup.rebuild_ranks, said, folder, ends, plan.max_len, make_memory, fits)
+        )
+    if pool_member is not None:
+        pool_member.pool.shared_memory_group.add(engine)
+    return engine, plan, (*_hardware_notices(config, runner, remote_runner, device), *checkpoint.notices,
+                          *_notices(config, plan, ends, checkpoint.default_sampling))  # fmt: skip
+
+
+def _plan_memory(
+    config: EngineConfig, checkpoint: Checkpoint, dtype: str, device: str, remote_runner: RemoteRunner | None
+) -> MemoryPlan:
+    """What the memory is divided into, by what `remote_runner` see of their GPUs if there are some."""
+    seen = None
+    if remote_runner is not None and device != "cpu":
+        from quire.distributed import rank_startup
+
+        seen = rank_startup.open_devices(remote_runner, config)
+    saved = quantization_savings(config, checkpoint, dtype, device)
+    return plan_memory(config, checkpoint.spec, checkpoint.name, dtype, ITEMSIZE[dtype], device, saved, measured=seen)
+
+
+def _engine_limits(config: EngineConfig, spec: ModelSpec, plan: MemoryPlan, kv_config: KVCacheConfig) -> EngineLimits:
+    """What is asked of requests at the edge."""
+    held_by = "the KV memory" if plan.limit_note else "the model"
+    whole = not (kv_config.budget or kv_config.both_ways)  # a prompt's tokens are computed one by one
+    hidden = spec.hidden if whole else 0
+    return EngineLimits(spec.vocab_size, plan.max_len, config.max_num_queued_reqs, held_by, hidden)
+
+
+def _make_runner(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    dtype: str,
+    device: str,
+    eos_ids: tuple[int, ...],
+    max_len: int,
+    progress: bool,
+    pool_member: PoolMember | None,
+    remote_runner: RemoteRunner | None,
+) -> Any:
+    """A runner of the model, or `remote_runner` that have built it."""
+    import torch
+
+    kind, where = getattr(torch, dtype), torch.device(device)
+    if remote_runner is None:
+        if device != "cpu":
+            os.environ.update(triton_cache_environment())
+        common = pool_member.pool.get_buffer if pool_member else None
+        return build_runner(config, checkpoint, kind, where, eos_ids, max_len, progress, common)
+    from quire.distributed import rank_startup
+
+    attention = choose_attention(config, checkpoint.spec, where, kind)
+    said = replace(config, dtype=dtype, device=device, attention=attention)
+    rank_startup.build_ranks(remote_runner, said, str(checkpoint.path or ""), eos_ids, max_len, progress)
+    return remote_runner
+
+
+def _hardware_notices(
+    config: EngineConfig, runner: Any, remote_runner: RemoteRunner | None, device: str
+) -> tuple[str, ...]:
+    """What computes, to be said at start."""
+    if remote_runner is not None:
+        from quire.distributed.rank_startup import unused_threads_notice
+
+        count = len(remote_runner.ranks)
+        if device != "cpu":
+            return (f"{count} rank{'s' * (count > 1)}, each with a GPU", *remote_runner.notices)
+        return (
+            *(f"{count} rank{'s' * (count > 1)}, each: {said}" for said in remote_runner.notices),
+            *unused_threads_notice(config.threads, count),
+        )
+    if device == "cpu":
+        from quire.weights.mapped_files import trim_memory
+
+        trim_memory()
+        return (kernels.describe(),)
+    if runner.attention != "triton":
+        return ()
+    from quire.kernels.triton.launch import hopper_notice
+
+    return tuple(filter(None, [hopper_notice(runner.device)]))
+
+
+@contextmanager
+def _report_out_of_memory(device: str) -> Iterator[None]:
+    """StartupError where the device has less memory than was planned with."""
+    import torch
+
+    try:
+        yield
+    except RuntimeError as error:  # torch's own kind, or the driver's, of whoever asked it
+        if not isinstance(error, torch.OutOfMemoryError) and "out of memory" not in str(error).lower():
+            raise
+        raise StartupError(
+            f"out of memory on {device} at start: {str(error).splitlines()[0][:200]}",
+            "Use a smaller --gpu-memory-utilization, --kv-gib, --swap-gib, --max-num-seqs or --max-num-batched-tokens",
+        ) from error
+
+
+def _notices(
+    config: EngineConfig, plan: MemoryPlan, eos_ids: tuple[int, ...], defaults: dict[str, Any]
+) -> tuple[str, ...]:
+    notices = []
+    if config.dtype == "auto":
+        notices.append(f"dtype {plan.dtype}, chosen for {plan.device}")
+    if plan.limit_note:
+        notices.append(f"sequences may have {plan.max_len:,} tokens{plan.limit_note}")
+    if eos_ids:
+        notices.append(f"end tokens {', '.join(map(str, eos_ids))}")
+    if defaults:
+        shown = ", ".join(f"{key}={value}" for key, value in defaults.items())
+        if config.override_generation_config:
+            text = f"requests have {shown} where they say nothing (--override-generation-config)"
+        else:
+            text = f"generation_config.json sets {shown} where a request doesn't (--no-generation-config ignores it)"
+        notices.append(text)
+    return tuple(notices)
+
+
+def _read_costs(path: str) -> PreemptionCosts:
+    """The numbers in a file that `quire bench preemption` wrote. StartupError if it can't be read as such."""
+    remedy = "Write one with `quire bench preemption --out FILE`"
+    numbers = read_json_object(path, MAX_BYTES_BY_FILE["calibration"], f"--calibration {path}", remedy).get("costs")
+    try:
+        costs = PreemptionCosts(**{name: float(numbers[name]) for name in PreemptionCosts._fields})  # type: ignore[index]
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
+        raise StartupError(f"--calibration {path} can't be used: {type(error).__name__} {error}", remedy) from error
+    if not all(math.isfinite(number) and number >= 0 for number in costs):
+        raise StartupError(f"--calibration {path} has a number that is negative or not finite", remedy)
+    return costs

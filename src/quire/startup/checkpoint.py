@@ -1,0 +1,294 @@
+"""A model before it is loaded: where it is, its settings, and its tokenizer and chat template. No torch here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from quire.config import GENERATION_PARAMS, EngineConfig
+from quire.errors import InputError, StartupError
+from quire.files import DOWNLOAD_AGAIN
+from quire.files import read_json_config as read_optional
+from quire.models import read_spec
+from quire.models.named_configs import CONFIGS
+from quire.models.vision_language_settings import PREPROCESSOR_KEY
+from quire.protocol.image_tiling import ImageTiling
+from quire.protocol.model_spec import ModelSpec
+from quire.protocol.parallel_layout import Shard
+from quire.protocol.sampling_params import SamplingParams
+from quire.weights.checkpoint_files import (
+    has_untied_head,
+    locate_checkpoint,
+    read_config,
+    read_generation_config,
+    read_preprocessor_config,
+)
+from quire.weights.packaged_models import PACKAGED_MODELS, packaged_model_path
+
+if TYPE_CHECKING:
+    from quire.text.chat_template import ChatTemplate
+    from quire.text.images.loader import ImageLoader
+    from quire.text.images.processor import ImageProcessor
+    from quire.text.template_process import TemplateProcess
+    from quire.text.tokenizer import Tokenizer
+    from quire.weights.gguf_file import GGUFFile
+
+DEFAULT_MODEL = "tiny"
+BUNDLED_MODELS = (DEFAULT_MODEL, "tiny-draft", "tiny-vision")
+POOLING_CONFIG = "1_Pooling/config.json"
+UNTIED_NOTICE = (
+    "lm_head.weight differs from the embedding, though config.json ties them: the head is the file's, as in "
+    "transformers. Set tie_word_embeddings to false there to say so"
+)
+STATE_ITEMSIZES = {"auto": 4, "float32": 4, "bfloat16": 2}
+
+
+class Checkpoint(NamedTuple):
+    """A model before it is loaded. `path` is None for a named shape with dummy weights; of a GGUF file it is the
+    file's path, and `gguf` what it holds. `generation_config` is its generation_config.json, `default_sampling` what
+    requests'
+    parameters are unless they say otherwise. `notices`: what is to be said at start."""
+
+    name: str
+    path: Path | None
+    config: dict[str, Any]
+    generation_config: dict[str, Any]
+    spec: ModelSpec
+    default_sampling: dict[str, Any]
+    gguf: GGUFFile | None = None
+    notices: tuple[str, ...] = ()
+
+    def for_shard(self, shard: Shard) -> Checkpoint:
+        """The same with the spec of a rank's part. StartupError for a model that can't be divided so."""
+        return self._replace(spec=read_spec(self.config, shard))
+
+    def with_stored_dtypes(self, config: EngineConfig, itemsize: int) -> Checkpoint:
+        """The same where numbers have `itemsize` bytes, but for what `config` says of running states, keys and
+        values."""
+        spec = self.spec.with_state_itemsize(itemsize, STATE_ITEMSIZES[config.state_dtype])
+        return self._replace(spec=spec.with_int8_kv() if config.kv_cache_dtype == "int8" else spec)
+
+
+def read_checkpoint(config: EngineConfig, weights: bool = True) -> Checkpoint:
+    """Find the model and read its configuration; nothing is loaded. `weights` says that they will be."""
+    if config.model_config is not None:
+        if config.model_config not in CONFIGS:
+            raise StartupError(
+                f"--model-config is {config.model_config!r}", f"Known shapes: {', '.join(sorted(CONFIGS))}"
+            )
+        if weights and not config.dummy_weights:
+            raise StartupError(f"{config.model_config} is a shape without weights", "Add --dummy-weights")
+        shape = CONFIGS[config.model_config]
+        return Checkpoint(config.model_config, None, shape, {}, read_spec(shape), _default_sampling(config, {}))
+    model = config.model or DEFAULT_MODEL
+    bundled = Path(__file__).parents[1] / "assets" / model
+    named = model in BUNDLED_MODELS and not Path(model).is_dir()
+    if named and config.revision is not None:
+        raise StartupError(f"--revision is given, and {model} is the bundled model", "Give a model of the hub with it")
+    if (file := _open_gguf(model)) is not None:
+        return _read_gguf_checkpoint(config, model, file)
+    folder = bundled if named else locate_checkpoint(model, weights and not config.dummy_weights, config.revision)
+    settings, generation = read_config(folder), read_generation_config(folder)
+    settings[PREPROCESSOR_KEY] = read_preprocessor_config(folder)
+    local = Path(model).expanduser()
+    name = local.resolve().name if local.is_dir() else model
+    defaults, notes = _default_sampling(config, generation), () if named else _shadowing_notices(model)
+    spec = read_spec(settings)
+    if weights and not config.dummy_weights:
+        untied = _with_untied_head(settings)
+        larger = read_spec(untied)
+        # A larger count means that config.json ties the head.
+        if larger.parameters > spec.parameters and has_untied_head(folder):
+            settings, spec, notes = untied, larger, (*notes, UNTIED_NOTICE)
+    return Checkpoint(name, folder, settings, generation, spec, defaults, None, notes)
+
+
+def _with_untied_head(settings: dict[str, Any]) -> dict[str, Any]:
+    """The same configuration with a head that is not the embedding."""
+    parts = {name: part for name in ("text_config", "llm_config") if isinstance(part := settings.get(name), dict)}
+    untied = {name: {**part, "tie_word_embeddings": False} for name, part in parts.items()}
+    return {**settings, **untied, "tie_word_embeddings": False}
+
+
+def _open_gguf(model: str) -> GGUFFile | None:
+    """The GGUF file that is called so: a path, or the name of a package's; None if it is no such file."""
+    path = Path(os.path.expanduser(model))
+    if not os.path.lexists(path):
+        if model not in PACKAGED_MODELS:
+            return None
+        path = packaged_model_path(model)
+    from quire.weights.gguf_file import is_gguf, read_gguf
+
+    return read_gguf(path) if is_gguf(path) else None
+
+
+def _shadowing_notices(model: str) -> tuple[str, ...]:
+    """That a path which is there goes before quire's own model of that name, if it does."""
+    if model not in (*BUNDLED_MODELS, *PACKAGED_MODELS) or not os.path.lexists(model):
+        return ()
+    return (f"{model} is {Path(model).absolute()}, and not quire's own model of that name",)
+
+
+def _read_gguf_checkpoint(config: EngineConfig, model: str, file: GGUFFile) -> Checkpoint:
+    """The model of a GGUF file."""
+    from quire.weights.gguf_config import to_hf_config, to_hf_generation_config
+
+    if config.revision is not None:
+        raise StartupError(f"--revision is given, and {model!r} is a file", "Give a model of the hub with it")
+    settings, generation = to_hf_config(file), to_hf_generation_config(file)
+    try:
+        spec = read_spec(settings)
+    except StartupError as error:
+        raise StartupError(f"the model of {file.path} can't be used: {error.cause}", error.remedy) from error
+    if file.num_elements < spec.parameters:
+        cause = (
+            f"{file.path} makes {spec.parameters} parameters of its settings, and its tensors have {file.num_elements}"
+        )
+        raise StartupError(cause, DOWNLOAD_AGAIN)
+    name, notes = file.path.stem, _shadowing_notices(model)
+    if model in PACKAGED_MODELS and not notes:
+        name, generation = model, PACKAGED_MODELS[model].sampling | generation
+    return Checkpoint(name, file.path, settings, generation, spec, _default_sampling(config, generation), file, notes)
+
+
+def read_tokenizer_and_template(
+    config: EngineConfig, checkpoint: Checkpoint, renderer: TemplateProcess | None
+) -> tuple[Tokenizer | None, ChatTemplate | None]:
+    """The tokenizer and the chat template, as far as there are any; the latter runs in `renderer`."""
+    if renderer is None:
+        return None, None
+    from quire.text.chat_template import ChatTemplate
+
+    file, folder = _tokenizer_source(config, checkpoint)
+    tokenizer = _load_tokenizer(file, folder)
+    if tokenizer is None or file is None:
+        return tokenizer, None if folder is None else ChatTemplate.find(folder, process=renderer)
+    from quire.text.gguf_tokenizer import template_of
+
+    template = template_of(file.metadata)
+    return tokenizer, None if template is None else ChatTemplate(template, tokenizer.special_tokens, process=renderer)
+
+
+def read_tokenizer(config: EngineConfig, checkpoint: Checkpoint | None) -> Tokenizer | None:
+    """The tokenizer of --tokenizer, or the model's own; None for a named shape."""
+    return _load_tokenizer(*_tokenizer_source(config, checkpoint))
+
+
+def _tokenizer_source(config: EngineConfig, checkpoint: Checkpoint | None) -> tuple[GGUFFile | None, Path | None]:
+    """The file or the folder that holds the tokenizer and the chat template."""
+    if config.tokenizer is not None:
+        file = _open_gguf(config.tokenizer)
+        return file, locate_checkpoint(config.tokenizer, weights=False) if file is None else None
+    return (None, None) if checkpoint is None else (checkpoint.gguf, checkpoint.path)
+
+
+def _load_tokenizer(file: GGUFFile | None, folder: Path | None) -> Tokenizer | None:
+    if file is not None:
+        from quire.text.gguf_tokenizer import tokenizer_of
+
+        return tokenizer_of(file.metadata, str(file.path))
+    if folder is None:
+        return None
+    from quire.text.tokenizer import Tokenizer
+
+    return Tokenizer.load(folder)
+
+
+def read_image_loader(config: EngineConfig, checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> ImageLoader | None:
+    """What pictures are read with, if the model sees any."""
+    eyes = read_image_processor(checkpoint, tokenizer)
+    if eyes is None:
+        return None
+    from quire.text.images.decode import ImageLimits
+    from quire.text.images.loader import ImageLoader
+
+    return ImageLoader(eyes, ImageLimits(config.max_image_pixels, config.max_image_bytes, config.max_images))
+
+
+def read_image_processor(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> ImageProcessor | None:
+    """A model's eyes, by its architecture; None: it reads only text, or there is no tokenizer. StartupError where what
+    stands for pictures isn't in the tokenizer, or not in the model's vocabulary."""
+    if checkpoint.spec.vision is None or tokenizer is None:
+        return None
+    from quire.models.vision import VisionSettings
+    from quire.text.images.model_processor import ModelImageProcessor
+    from quire.text.images.placeholders import read_placeholder
+    from quire.text.images.preprocessor import read_image_preprocessor
+
+    said = checkpoint.config.get(PREPROCESSOR_KEY) or {}
+    vision = VisionSettings.from_config(checkpoint.config, said)
+    placeholder = read_placeholder(vision.kind, tokenizer.token_to_id, vision.image_token_id)
+    if placeholder.token >= checkpoint.spec.vocab_size and not vision.uses_cross_attention:
+        raise StartupError(
+            f"{tokenizer.id_to_token(placeholder.token)} is token {placeholder.token} of the tokenizer, and the "
+            f"model knows "
+            f"{checkpoint.spec.vocab_size}",
+            "Both must be of one model",
+        )
+    how = read_image_preprocessor(said, vision.tiling, vision.normalization.mean)
+    ending = tokenizer.encode(placeholder.prompt_suffix, add_special_tokens=False) if placeholder.prompt_suffix else []
+    return ModelImageProcessor(how, placeholder, tokenizer.id_to_token, ending)
+
+
+def image_tiling(checkpoint: Checkpoint) -> ImageTiling | None:
+    """How the model's pictures are cut; None: it sees none."""
+    if checkpoint.spec.vision is None:
+        return None
+    from quire.models.vision import VisionSettings
+
+    return VisionSettings.from_config(checkpoint.config, checkpoint.config.get(PREPROCESSOR_KEY) or {}).tiling
+
+
+def pooling_type(config: EngineConfig, checkpoint: Checkpoint) -> str:
+    """What embeddings are made of: "mean" or "last", as the configuration says, or else the checkpoint (as
+    sentence-transformers has it)."""
+    if config.pooling != "auto":
+        return config.pooling
+    there = checkpoint.path is not None and checkpoint.gguf is None
+    said = read_optional(checkpoint.path, POOLING_CONFIG) if there and checkpoint.path is not None else {}
+    return "mean" if said.get("pooling_mode_mean_tokens") is True else "last"
+
+
+def collect_eos_ids(checkpoint: Checkpoint, tokenizer_eos_ids: tuple[int, ...]) -> tuple[int, ...]:
+    """Every end token that generation_config.json, config.json or the tokenizer (`tokenizer_eos_ids`) names."""
+    ids: dict[int, None] = {}
+    text = checkpoint.config.get("text_config") or checkpoint.config.get("llm_config")
+    for source_of in (checkpoint.generation_config, checkpoint.config, text if isinstance(text, dict) else {}):
+        given = source_of.get("eos_token_id")
+        for value in given if isinstance(given, list) else [given]:
+            if type(value) is int and 0 <= value < checkpoint.spec.vocab_size:
+                ids[value] = None
+    for value in tokenizer_eos_ids:
+        if value < checkpoint.spec.vocab_size:
+            ids[value] = None
+    return tuple(ids)
+
+
+def _default_sampling(config: EngineConfig, generation_config: dict[str, Any]) -> dict[str, Any]:
+    """Requests' defaults: the model's generation_config.json or another, and what overrides it. StartupError for one
+    that no request could use. `do_sample` isn't read, as in vLLM: to transformers a missing one is false as well, and
+    models with such files are sampled from."""
+    said, where = generation_config, "generation_config.json"
+    if config.generation_config not in ("auto", "vllm"):
+        folder = Path(str(config.generation_config)).expanduser()
+        where = f"--generation-config {str(folder)[:200]!r}"
+        if not (folder / "generation_config.json").is_file():
+            raise StartupError(
+                f"{where} has no generation_config.json", "Give auto, vllm or a folder that has such a file"
+            )
+        said = read_generation_config(folder)
+    said = {} if config.generation_config == "vllm" else said
+    override = config.override_generation_config or {}
+    both: tuple[tuple[str, Mapping[str, Any]], ...] = ((where, said), ("--override-generation-config", override))
+    for name, values in both:
+        try:
+            SamplingParams(**{key: values[key] for key in GENERATION_PARAMS if values.get(key) is not None})
+        except InputError as error:
+            remedy = (
+                "Give other values" if values is override else "Mend the file, or start with --no-generation-config"
+            )
+            raise StartupError(f"{name} can't be used: {error}", remedy) from error
+    merged = {**said, **override}
+    return {key: merged[key] for key in GENERATION_PARAMS if merged.get(key) is not None}

@@ -1,0 +1,131 @@
+"""What a start computes in: the device, numbers and their formats, and what follows for the memory plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from quire.config import EngineConfig
+from quire.errors import StartupError
+from quire.kernels.cpu import library_loader as kernels
+from quire.models.quantization import GGUF_BLOCKS_KEY, FP8Scheme, LowBitScheme, resolve_scheme
+from quire.protocol.model_spec import ModelSpec
+from quire.protocol.parallel_layout import Shard
+from quire.startup.checkpoint import Checkpoint
+from quire.startup.loader import has_native_attention, head_shapes
+
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+NARROW_HIDDEN = 1024
+"""A hidden size below which a GGUF file's blocks are multiplied exactly: rounding shows most there, and costs least."""
+
+
+def with_resolved_attention(config: EngineConfig, spec: ModelSpec, device: str, dtype: str) -> EngineConfig:
+    """`config` as memory is planned for it: kernels for CPUs gather no keys and values. StartupError where there are
+    none, and they alone read what it asks for."""
+    import torch
+
+    ours = (
+        device == "cpu"
+        and config.memory != "virtual"
+        and has_native_attention(head_shapes(spec), getattr(torch, dtype))
+    )
+    if ours and config.attention == "auto":
+        config = replace(config, attention="native")
+    if config.kv_cache_dtype == "int8" and not (ours and config.attention == "native"):
+        raise StartupError(
+            f"--kv-cache-dtype is int8, which only quire's kernels for CPUs read, and "
+            f"{_why_not_native(config, device)}",
+            "Leave it out",
+        )
+    return config
+
+
+def _why_not_native(config: EngineConfig, device: str) -> str:
+    """Why kernels for CPUs don't attend."""
+    if config.attention not in ("auto", "native"):
+        return f"--attention is {config.attention}"
+    if device != "cpu":
+        return f"--device is {device}"
+    if config.memory == "virtual":
+        return "--memory is virtual"
+    return (
+        kernels.missing_reason() if kernels.library() is None else "they don't take the model's heads, or its --dtype"
+    )
+
+
+def choose_device(config: EngineConfig) -> str:
+    """What serves: "cuda" or "cpu". StartupError if a GPU is asked for and not there."""
+    if config.device == "cpu":
+        return "cpu"
+    import torch
+
+    if torch.cuda.is_available():
+        return "cuda"
+    if config.device == "cuda":
+        raise StartupError("--device is cuda, but torch finds no GPU", "Use --device cpu, or install torch for CUDA")
+    return "cpu"
+
+
+def choose_dtype(config: EngineConfig, model: dict[str, Any], device: str) -> str:
+    """--dtype auto is the checkpoint's; on a CPU, 16-bit formats become bfloat16 where that is fast, else float32.
+
+    There, a model whose weights are in a GGUF file's blocks is in float32, which is exact, if it is narrow, or if there
+    are no kernels of our own that multiply them as they are: bfloat16 would add to what they round."""
+    if config.dtype != "auto":
+        return config.dtype
+    few = device == "cpu" and _has_low_bit_kernels(config, model)
+    if (
+        device == "cpu"
+        and model.get(GGUF_BLOCKS_KEY)
+        and (not few or model.get("hidden_size", NARROW_HIDDEN) < NARROW_HIDDEN)
+    ):
+        return "float32"
+    said = model.get("dtype") or model.get("torch_dtype") or "float32"
+    said = said if isinstance(said, str) and said in ITEMSIZE else "float32"
+    if device == "cpu" and said != "float32":
+        return "bfloat16" if few or _has_fast_bfloat16() else "float32"
+    return str(said)
+
+
+def quantization_savings(
+    config: EngineConfig, checkpoint: Checkpoint, dtype: str, device: str, device_absent: bool = False
+) -> int:
+    """Bytes that the model's weights take less than in `dtype`, where they are in FP8 or in few bits and `device`
+    computes with them; a GPU that is `device_absent` does with FP8."""
+    scheme = resolve_scheme(checkpoint.config, config.quantization)
+    if scheme is None or (isinstance(scheme, FP8Scheme) and device == "cpu"):
+        return 0
+    import torch
+
+    from quire.weights import fp8
+    from quire.weights import low_bit as few
+
+    kind, parts = getattr(torch, dtype), [Shard(0, config.tp, stage, config.pp) for stage in range(config.pp)]
+    if isinstance(scheme, LowBitScheme):
+        if device != "cpu":
+            return 0
+        return min(few.saved_bytes(checkpoint.config, scheme, kind, checkpoint.gguf, part) for part in parts)
+    here = dtype != "float32" if device_absent else fp8.has_fp8_matmul(kind, torch.device(device))
+    return min(fp8.saved_bytes(checkpoint.config, scheme, ITEMSIZE[dtype], part) for part in parts) if here else 0
+
+
+def kv_namespace(config: EngineConfig, checkpoint: Checkpoint, dtype: str) -> str:
+    """What tells apart models whose keys and values differ."""
+    rounded = f"kv-{config.kv_cache_dtype}" if config.kv_cache_dtype != "auto" else None
+    return ":".join(filter(None, (checkpoint.name, dtype, config.quantization, rounded)))
+
+
+def _has_low_bit_kernels(config: EngineConfig, model: dict[str, Any]) -> bool:
+    """The model has weights of few bits, and there are kernels of our own for them: they round rows in bfloat16 to
+    int8, which every machine multiplies, and leave rows in float32 as they are."""
+    return isinstance(resolve_scheme(model, config.quantization), LowBitScheme) and kernels.library() is not None
+
+
+def _has_fast_bfloat16() -> bool:
+    """This CPU multiplies bfloat16 matrices in hardware, as far as torch tells."""
+    import torch
+
+    try:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    except (AttributeError, RuntimeError):  # a torch built without oneDNN
+        return False

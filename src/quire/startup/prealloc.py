@@ -1,0 +1,35 @@
+"""What is made ready for a model while torch is imported: memory for its packed weights. No torch here."""
+
+from __future__ import annotations
+
+import os
+
+import psutil
+
+from quire.config import EngineConfig
+from quire.kernels.cpu import library_loader as kernels
+from quire.kernels.cpu.weight_arena import weight_arena
+from quire.startup.checkpoint import Checkpoint
+
+GPU_DEVICE_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+QUANTIZED_BITS = {"int8": 8.5, "int4": 4.75}
+"""Of a number, by --quantization, its share of scales included."""
+
+
+def preallocate_weights(config: EngineConfig, checkpoint: Checkpoint) -> None:
+    """Make about as much memory ready as packed weights will take, as far as can be said before torch is imported:
+    beside that it costs no time. Half of what is free at most: whether the model fits is asked later. Nothing where a
+    GPU may compute, or ranks, or no kernels of our own."""
+    if config.has_rank_processes:
+        return
+    if config.device != "cpu" and any(map(os.path.exists, GPU_DEVICE_FILES)):
+        return
+    if kernels.find_library(os.environ.get("QUIRE_CPU_KERNELS", "")) is None:
+        return
+    spec, bits = checkpoint.spec, 32.0 if config.dtype == "float32" else 16.0
+    if checkpoint.path is not None and not config.dummy_weights:
+        files = [checkpoint.path] if checkpoint.gguf is not None else checkpoint.path.glob("*.safetensors")
+        bits = min(bits, sum(file.stat().st_size for file in files if file.is_file()) * 8 / spec.parameters)
+    table = 0 if checkpoint.config.get("tie_word_embeddings") else spec.vocab_size * spec.hidden
+    wanted = int((spec.parameters - table) * min(bits, QUANTIZED_BITS.get(config.quantization or "", bits)) / 8)
+    weight_arena().prefault(min(wanted, psutil.virtual_memory().available // 2))

@@ -1,0 +1,214 @@
+"""The tokenizer that a GGUF file's metadata describe, built with the `tokenizers` library as its folder's would be.
+
+Byte-level BPE, cut into words as one of the known kinds does it, and SentencePiece, whose merges follow from the
+scores. It gets the metadata, and knows no file.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
+
+from quire.errors import StartupError, short_repr
+from quire.text.tokenizer import Tokenizer
+from quire.text.tokenizers_guard import errors_to_startup_error
+
+KEY_PREFIX = "tokenizer.ggml."
+NORMAL, UNKNOWN, CONTROL, USER = 1, 2, 3, 4
+SPACE = "▁"
+MAX_MERGES = 4  # times as many as there are tokens
+MAX_ADDED_TOKENS = 1 << 16  # tokens that no merge makes: over a kilobyte each
+MAX_CHARACTERS = 1 << 22  # of all the pieces whose merges are looked for
+MAX_SPLITS = 1 << 28  # of all ways to cut a piece in two: a second's work
+REMEDY = "Give another one: --tokenizer FOLDER"
+END_OF_TURN_TOKENS = frozenset({
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>",
+    "[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<｜end▁of▁sentence｜>",
+})  # fmt: skip
+"""What ends a turn, whether the metadata say so or not: llama.cpp stops there too."""
+
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+GPT4 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
+    r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+class PreTokenizer(NamedTuple):
+    """How text is cut before BPE: by one expression after another. `ignore_merges`: a word that is a token stays one.
+    `add_bos`:
+    the beginning token comes first, where the metadata don't say. `nfc`: characters are composed (NFC) first."""
+
+    patterns: tuple[str, ...]
+    ignore_merges: bool = False
+    add_bos: bool = False
+    nfc: bool = False
+
+
+PLAIN = PreTokenizer((GPT2,))
+DIGITS = PreTokenizer((r"\p{N}", GPT2))
+LLAMA3 = PreTokenizer((GPT4 % r"\p{N}{1,3}",), ignore_merges=True, add_bos=True)
+QWEN2 = PreTokenizer((GPT4 % r"\p{N}",), nfc=True)
+PRE_TOKENIZERS = {
+    "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
+    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo"), PLAIN),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "codeshell", "command-r"), DIGITS),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3"), LLAMA3),
+    **dict.fromkeys(("smaug-bpe", "dbrx"), LLAMA3._replace(ignore_merges=False, add_bos=False)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), QWEN2),
+    "stablelm2": QWEN2._replace(nfc=False),
+    "tekken": PreTokenizer((TEKKEN,), ignore_merges=True, add_bos=True),
+}
+"""By the names in `tokenizer.ggml.pre`."""
+
+
+def template_of(metadata: Mapping[str, Any]) -> str | None:
+    """The chat template, if there is one."""
+    template = metadata.get("tokenizer.chat_template")
+    return template if isinstance(template, str) and template else None
+
+
+def tokenizer_of(metadata: Mapping[str, Any], where: str) -> Tokenizer:
+    """The tokenizer of the file `where`, whose metadata these are. StartupError if it has none, or none that can be
+    built."""
+    kind, tokens = metadata.get(KEY_PREFIX + "model"), _tokens(metadata, where)
+    types = _token_numbers(metadata, "token_type", tokens, where) or [NORMAL] * len(tokens)
+    vocab = {token: id for id, token in enumerate(tokens)}
+    if len(vocab) != len(tokens):
+        raise StartupError(f"{where} has a token twice", REMEDY)
+    if (added := sum(type in (CONTROL, USER) for type in types)) > MAX_ADDED_TOKENS:
+        raise StartupError(
+            f"{where} has {added:,} control and added tokens; at most {MAX_ADDED_TOKENS:,} are read", REMEDY
+        )
+    with errors_to_startup_error(f"the tokenizer of {where}"):
+        if not isinstance(kind, str):
+            raise StartupError(f"{where} has no kind of tokenizer", REMEDY)
+        if kind == "gpt2":
+            backend, begins = _byte_level(metadata, vocab, where)
+        elif kind == "llama":
+            backend, begins = _sentence_piece(metadata, vocab, types, where), True
+        else:
+            raise StartupError(
+                f"{where} has a tokenizer of the kind {short_repr(kind)}; gpt2 and llama are read", REMEDY
+            )
+        named = {name: _special_token_id(metadata, name, tokens) for name in ("bos", "eos", "unknown", "padding")}
+        _add_tokens(backend, tokens, types)
+        _set_post_processor(backend, metadata, begins, named, tokens)
+    calls = {"unknown": "unk_token", "padding": "pad_token"}
+    special = {calls.get(name, f"{name}_token"): tokens[id] for name, id in named.items() if id is not None}
+    found = Tokenizer(backend, special, template_of(metadata) is not None)
+    ends = [vocab[text] for text in sorted(END_OF_TURN_TOKENS & vocab.keys()) if types[vocab[text]] in (CONTROL, USER)]
+    more = [id for name in ("eot", "eom") if (id := _special_token_id(metadata, name, tokens)) is not None]
+    found.eos_ids = tuple(dict.fromkeys((*found.eos_ids, *more, *ends)))
+    return found
+
+
+def _tokens(metadata: Mapping[str, Any], where: str) -> list[str]:
+    given = metadata.get(KEY_PREFIX + "tokens")
+    if not isinstance(given, Sequence) or isinstance(given, str) or not len(given):
+        raise StartupError(f"{where} has no tokenizer", REMEDY)
+    return [str(token) or f"[EMPTY_{id}]" for id, token in enumerate(given)]
+
+
+def _token_numbers(metadata: Mapping[str, Any], name: str, tokens: list[str], where: str) -> list[Any]:
+    """A number a token, or none at all."""
+    given = metadata.get(KEY_PREFIX + name)
+    if given is None:
+        return []
+    if not hasattr(given, "tolist") or len(given) != len(tokens):
+        raise StartupError(f"{KEY_PREFIX}{name} in {where} is not one number for each of {len(tokens)} tokens", REMEDY)
+    found: list[Any] = given.tolist()
+    return found
+
+
+def _special_token_id(metadata: Mapping[str, Any], name: str, tokens: list[str]) -> int | None:
+    id = metadata.get(f"{KEY_PREFIX}{name}_token_id")
+    return id if type(id) is int and 0 <= id < len(tokens) else None
+
+
+def _byte_level(metadata: Mapping[str, Any], vocab: dict[str, int], where: str) -> tuple[tokenizers.Tokenizer, bool]:
+    """BPE over bytes, and whether the beginning token comes first unless something else is said."""
+    pre, given = metadata.get(KEY_PREFIX + "pre", "default"), metadata.get(KEY_PREFIX + "merges")
+    if not isinstance(pre, str) or pre not in PRE_TOKENIZERS:
+        raise StartupError(f"{where} cuts text as {short_repr(pre)}; known are {', '.join(PRE_TOKENIZERS)}", REMEDY)
+    if not isinstance(given, Sequence) or isinstance(given, str) or len(given) > MAX_MERGES * len(vocab):
+        raise StartupError(f"{where} has no merges for its tokens, or too many", REMEDY)
+    merges = []
+    for merge in given:
+        left, space, right = str(merge).partition(" ")
+        if not space:
+            raise StartupError(f"{where} has the merge {short_repr(merge)}, which is not two tokens", REMEDY)
+        merges.append((left, right))
+    words = PRE_TOKENIZERS[pre]
+    backend = tokenizers.Tokenizer(models.BPE(vocab, merges, ignore_merges=words.ignore_merges))
+    cuts: list[Any] = [pre_tokenizers.Split(Regex(cut), "isolated") for cut in words.patterns]
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*cuts, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    if words.nfc:
+        backend.normalizer = normalizers.NFC()
+    backend.decoder = decoders.ByteLevel()
+    return backend, words.add_bos
+
+
+def _sentence_piece(
+    metadata: Mapping[str, Any], vocab: dict[str, int], types: list[int], where: str
+) -> tokenizers.Tokenizer:
+    scores = _token_numbers(metadata, "scores", list(vocab), where)
+    if not scores or not all(math.isfinite(score) for score in scores):
+        raise StartupError(f"{KEY_PREFIX}scores in {where} are missing or not finite", REMEDY)
+    lengths = [len(token) for token, id in vocab.items() if types[id] == NORMAL]
+    if sum(map(len, vocab)) > MAX_CHARACTERS or sum(length * length for length in lengths) > MAX_SPLITS:
+        longest = max(map(len, vocab))
+        raise StartupError(f"the tokens of {where} have too many characters, up to {longest:,} of one", REMEDY)
+    unknown = next((token for token, id in vocab.items() if types[id] == UNKNOWN), None)
+    merges = list(_merges(vocab, types, scores))
+    backend = tokenizers.Tokenizer(
+        models.BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback="<0x00>" in vocab)
+    )
+    prefix = metadata.get(KEY_PREFIX + "add_space_prefix", True) is not False
+    replace: Any = normalizers.Replace(" ", SPACE)
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), replace]) if prefix else replace
+    steps: list[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
+    return backend
+
+
+def _merges(vocab: dict[str, int], types: list[int], scores: list[float]) -> Iterator[tuple[str, str]]:
+    """Every two pieces that make a third, the third one with the highest score first, as SentencePiece joins them."""
+    found = []
+    for piece, id in vocab.items():
+        if types[id] != NORMAL:
+            continue
+        halves = ((piece[:at], piece[at:]) for at in range(1, len(piece)))
+        pairs = [(vocab[left], vocab[right], left, right) for left, right in halves if left in vocab and right in vocab]
+        found += [(-scores[id], left, right) for _, _, left, right in sorted(pairs)]
+    found.sort(key=lambda merge: merge[0])
+    return ((left, right) for _, left, right in found)
+
+
+def _add_tokens(backend: tokenizers.Tokenizer, tokens: list[str], types: list[int]) -> None:
+    """Tokens that no merge makes, which text may name. They are in the vocabulary already, and keep their numbers."""
+    for kind, special in ((CONTROL, True), (USER, False)):
+        texts = (token for token, type in zip(tokens, types) if type == kind)
+        added = [AddedToken(text, special=special, normalized=False) for text in texts]
+        (backend.add_special_tokens if special else backend.add_tokens)(added)
+
+
+def _set_post_processor(
+    backend: tokenizers.Tokenizer, metadata: Mapping[str, Any], add_bos: bool, special_ids: dict[str, int | None],
+    tokens: list[str],
+) -> None:  # fmt: skip
+    """What comes before and behind a text."""
+    asked = metadata.get(KEY_PREFIX + "add_bos_token", add_bos), metadata.get(KEY_PREFIX + "add_eos_token", False)
+    ids = [special_ids[name] if wanted is True else None for name, wanted in zip(("bos", "eos"), asked)]
+    if ids == [None, None]:
+        return
+    first, last = ([] if id is None else [tokens[id]] for id in ids)
+    framed = [(tokens[id], id) for id in dict.fromkeys(ids) if id is not None]
+    backend.post_processor = TemplateProcessing(single=[*first, "$A", *last], special_tokens=framed)

@@ -1,0 +1,1 @@
+"""Structured outputs: grammars, and which tokens they allow next."""

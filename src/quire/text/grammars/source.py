@@ -1,0 +1,155 @@
+"""From what a request asks for to llguidance's form of a grammar."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from quire.errors import InputError
+from quire.protocol.structured_output import (
+    LLGUIDANCE_OPTIONS_KEY,
+    PARAM_NAME,
+    SCHEMA_VALUE_KEYWORDS,
+    Structured,
+    map_subschemas,
+    parse_source,
+)
+from quire.text.grammars.schema_cycles import find_endless_reference
+
+if TYPE_CHECKING:
+    from quire.text.tokenizer import Tokenizer
+
+WHITESPACE = r"( |\r?\n[ \t]{0,20})"  # between parts of a JSON text: a model may indent, but not for ever
+MAX_DEPTH = 64  # of a schema, as far as it is looked into here
+MAX_TAGS = 128
+NO_OP_FORMATS = frozenset(("password", "binary", "path"))  # OpenAPI's and pydantic's: hints of what a text is for
+COUNT_KEYWORDS = frozenset(
+    ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties", "minContains", "maxContains")
+)
+MAX_PROPERTIES = 2048  # named ones, in all of a schema
+FREE_TEXT_RULE = r"TAG_TEXT: /(.|\n)*/"
+
+
+def make_grammar_source(structured: Structured, tokenizer: Tokenizer) -> str:
+    """A grammar as LLMatcher takes it. InputError for what is no JSON, or none of the shape that its kind has."""
+    try:
+        return _compile_source(structured, tokenizer)
+    except UnicodeEncodeError as error:
+        raise InputError(f"{structured.kind} is no text: it has half of a surrogate pair", PARAM_NAME) from error
+
+
+def _compile_source(structured: Structured, tokenizer: Tokenizer) -> str:
+    from llguidance import LLMatcher
+
+    match structured.kind:
+        case "json":
+            return str(
+                LLMatcher.grammar_from_json_schema(
+                    json.dumps(with_whitespace_pattern(without_no_ops(read_schema(structured))))
+                )
+            )
+        case "json_object":
+            return str(LLMatcher.grammar_from_json_schema(json.dumps(with_whitespace_pattern({"type": "object"}))))
+        case "regex":
+            return str(LLMatcher.grammar_from_regex(structured.source))
+        case "choice":
+            return str(LLMatcher.grammar_from_lark("start: " + " | ".join(map(_literal, parse_source(structured)))))
+        case "grammar":
+            return str(LLMatcher.grammar_from_lark(structured.source))
+        case "structural_tag":
+            return str(LLMatcher.grammar_from_lark(structural_tag_grammar(parse_source(structured), tokenizer)))
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def read_schema(structured: Structured) -> Any:
+    """The schema of a `json`. InputError if it is none, or if nothing of finite length fulfils it."""
+    schema = parse_source(structured)
+    if not isinstance(schema, dict | bool):
+        raise InputError(f"json must be a schema, an object or true, got {type(schema).__name__}", PARAM_NAME)
+    if (count := sum(place.rsplit("/", 2)[-2] == "properties" for place in _pointers(schema, "#", 0))) > MAX_PROPERTIES:
+        raise InputError(f"json: the schema has {count} properties; at most {MAX_PROPERTIES} are compiled", PARAM_NAME)
+    if (place := find_endless_reference(schema)) is not None:
+        raise InputError(f"json: the schema refers to itself for ever, at {place}", PARAM_NAME)
+    return schema
+
+
+def with_whitespace_pattern(schema: Any) -> Any:
+    """The same, with bounded space between parts, unless the schema itself says what there may be."""
+    if isinstance(schema, bool):
+        schema = {} if schema else {"not": {}}
+    given = schema.get(LLGUIDANCE_OPTIONS_KEY)
+    options = given if isinstance(given, dict) else {}
+    if options.get("whitespace_flexible") is False or "whitespace_pattern" in options:
+        return schema
+    return {**schema, LLGUIDANCE_OPTIONS_KEY: {**options, "whitespace_pattern": WHITESPACE}}
+
+
+def without_no_ops(schema: Any, depth: int = 0) -> Any:
+    """The same, less what says nothing: that names of members are strings, as zod writes it of every record, and
+    formats that any string has. Counts such as 1.0 are integers."""
+    if isinstance(schema, list):
+        return [without_no_ops(one, depth + 1) for one in schema] if depth <= MAX_DEPTH else schema
+    if not isinstance(schema, dict) or depth > MAX_DEPTH:
+        return schema
+    said = {name: _as_integer(name, one) for name, one in schema.items() if not _is_no_op(name, one)}
+    return map_subschemas(said, lambda one: without_no_ops(one, depth + 1), (*SCHEMA_VALUE_KEYWORDS, "allOf"))
+
+
+def _is_no_op(name: str, value: Any) -> bool:
+    if name == "format":
+        return isinstance(value, str) and value in NO_OP_FORMATS
+    return name == "propertyNames" and value == {"type": "string"}
+
+
+def _as_integer(name: str, value: Any) -> Any:
+    return int(value) if name in COUNT_KEYWORDS and type(value) is float and value.is_integer() else value
+
+
+def structural_tag_grammar(given: Any, tokenizer: Tokenizer) -> str:
+    """A Lark grammar of vLLM's structural tags: free text in which each of `triggers` begins one of `structures`, whose
+    `begin` it is the beginning of; between that and `end` there is JSON of `schema`."""
+    structures, triggers = (given.get(name) if isinstance(given, dict) else None for name in ("structures", "triggers"))
+    if not isinstance(structures, list) or not isinstance(triggers, list) or not 0 < len(structures) <= MAX_TAGS:
+        raise InputError(f"structural_tag must have 1 to {MAX_TAGS} structures, and triggers", PARAM_NAME)
+    lines = [
+        f"start: ({' | '.join(f'tag_{i}' for i in range(len(structures)))})* tag_end",
+        "tag_end: TAG_TEXT",
+        FREE_TEXT_RULE,
+    ]
+    for i, one in enumerate(structures):
+        begin, end = (one.get(name) if isinstance(one, dict) else None for name in ("begin", "end"))
+        if not isinstance(begin, str) or not isinstance(end, str):
+            raise InputError(f"structural_tag: structures[{i}] must have the texts begin and end", PARAM_NAME)
+        trigger = next((text for text in triggers if isinstance(text, str) and text and begin.startswith(text)), None)
+        if trigger is None:
+            raise InputError(f"structural_tag: structures[{i}].begin starts with none of the triggers", PARAM_NAME)
+        schema = one.get("schema", {"type": "object"})
+        if not isinstance(schema, dict):
+            raise InputError(f"structural_tag: structures[{i}].schema must be an object", PARAM_NAME)
+        if (place := find_endless_reference(schema)) is not None:
+            where = f"structures[{i}].schema"
+            raise InputError(f"structural_tag: {where} refers to itself for ever, at {where}{place}", PARAM_NAME)
+        body = [begin[len(trigger) :], f"%json {json.dumps(with_whitespace_pattern(without_no_ops(schema)))}", end]
+        parts = " ".join(part if part.startswith("%json") else _literal(part) for part in body if part)
+        if tokenizer.token_to_id(trigger) in tokenizer.special_ids:
+            lines.append(f"tag_{i}: TAG_TEXT <[{tokenizer.token_to_id(trigger)}]> {parts}")
+        else:
+            lines += [f"tag_{i}_trigger[lazy]: TAG_TEXT {_literal(trigger)}", f"tag_{i}: tag_{i}_trigger {parts}"]
+    return "\n".join(lines)
+
+
+# Where
+
+
+def _pointers(at: Any, place: str, depth: int) -> Iterator[str]:
+    """Where objects and lists are in a schema."""
+    pairs = at.items() if isinstance(at, dict) else enumerate(at) if isinstance(at, list) else ()
+    for key, value in pairs:
+        where = f"{place}/{str(key).replace('/', '~1')}"
+        yield where
+        if depth < MAX_DEPTH:
+            yield from _pointers(value, where, depth + 1)

@@ -1,0 +1,97 @@
+"""The eyes of a family of models, as the text plane has them (quire.text.images.processor): its preparation, and what
+stands for
+pictures in its prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from quire.errors import InputError
+from quire.protocol.image_tiling import TileGrid
+from quire.protocol.images import ImagePixels
+from quire.text.images.placeholders import ImagePlaceholder
+from quire.text.images.preprocessor import ImagePreprocessor
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+class ModelImageProcessor:
+    """See quire.text.images.processor.Eyes. `id_to_token` is a token's text, by its id; `ending_ids` are the ids that
+    end a prompt
+    with
+    pictures which lead it."""
+
+    def __init__(
+        self,
+        preprocessor: ImagePreprocessor,
+        placeholder: ImagePlaceholder,
+        id_to_token: Callable[[int], str],
+        ending_ids: Sequence[int] = (),
+    ) -> None:
+        self.preprocessor, self.placeholder, self.ending_ids = preprocessor, placeholder, list(ending_ids)
+        self.image_token_id, self.reserved_ids = placeholder.token, placeholder.reserved_ids
+        self.token_text = id_to_token(placeholder.token)
+        self.reserved_texts = tuple(dict.fromkeys(map(id_to_token, sorted(self.reserved_ids)))) + tuple(
+            self._marker_texts()
+        )
+        self.cache_settings, self.joins_adjacent = repr(preprocessor), placeholder.single_token
+
+    def _marker_texts(self) -> Iterator[str]:
+        """What `normalize_placeholders` takes for a picture, where that is more than the token's text."""
+        for mark in self.placeholder.markers:
+            if self.placeholder.is_numbered:
+                yield mark.partition("1")[0]  # whatever the number
+            elif mark != self.token_text:
+                yield mark
+
+    def placeholder_text(self, number: int) -> str:
+        mark = self.placeholder.markers[0]
+        return mark.replace("1", str(number)) if self.placeholder.is_numbered else mark
+
+    def normalize_placeholders(self, text: str) -> str:
+        found = self.placeholder.find_markers(text)
+        if self.placeholder.is_numbered:
+            for number, (start, end, picture) in enumerate(found):
+                if picture != number:
+                    raise InputError(
+                        f"the prompt's picture {number + 1} is marked {text[start:end]!r}: they are numbered in order, "
+                        "from 1 on",
+                        "prompt",
+                    )
+        pieces, last = [], 0
+        for start, end, _ in found:
+            pieces += [text[last:start], self.token_text]
+            last = end
+        return "".join([*pieces, text[last:]])
+
+    def prepare(self, image: Image, only_image: bool = True) -> ImagePixels:
+        pixels, grid = self.preprocessor.prepare(image, only_image)
+        return ImagePixels(b"", pixels.shape, pixels.tobytes(), tuple(grid))
+
+    def num_rows(self, grid: tuple[int, ...]) -> int:
+        return self.preprocessor.tiling.num_embeds(TileGrid(*grid))
+
+    def num_parts(self, grid: tuple[int, ...]) -> int:
+        return self.preprocessor.tiling.num_parts(TileGrid(*grid))
+
+    def expand_placeholders(
+        self, token_ids: Sequence[int], grids: Sequence[tuple[int, ...]]
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        holder, ids = self.placeholder, list(token_ids)
+        if holder.images_first:
+            text = [token for token in ids if token not in (self.image_token_id, holder.bos)]
+            first = [] if holder.bos is None else [holder.bos]
+            ending = [] if text[-len(self.ending_ids) :] == self.ending_ids else self.ending_ids
+            ids = [self.image_token_id] * len(grids) + first + text + ending
+        placed, spans, left = list[int](), list[tuple[int, int]](), iter(grids)
+        for token in ids:
+            if token != self.image_token_id:
+                placed.append(token)
+                continue
+            count = 1 if holder.single_token else self.num_rows(next(left))
+            spans.append((len(placed) + holder.row_offset, count))
+            placed += holder.token_ids(count)
+        return placed, spans

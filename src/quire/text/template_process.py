@@ -1,0 +1,196 @@
+"""The process that renders chat templates, from the outside: started, asked within limits, killed, started again.
+
+A template is a stranger's program, and one call into C can't be interrupted from within. It knows frames, not messages.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import psutil
+
+from quire.errors import EngineDead, Overloaded, StartupError
+from quire.protocol.json_frames import HEADER, pack, unpack
+from quire.text import isolated_process
+
+START_SECONDS = 20.0  # for the process to come up: it loads Jinja from a disk that may be busy
+COMPILE_SECONDS = 5.0
+LOCK_SECONDS = 10.0  # that a render waits for those before it
+STARVED_FRACTION = 0.05  # of a render's time: with less processor time than this the system starved the process
+KILL_FRACTION = 0.9  # of a render's time, after which the process is killed, so that all is over in that time
+MAX_FRAME = 16 << 20  # bytes
+MAX_REASON = 4096  # bytes of an answer without a text
+BOOT = "import sys; sys.path += sys.argv[1:]; from quire.text.template_worker import main; main()"
+
+
+class RenderError(Exception):
+    """The template failed, or didn't end within its limits; says how."""
+
+
+class TemplateProcessEnded(RenderError):
+    """The process was gone before it answered: the template's doing, or the system's, which may kill any process."""
+
+
+class TemplateProcessStarved(TemplateProcessEnded):
+    """The process was late, and is gone or got hardly any processor time: the system's doing, not the template's."""
+
+
+class TemplateProcess:
+    """A template's process: starts with this object, ends with `close`, with this object or with the program.
+
+    Any thread may ask; one at a time is served."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._source = ""
+        self._closed = False
+        self._start()
+
+    def compile(self, source: str) -> list[str]:
+        """Take `source` for the renders to come; the variables that it reads. RenderError says why it can't be."""
+        with self._exclusive():
+            self._source = source
+            return self._compile()
+
+    def render(self, variables: dict[str, Any], seconds: float, max_bytes: int) -> str | None:
+        """The text; None when it has more than `max_bytes` bytes. RenderError for what the template raised and for
+        what it
+        took beyond its limits, within `seconds` (of each of two tries, should the process end in the first). Overloaded
+        when others' renders take too long, or the process can't be started again or doesn't get to run; EngineDead
+        after `close`."""
+        with self._exclusive():
+            try:
+                return self._render(variables, seconds, max_bytes)
+            except (
+                TemplateProcessEnded
+            ):  # killed for want of memory, say: only in a second one it's the template's doing
+                try:
+                    return self._render(variables, seconds, max_bytes)
+                except TemplateProcessStarved as error:
+                    raise Overloaded("the chat template's process gets no processor time", 1) from error
+
+    def close(self) -> None:
+        """End the process; nothing can be rendered any more."""
+        self._closed = True
+        self._kill()
+
+    @contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        if not self._lock.acquire(timeout=LOCK_SECONDS):
+            raise Overloaded(f"the chat template is busy for more than {LOCK_SECONDS:g} s", 1)
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def _start(self) -> None:
+        if self._closed:
+            raise EngineDead("the chat template is closed")
+        self._is_up = self._is_compiled = False
+        command = ["-c", BOOT, *isolated_process.package_folders("quire", "jinja2", "markupsafe")]
+        process, ours = isolated_process.start_isolated(
+            command, "for the chat template", StartupError, variables=("TZ",)
+        )  # its clock
+        self._socket, self._kill = ours, weakref.finalize(self, isolated_process.kill, process, ours)
+        self._pid = process.pid
+        if self._closed:  # meanwhile, by another thread
+            self._kill()
+
+    def _restart(self) -> None:
+        """Another process comes up, if one can be started now; else whoever asks next tries again."""
+        self._kill()
+        self._is_up = self._is_compiled = False
+        with suppress(StartupError):
+            self._start()
+
+    def _render(self, variables: dict[str, Any], seconds: float, max_bytes: int) -> str | None:
+        if not self._is_compiled:
+            self._recompile()
+        text = self._ask(["render", variables, seconds, max_bytes], KILL_FRACTION * seconds, 6 * max_bytes + MAX_REASON)
+        if text is not None and not isinstance(text, str):
+            raise RenderError("its process answered with no text")
+        return text
+
+    def _recompile(self) -> None:
+        """What compiled once: that it doesn't now is no request's doing."""
+        try:
+            try:
+                self._compile()
+            except TemplateProcessEnded:
+                self._compile()
+        except (RenderError, StartupError) as error:
+            raise Overloaded(f"the chat template's process can't be started again: {error}", 1) from error
+
+    def _compile(self) -> list[str]:
+        if not self._kill.alive:
+            self._start()
+        if not self._is_up:
+            self._read_answer(time.monotonic() + START_SECONDS, START_SECONDS, MAX_REASON)
+            self._is_up = True
+        read: list[str] = self._ask(["compile", self._source], COMPILE_SECONDS, 2 * MAX_FRAME)
+        self._is_compiled = True
+        return read
+
+    def _ask(self, request: list[Any], seconds: float, max_bytes: int) -> Any:
+        frame = pack([seconds, request])
+        if len(frame) > MAX_FRAME:
+            raise RenderError(f"what it is given has {len(frame)} bytes; {MAX_FRAME} are the most")
+        end, spent = time.monotonic() + seconds, _cpu_seconds(self._pid)
+        with suppress(OSError):  # an ended or stuck process: the answer tells
+            self._socket.settimeout(seconds)
+            self._socket.sendall(frame)
+        return self._read_answer(end, seconds, max_bytes, spent)
+
+    def _read_answer(self, deadline: float, seconds: float, max_bytes: int, cpu_seconds: float = 0.0) -> Any:
+        """What a frame of at most `max_bytes` bytes says that is there before `deadline`, of a process that had
+        `cpu_seconds` so many
+        seconds of a processor before it was asked. Whatever fails here, the process is
+        another one afterwards, so that no answer is taken for one to the next question."""
+        try:
+            size = int.from_bytes(self._receive(HEADER, deadline), "big")
+            if size > max_bytes:
+                raise ValueError
+            kind, value = unpack(self._receive(size, deadline))
+        except TimeoutError as error:
+            starved = _cpu_seconds(self._pid) - cpu_seconds < seconds * STARVED_FRACTION
+            self._restart()
+            if starved:
+                raise TemplateProcessStarved(f"it got no answer in {seconds:g} s") from error
+            raise RenderError(f"it ran longer than {seconds:g} s") from error
+        except (EOFError, OSError) as error:
+            self._restart()
+            raise TemplateProcessEnded("its process ended") from error
+        except (ValueError, TypeError, RecursionError) as error:
+            self._restart()
+            raise RenderError("its process gave no answer") from error
+        if kind == "exhausted":
+            self._restart()
+        if kind in ("failed", "exhausted"):
+            raise RenderError(str(value))
+        return value if kind == "done" else None
+
+    def _receive(self, size: int, deadline: float) -> bytes:
+        data = bytearray()
+        while len(data) < size:
+            self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
+            chunk = self._socket.recv(min(size - len(data), 1 << 20))
+            if not chunk and time.monotonic() >= deadline:
+                raise TimeoutError  # it ended by itself, being late
+            if not chunk:
+                raise EOFError
+            data += chunk
+        return bytes(data)
+
+
+def _cpu_seconds(pid: int) -> float:
+    """Seconds of a processor that a process had; 0 if it is gone."""
+    try:
+        times = psutil.Process(pid).cpu_times()
+        return float(times.user + times.system)
+    except psutil.Error:
+        return 0.0

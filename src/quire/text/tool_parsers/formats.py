@@ -1,0 +1,369 @@
+"""How models write calls of tools: one reader a format, and which format a chat template speaks of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from quire.errors import StartupError
+from quire.text.tool_parsers.base import ParsedEvent, ToolCallParser
+from quire.text.tool_parsers.call_objects import MAX_NAME, CallObjectParser, JsonValueReader
+from quire.text.tool_parsers.python_literals import PythonLiteralReader
+
+CODE_FENCE = "```"
+MAX_FENCE_CHARS = 16  # characters of the line that opens a block
+NAME_CHARS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.-")
+
+
+class JsonToolParser(ToolCallParser):
+    """Objects or lists of them where the output begins: {"name": ..., "arguments": ...}. Only names of tools make them
+    calls, so that other JSON is text."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        super().__init__(names)
+        self.call_object = CallObjectParser(self)
+        self.in_list, self.fence_left = False, 0  # backticks that close the block of code around
+        self._line = ""  # the one that opens a block of code
+        if not self.marker:
+            self.state = self._before_object
+
+    def on_marker(self) -> None:
+        self.in_list, self.fence_left, self.state = False, 0, self._before_object
+
+    def finish(self) -> list[ParsedEvent]:
+        if self.num_calls and not "".join(self.pending).strip(" \t\r\n,;]"):
+            self.pending = []
+        return super().finish()
+
+    def _before_object(self, char: str) -> bool:
+        """Before an object, or before the list that has it."""
+        if char == "{":
+            self.pending.append(char)
+            self.call_object, self.state = CallObjectParser(self), self._in_object
+        elif char.isspace() or (char == "[" and not self.in_list):
+            self.pending.append(char)
+            self.in_list = self.in_list or char == "["
+        elif char == "`" and not (self.in_list or self.fence_left):
+            self.fence_left, self._line, self.state = len(CODE_FENCE), "", self._in_fence
+            return False
+        else:
+            self.flush_as_text()
+            return False
+        return True
+
+    def _in_fence(self, char: str) -> bool:
+        """In the line of Markdown that opens a block of code: ```json."""
+        self._line += char
+        begins = CODE_FENCE.startswith(self._line[:3]) and len(self._line) <= MAX_FENCE_CHARS
+        if not begins or not (char.isalpha() or char in "` \n"):
+            self.flush_as_text()
+            return False
+        self.pending.append(char)
+        if char == "\n":
+            self.state = self._before_object
+        return True
+
+    def _in_object(self, char: str) -> bool:
+        found = self.call_object.consume(char)
+        if found == "bad":
+            if self.call_object.has_name:
+                self.state = self.after_object
+                self.end_call()
+            else:
+                self.in_list = False
+                self.flush_as_text()
+            return False
+        if not self.call_object.has_name:
+            self.pending.append(char)
+        if found == "done" and self.end_call(char):
+            self.state = self.after_object
+        return True
+
+    def after_object(self, char: str) -> bool:
+        """After an object."""
+        if char == "`" and self.fence_left:
+            self.fence_left, self.pending = self.fence_left - 1, []
+            return True
+        if char.isspace() or char in ",;":
+            self.pending.append(char)
+        elif char == "]" and self.in_list:
+            self.in_list, self.pending, self.state = (
+                False,
+                [],
+                self.after_object if self.fence_left else self._in_content,
+            )
+        elif char == "{":
+            self.state = self._before_object
+            return False
+        else:
+            self.flush_as_text()
+            return False
+        return True
+
+
+class RequiredToolParser(JsonToolParser):
+    """An output that a grammar holds to a list of calls: one that was cut has no text, but a call without its name."""
+
+    def flush_as_text(self) -> None:
+        self.pending = []
+        super().flush_as_text()
+
+
+class Llama3JsonToolParser(JsonToolParser):
+    """{"name": ..., "parameters": ...} where the output begins, several with ; between, or behind <|python_tag|>."""
+
+    marker = "<|python_tag|>"
+
+    def __init__(self, names: Iterable[str]) -> None:
+        super().__init__(names)
+        self.state = self._before_object
+
+    def is_tool(self, name: str) -> bool:
+        return name in self.tool_names
+
+    def _before_object(self, char: str) -> bool:
+        if char == self.marker[0] and not "".join(self.pending).strip():
+            self._pending_space, self.pending, self.state = self.pending, [], self._in_content
+            return False
+        return super()._before_object(char)
+
+
+class HermesToolParser(JsonToolParser):
+    """<tool_call>{"name": ..., "arguments": {...}}</tool_call>: Hermes, Qwen 2.5 and Qwen 3."""
+
+    marker = "<tool_call>"
+    closing = "</tool_call>"
+
+    def finish(self) -> list[ParsedEvent]:
+        if self.state == self.after_object:
+            self.pending = []
+        return super().finish()
+
+    def after_object(self, char: str) -> bool:
+        """Expects the closing marker; another opening one may stand in its place, and a list may have more."""
+        at = len(self.pending)
+        if not at and (char.isspace() or (char == "`" and self.fence_left)):
+            self.fence_left -= char == "`"
+            return True
+        if not at and self.in_list and char in ",]":
+            self.in_list = char == ","
+            self.state = self._before_object if self.in_list else self.after_object
+            return True
+        if char == self.closing[at]:
+            self.pending.append(char)
+            if at + 1 == len(self.closing):
+                self.pending, self.state = [], self._in_content
+            return True
+        said, self.pending, self.state = self.pending, [], self._in_content
+        for one in said:  # no more than the marker has
+            self.steps += 1
+            self._in_content(one)
+        return False
+
+
+class MistralToolParser(JsonToolParser):
+    """[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...], or since its tokenizers of version 11
+    [TOOL_CALLS]name[ARGS]{...} once a call, where [ARGS] may be left out by what decodes."""
+
+    marker = "[TOOL_CALLS]"
+
+    def __init__(self, names: Iterable[str]) -> None:
+        super().__init__(names)
+        self._head: list[str] = []
+        self._value = JsonValueReader()
+
+    def _before_object(self, char: str) -> bool:
+        if char not in "[{`" and not char.isspace() and not (self.in_list or self.fence_left):
+            self._head, self.state = [], self._in_head
+            return False
+        return super()._before_object(char)
+
+    def _in_head(self, char: str) -> bool:
+        if char == "{":
+            name = self._name_in_head("".join(self._head))
+            if name:
+                self.begin_call(name)
+                self._value, self.state = JsonValueReader(), self._in_arguments
+                return False
+        elif char in NAME_CHARS or char in "[]" or char.isspace():
+            self.pending.append(char)
+            self._head.append(char)
+            if len(self._head) <= MAX_NAME:
+                return True
+        self.flush_as_text()
+        return False
+
+    @staticmethod
+    def _name_in_head(head: str) -> str:
+        """The name in `name`, `name[ARGS]` or `name[CALL_ID]id[ARGS]`; "" for anything else."""
+        name, bracket, rest = head.partition("[")
+        name = name.strip()
+        whole = (
+            not bracket or rest.strip() == "ARGS]" or (rest.startswith("CALL_ID]") and rest.rstrip()[-6:] == "[ARGS]")
+        )
+        return name if whole and name and all(char in NAME_CHARS for char in name) else ""
+
+    def _in_arguments(self, char: str) -> bool:
+        written = self._value.escape_char(char)
+        found = self._value.consume(char)
+        if found == "bad":
+            self.state = self._in_content
+            self.end_call()
+            return False
+        self.add_arguments(written)
+        if found == "done":
+            self.state = self._in_content
+            self.end_call(char)
+        return True
+
+
+class PythonicToolParser(ToolCallParser):
+    """[name(key=value, ...), ...] where the output begins, or between Llama 4's markers. Arguments become JSON."""
+
+    marker = "<|python_start|>"
+    closing = "<|python_end|>"
+
+    def __init__(self, names: Iterable[str]) -> None:
+        super().__init__(names)
+        self.state = self._before_list
+        self._word: list[str] = []
+        self._num_keys = 0
+        self._value = PythonLiteralReader()
+
+    def finish(self) -> list[ParsedEvent]:
+        if self.state == self._after_list:
+            self.pending = []
+        return super().finish()
+
+    def is_tool(self, name: str) -> bool:
+        return name in self.tool_names
+
+    def on_marker(self) -> None:
+        self.state = self._before_list
+
+    def _before_list(self, char: str) -> bool:
+        if char == self.marker[0] and not "".join(self.pending).strip():
+            self._pending_space, self.pending, self.state = self.pending, [], self._in_content
+            return False
+        if char == "[":
+            self.pending.append(char)
+            self._word, self.state = [], self._in_name
+        elif char.isspace():
+            self.pending.append(char)
+        else:
+            self.flush_as_text()
+            return False
+        return True
+
+    def _in_name(self, char: str) -> bool:
+        if char in NAME_CHARS and len(self._word) < MAX_NAME:
+            self._word.append(char)
+        elif char == "(" and self.is_tool("".join(self._word)):
+            self.begin_call("".join(self._word))
+            self._num_keys, self._word, self.state = 0, [], self._in_key
+            return True
+        elif not (char.isspace() and not self._word):
+            self.flush_as_text()
+            return False
+        self.pending.append(char)
+        return True
+
+    def _in_key(self, char: str) -> bool:
+        if char in NAME_CHARS and len(self._word) < MAX_NAME:
+            self._word.append(char)
+        elif char == "=" and self._word:
+            self.add_arguments(f'{", " if self._num_keys else "{"}"{"".join(self._word)}": ')
+            self._num_keys += 1
+            self._word, self._value, self.state = [], PythonLiteralReader(), self._in_value
+        elif char == ")" and not self._word:
+            return self._close_call()
+        elif not (char.isspace() and not self._word):
+            return self._abandon_call()
+        return True
+
+    def _in_value(self, char: str) -> bool:
+        found = self._value.consume(char)
+        if found == "bad":
+            return self._abandon_call()
+        if self._value.json_pieces:
+            self.add_arguments("".join(self._value.json_pieces))
+            self._value.json_pieces.clear()
+        if found != "more":
+            self.state = self._after_value
+        return found != "before"
+
+    def _after_value(self, char: str) -> bool:
+        if char == ",":
+            self.state = self._in_key
+        elif char == ")":
+            return self._close_call()
+        elif not char.isspace():
+            return self._abandon_call()
+        return True
+
+    def _close_call(self) -> bool:
+        self.add_arguments("}" if self._num_keys else "{}")
+        self.state = self._after_call
+        self.end_call(")")
+        return True
+
+    def _abandon_call(self) -> bool:
+        """The call ends where it is no call any more; what follows is text."""
+        self.state = self._in_content
+        if self.in_call:
+            self.end_call()
+        return False
+
+    def _after_call(self, char: str) -> bool:
+        if char == ",":
+            self.pending, self._word, self.state = [char], [], self._in_name
+        elif char == "]":
+            self.pending, self.state = [], self._after_list
+        elif not char.isspace():
+            return self._abandon_call()
+        return True
+
+    def _after_list(self, char: str) -> bool:
+        """After the list: the closing marker, where there is one."""
+        at = len(self.pending)
+        if char == self.closing[at]:
+            self.pending.append(char)
+            if at + 1 == len(self.closing):
+                self.pending, self.state = [], self._in_content
+            return True
+        said, self.pending, self.state = self.pending, [], self._in_content
+        for one in said:
+            self.steps += 1
+            self._in_content(one)
+        return False
+
+
+TOOL_PARSERS: dict[str, type[ToolCallParser]] = {
+    "hermes": HermesToolParser, "json": JsonToolParser, "llama3_json": Llama3JsonToolParser,
+    "mistral": MistralToolParser, "pythonic": PythonicToolParser,
+}  # fmt: skip
+TOOL_PARSER_ALIASES = {"llama4_json": "llama3_json", "llama4_pythonic": "pythonic", "qwen": "hermes", "qwen3": "hermes"}
+SPECIAL_TOKEN_PARSERS = (
+    Llama3JsonToolParser,
+    MistralToolParser,
+    PythonicToolParser,
+)  # whose markers are special tokens, which texts are without
+# What a template says of the format, in the order in which it is asked.
+TEMPLATE_SIGNS = (
+    ("[TOOL_CALLS]", "mistral"), ("<tool_call>", "hermes"), ("<|python_start|>", "pythonic"),
+    ("func_name1(params_name1=", "pythonic"), ("<|python_tag|>", "llama3_json"),
+    ('{"name": function name, "parameters"', "llama3_json"),
+)  # fmt: skip
+
+
+def tool_format_named(name: str) -> str:
+    """The format that --tool-call-parser names. StartupError if there is none."""
+    found = TOOL_PARSER_ALIASES.get(name, name)
+    if found not in TOOL_PARSERS:
+        known = ", ".join(sorted({*TOOL_PARSERS, *TOOL_PARSER_ALIASES}))
+        raise StartupError(f"--tool-call-parser is {name[:60]!r}", f"It is one of {known}")
+    return found
+
+
+def detect_tool_format(template: str) -> str:
+    """The format that a chat template teaches: JSON alone where it teaches none."""
+    return next((name for sign, name in TEMPLATE_SIGNS if sign in template), "json")

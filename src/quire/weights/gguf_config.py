@@ -1,0 +1,284 @@
+"""A GGUF file's model in the terms of the Hugging Face format: its config.json, and its tensors by the names there.
+
+The layouts are those that llama.cpp's converter writes. No torch here.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from quire.errors import StartupError, short_repr
+from quire.files import DOWNLOAD_AGAIN
+from quire.models.config_reader import MAX_LIST_LENGTH, ConfigReader
+from quire.models.quantization import GGUF_BLOCKS_KEY
+from quire.models.settings import MAX_LAYERS
+from quire.weights.gguf_blocks import GGUFTensor
+from quire.weights.gguf_file import GGUFFile
+
+LAYER_TENSORS = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+GEMMA_TENSORS = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+PHI3_TENSORS = {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"}
+GLOBAL_TENSORS = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
+ROPE_FREQS, ROPE_FACTORS_SHORT, ROPE_FACTORS_LONG = (
+    "rope_freqs.weight",
+    "rope_factors_short.weight",
+    "rope_factors_long.weight",
+)
+"""What the pairs of a head turn by is divided by these."""
+FLOAT_DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
+IGNORED_TENSORS = (ROPE_FREQS, ROPE_FACTORS_SHORT, ROPE_FACTORS_LONG)
+LARGEST_LAYER_COUNTS = {"gemma2": 46, "gemma3": 62}
+"""Layers of the one size of a family whose scores are scaled by the hidden size, not by a head's."""
+SAMPLING_KEYS = {
+    "temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p", "penalty_repeat": "repetition_penalty",
+}  # fmt: skip
+
+
+class Architecture(NamedTuple):
+    """An architecture of GGUF files, as transformers calls it. `interleaved_rope`: the rows of queries and keys lie in
+    the order
+    of a rotary embedding whose pairs are neighbours. `norm_plus_one`: norms are stored with the 1 that the model
+    adds."""
+
+    hf_architecture: str
+    model_type: str
+    layer_tensors: dict[str, str] = LAYER_TENSORS
+    interleaved_rope: bool = False
+    norm_plus_one: bool = False
+
+
+ARCHITECTURES = {
+    "llama": Architecture("LlamaForCausalLM", "llama", interleaved_rope=True),
+    "qwen2": Architecture("Qwen2ForCausalLM", "qwen2"),
+    "qwen3": Architecture("Qwen3ForCausalLM", "qwen3"),
+    "phi3": Architecture("Phi3ForCausalLM", "phi3", LAYER_TENSORS | PHI3_TENSORS),
+    "gemma2": Architecture("Gemma2ForCausalLM", "gemma2", LAYER_TENSORS | GEMMA_TENSORS, norm_plus_one=True),
+    "gemma3": Architecture("Gemma3ForCausalLM", "gemma3_text", LAYER_TENSORS | GEMMA_TENSORS, norm_plus_one=True),
+}
+
+
+class HFTensors(NamedTuple):
+    """The tensors of `file` by the names that transformers gives them, without a prefix."""
+
+    file: GGUFFile
+    architecture: Architecture
+    head_dim: int
+
+    def gguf_name(self, name: str) -> str | None:
+        """What the file calls the tensor `gguf_name`; None for one that no such file has."""
+        if found := re.fullmatch(r"layers\.(\d+)\.(.+)\.(weight|bias)", name):
+            layer, what, kind = found.groups()
+            return (
+                f"blk.{layer}.{self.architecture.layer_tensors[what]}.{kind}"
+                if what in self.architecture.layer_tensors
+                else None
+            )
+        what, _, kind = name.rpartition(".")
+        return f"{GLOBAL_TENSORS[what]}.{kind}" if what in GLOBAL_TENSORS else None
+
+    def format_of(self, name: str) -> str | None:
+        """The format of the tensor `gguf_name`; None if the file lacks it."""
+        stored = self.file.tensors.get(self.gguf_name(name) or "")
+        return None if stored is None else stored.format
+
+    def get_tensor(self, name: str) -> GGUFTensor | None:
+        """The tensor `gguf_name`, its rows in the order of transformers; None if the file lacks it. A view of the
+        file, but
+        for queries, keys and norms that lie there otherwise. StartupError for scales that aren't finite."""
+        called = self.gguf_name(name)
+        stored = self.file.tensors.get(called or "")
+        if stored is None:
+            return None
+        if not stored.is_finite():
+            raise StartupError(f"{called} in {self.file.path} has a number that isn't finite", DOWNLOAD_AGAIN)
+        if self.architecture.interleaved_rope and re.search(r"\.self_attn\.[qk]_proj\.", name):
+            return _deinterleave_rows(stored, self.head_dim)
+        if self.architecture.norm_plus_one and name.endswith("norm.weight"):
+            numbers = stored.dequantize() - np.float32(1)
+            return GGUFTensor("f32", stored.rows, stored.columns, numbers.view(np.uint8))
+        return stored
+
+    def unknown_tensors(self, names: set[str]) -> list[str]:
+        """Tensors that are none of these."""
+        known = {self.gguf_name(name) for name in names}
+        return [name for name in self.file.tensors if name not in known and name not in IGNORED_TENSORS]
+
+
+def open_hf_tensors(file: GGUFFile) -> HFTensors:
+    family, fields = _read_architecture(file)
+    heads, hidden = fields.get_int("attention.head_count"), fields.get_int("embedding_length")
+    return HFTensors(file, family, fields.get_int("attention.key_length", hidden // heads))
+
+
+def to_hf_config(file: GGUFFile) -> dict[str, Any]:
+    """What would be its config.json. StartupError for an architecture, or a value, that isn't supported."""
+    family, fields = _read_architecture(file)
+    arch = str(file.metadata["general.architecture"])
+    config = _common_config(file, family, fields)
+    window = fields.get_int("attention.sliding_window", 0, minimum=0)
+    if arch.startswith("gemma"):
+        config |= _gemma_config(arch, fields, config)
+    elif arch == "phi3":
+        config["sliding_window"] = window or None
+    elif window and arch == "llama":
+        config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": window}
+    if arch == "llama":
+        biased = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_up.bias"}
+        config |= {name: tensor in file.tensors for name, tensor in biased.items()}
+    rope = _rope_config(file, fields) | {"rope_theta": fields.get_float("rope.freq_base", 10000.0)}
+    if arch == "gemma3":
+        local = {"rope_type": "default", "rope_theta": fields.get_float("rope.freq_base_swa", 10000.0)}
+        return config | {"rope_parameters": {"full_attention": rope, "sliding_attention": local}}
+    return config | {"rope_parameters": rope}
+
+
+def _common_config(file: GGUFFile, architecture: Architecture, fields: ConfigReader) -> dict[str, Any]:
+    """What all families say."""
+    heads, hidden = fields.get_int("attention.head_count"), fields.get_int("embedding_length")
+    head_dim = fields.get_int("attention.key_length", hidden // heads)
+    for name in ("attention.value_length", "rope.dimension_count"):
+        fields.require_value(name, head_dim)
+    fields.require_value("expert_count", 0)
+    embedding, tokens = file.tensors.get("token_embd.weight"), file.metadata.get("tokenizer.ggml.tokens", ())
+    if embedding is None:
+        raise StartupError(f"{file.path} has no tensor token_embd.weight", "Give a GGUF file of a language model")
+    if hasattr(tokens, "__len__") and len(tokens) > embedding.rows:
+        raise StartupError(
+            f"{file.path} has {len(tokens)} tokens, and its model knows {embedding.rows}", DOWNLOAD_AGAIN
+        )
+    return {
+        "architectures": [architecture.hf_architecture],
+        "model_type": architecture.model_type,
+        "hidden_size": hidden,
+        "num_hidden_layers": fields.get_int("block_count", maximum=MAX_LAYERS),
+        "num_attention_heads": heads,
+        "num_key_value_heads": fields.get_int("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "intermediate_size": fields.get_int("feed_forward_length"),
+        "vocab_size": embedding.rows,
+        "max_position_embeddings": fields.get_int("context_length"),
+        "rms_norm_eps": fields.get_float("attention.layer_norm_rms_epsilon"),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "dtype": FLOAT_DTYPES.get(_main_format(file), "bfloat16"),
+        GGUF_BLOCKS_KEY: _main_format(file) not in FLOAT_DTYPES,
+        "eos_token_id": eos_token_ids(file),
+    }
+
+
+def to_hf_generation_config(file: GGUFFile) -> dict[str, Any]:
+    """What would be its generation_config.json: the sampling that the file asks for, and the end tokens."""
+    asked = {name: file.metadata.get(f"general.sampling.{key}") for key, name in SAMPLING_KEYS.items()}
+    return {name: value for name, value in asked.items() if type(value) in (int, float)} | {
+        "eos_token_id": eos_token_ids(file)
+    }
+
+
+def eos_token_ids(file: GGUFFile) -> list[int]:
+    """The tokens that end a text, a turn or a message."""
+    said = (file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
+    return sorted({id for id in said if type(id) is int and id >= 0})
+
+
+def _read_architecture(file: GGUFFile) -> tuple[Architecture, ConfigReader]:
+    """The file's family, and what it says of the model, by names without the family's."""
+    arch = file.metadata.get("general.architecture")
+    if not isinstance(arch, str) or arch not in ARCHITECTURES:
+        raise StartupError(
+            f"{file.path} holds a model of the architecture {short_repr(arch)}, which is not supported",
+            f"Supported in GGUF files: {', '.join(ARCHITECTURES)}",
+        )
+    said = {
+        key.removeprefix(f"{arch}."): _to_plain_value(value)
+        for key, value in file.metadata.items()
+        if key.startswith(f"{arch}.")
+    }
+    return ARCHITECTURES[arch], ConfigReader(said, str(file.path))
+
+
+def _to_plain_value(value: Any) -> Any:
+    """A value that can be compared and shown: no setting that is read is an array."""
+    return value[:16].tolist() if isinstance(value, np.ndarray) else value
+
+
+def _gemma_config(arch: str, fields: ConfigReader, config: dict[str, Any]) -> dict[str, Any]:
+    """What Gemma's config has beside Llama's. The scale of scores isn't in the file: llama.cpp knows it, too."""
+    layers, hidden, heads = config["num_hidden_layers"], config["hidden_size"], config["num_attention_heads"]
+    found = {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": hidden // heads if layers == LARGEST_LAYER_COUNTS[arch] else config["head_dim"],
+        "sliding_window": fields.get_int("attention.sliding_window", 4096 if arch == "gemma2" else None),
+        "final_logit_softcapping": fields.get_float("final_logit_softcapping", 30.0 if arch == "gemma2" else None),
+    }
+    if arch == "gemma2":
+        found["attn_logit_softcapping"] = fields.get_float("attn_logit_softcapping", 50.0)
+    elif found["sliding_window"] is None:
+        found |= {"layer_types": ["full_attention"] * layers, "sliding_window": 1}
+    return found
+
+
+def _rope_config(file: GGUFFile, fields: ConfigReader) -> dict[str, Any]:
+    """What rope_parameters says, but for the base."""
+    original = fields.get_int("rope.scaling.original_context_length", fields.get_int("context_length"))
+    factors = (
+        {"short": ROPE_FACTORS_SHORT, "long": ROPE_FACTORS_LONG}
+        if ROPE_FACTORS_SHORT in file.tensors
+        else {"short": ROPE_FREQS, "long": ROPE_FREQS}
+    )
+    if factors["short"] in file.tensors:  # Llama 3's scaling is stored so, too: as what it makes
+        lists = {f"{which}_factor": _tensor_floats(file, name) for which, name in factors.items()}
+        attention = {"attention_factor": fields.get_float("rope.scaling.attn_factor", 1.0)}
+        return {"rope_type": "longrope", "original_max_position_embeddings": original, **lists, **attention}
+    kind = fields.get_str("rope.scaling.type", "none")
+    factor = fields.get_float("rope.scaling.factor", fields.get_float("rope.scale_linear", 1.0))
+    if kind == "none" or factor == 1.0:
+        return {"rope_type": "default"}
+    if kind not in ("linear", "yarn"):
+        raise StartupError(f"rope.scaling.type in {file.path} is {short_repr(kind)}", "linear and yarn are supported")
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": factor}
+    return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+
+
+def _tensor_floats(file: GGUFFile, name: str) -> list[float]:
+    blocks = file.tensors.get(name)
+    if blocks is None or blocks.rows * blocks.columns > MAX_LIST_LENGTH:
+        raise StartupError(f"{file.path} has no tensor {name} of at most {MAX_LIST_LENGTH} numbers", DOWNLOAD_AGAIN)
+    return [float(number) for number in blocks.dequantize().ravel()]
+
+
+def _main_format(file: GGUFFile) -> str:
+    """What most numbers of the file are in."""
+    sizes: dict[str, int] = {}
+    for blocks in file.tensors.values():
+        sizes[blocks.format] = sizes.get(blocks.format, 0) + blocks.rows * blocks.columns
+    return max(sizes, key=lambda kind: sizes[kind])
+
+
+def _deinterleave_rows(tensor: GGUFTensor, head_dim: int) -> GGUFTensor:
+    """The rows of each head, a pair's first one behind the other's first one, then the second ones: llama.cpp has the
+    two of a pair beside each other. A bias is one number a row."""
+    if tensor.rows == 1 and tensor.is_float:
+        tensor = GGUFTensor(tensor.format, tensor.columns, 1, tensor.data.reshape(tensor.columns, -1))
+    if head_dim < 2 or head_dim % 2 or tensor.rows % head_dim:
+        raise StartupError(f"heads of {head_dim} numbers don't divide {tensor.rows} rows of queries or keys")
+    order = np.arange(tensor.rows).reshape(-1, head_dim // 2, 2).swapaxes(1, 2)
+    return tensor.select_rows(order.ravel())

@@ -1,0 +1,102 @@
+"""Tensors of a GGUF file into a model's parameters, each exactly once, in the model's dtype or rounded to FP8."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from quire.errors import StartupError, short_repr
+from quire.models.quantization import FP8Scheme, LowBitScheme
+from quire.weights.fp8 import MaxReduce
+from quire.weights.gguf_blocks import FloatArray, GGUFTensor
+from quire.weights.gguf_config import open_hf_tensors
+from quire.weights.gguf_file import GGUFFile
+from quire.weights.loader import LoadTarget, build_targets, full_model, join_names, load_tensor
+from quire.weights.low_bit import GGUF_FORMATS, from_gguf, set_rows
+from quire.weights.tensor_slices import TensorSlice, zero_padding
+
+if TYPE_CHECKING:
+    from quire.models import Model
+
+FIT_REMEDY = "The file's tensors must fit what it says of its model"
+
+
+def load_gguf(
+    model: Model,
+    file: GGUFFile,
+    progress: bool = False,
+    scheme: FP8Scheme | LowBitScheme | None = None,
+    max_reduce: MaxReduce | None = None,
+) -> None:
+    """Fill every parameter of `model`, which is not prepared yet, with what the file's tensors stand for. `scheme`:
+    what becomes FP8, `max_reduce`: see quire.weights.fp8. StartupError for tensors that are missing, unknown or
+    of the
+    wrong shape, and for scales that aren't finite."""
+    targets, stored = build_targets(model, scheme, file), open_hf_tensors(file)
+    every = {tensor for source in full_model(model).weight_sources().values() for tensor in source.tensors}
+    if unknown := stored.unknown_tensors(every):
+        raise StartupError(f"{file.path} holds {short_repr(unknown[0])}, which the model has no place for", FIT_REMEDY)
+    if missing := [name for name in map(stored.gguf_name, targets) if name not in file.tensors]:
+        raise StartupError(f"{file.path} lacks {join_names(map(str, missing))}", FIT_REMEDY)
+    model.mapped = [file]
+    zero_padding(model)
+    for name, target in tqdm(targets.items(), "Loading weights", unit=" tensors", disable=not progress):
+        blocks = stored.get_tensor(name)
+        assert blocks is not None, "it isn't missing"
+        _load_tensor(target, blocks, str(stored.gguf_name(name)), file, max_reduce)
+        file.release()
+
+
+def _select_rows(tensor: GGUFTensor, tensor_slice: TensorSlice) -> GGUFTensor:
+    """The rows that one rank has of a weight."""
+    [first, *more] = tensor_slice.row_ranges
+    if more:
+        return tensor.select_rows(np.concatenate([np.arange(run.start, run.stop) for run in tensor_slice.row_ranges]))
+    return tensor.slice_rows(first.start, first.stop)
+
+
+def _load_floats(
+    target: LoadTarget, values: FloatArray, name: str, file: GGUFFile, max_reduce: MaxReduce | None
+) -> None:
+    """Numbers in fp32 where they go, in FP8 or in the model's dtype."""
+    found = torch.from_numpy(np.array(values)).view(target.rows.shape).to(target.rows.device)
+    load_tensor(target, found, name, file.path, False, max_reduce=max_reduce)
+
+
+def _load_tensor(
+    target: LoadTarget, tensor: GGUFTensor, name: str, file: GGUFFile, max_reduce: MaxReduce | None
+) -> None:
+    shape = target.rows.shape if target.tensor_slice is None else target.tensor_slice.shape
+    if (tensor.rows, tensor.columns) not in (tuple(shape), (1, *shape), (*shape, 1)):
+        found = [tensor.rows, tensor.columns]
+        raise StartupError(
+            f"{name} in {file.path} has shape {found}, but its settings make it {list(shape)}", FIT_REMEDY
+        )
+    if target.tensor_slice is not None:
+        if len(shape) == 1:
+            numbers = tensor.dequantize().reshape(-1)
+            target.rows.copy_(
+                torch.from_numpy(np.concatenate([numbers[r.start : r.stop] for r in target.tensor_slice.row_ranges]))
+            )
+            return
+        tensor, columns = _select_rows(tensor, target.tensor_slice), target.tensor_slice.columns
+        if columns is not None and target.low_bit_format is None:  # nothing stays in blocks, so that any cut will do
+            found = [piece[:, columns.start : columns.stop] for _, piece in tensor.iter_dequantized()]
+            _load_floats(target, np.concatenate(found), name, file, max_reduce)
+            return
+        tensor = tensor if columns is None else tensor.slice_columns(columns)
+        if target.rows.is_meta and tensor.rows < target.padded_rows:
+            tensor = tensor.pad_rows(target.padded_rows)
+    if tensor.format in GGUF_FORMATS and target.low_bit_format is not None:
+        set_rows(target.rows, target.layer, target.part_index, partial(from_gguf, tensor))
+        return
+    if target.is_fp8:
+        _load_floats(target, tensor.dequantize(), name, file, max_reduce)
+        return
+    rows = target.rows.view(tensor.rows, tensor.columns)
+    for start, piece in tensor.iter_dequantized():
+        rows[start : start + len(piece)] = torch.from_numpy(np.require(piece, requirements="W"))

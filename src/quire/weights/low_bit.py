@@ -1,0 +1,323 @@
+"""Weights of few bits: numbers rounded to them by groups, GGUF's blocks as such, and which layers of a model have them.
+
+On a CPU with kernels of our own they stay so; elsewhere weights in the model's dtype hold the same values.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from quire.errors import StartupError
+from quire.kernels.cpu.low_bit_linear import LowBitFormat, LowBitWeight, supports
+from quire.layers.linear import Linear
+from quire.models import resolve_model_class
+from quire.models.quantization import LowBitScheme
+from quire.protocol.parallel_layout import UNSHARDED, Shard
+from quire.weights.gguf_blocks import ByteArray, GGUFTensor
+from quire.weights.gguf_config import open_hf_tensors
+
+if TYPE_CHECKING:
+    from quire.models import Model
+    from quire.weights.gguf_file import GGUFFile
+
+INT8_FORMAT, INT4_FORMAT, Q6_K_FORMAT = (
+    LowBitFormat(8, 0, 128, False),
+    LowBitFormat(4, 0, 0, True),
+    LowBitFormat(6, 256, 32, False),
+)
+GGUF_FORMATS = {
+    "q8_0": INT8_FORMAT, "q5_0": INT8_FORMAT, "q5_1": LowBitFormat(8, 0, 0, True), "q4_0": LowBitFormat(4, 0, 8,
+    False), "q4_1": INT4_FORMAT,
+    "q4_k": LowBitFormat(4, 256, 0, True), "q5_k": LowBitFormat(8, 256, 0, True), "q6_k": Q6_K_FORMAT,
+}  # fmt: skip
+"""GGUF's formats of blocks -> ours, which hold the same values; those of five bits take eight."""
+UNQUANTIZED_MODULES = re.compile(
+    r"(^|\.)(router|vision|tower|projector|vision_encoder|(mamba|mixer)\.(x_proj|dt_proj))(\.|$)"
+)
+"""Modules that stay in the model's dtype, but for what a file has them in (see quire.weights.fp8)."""
+HEAD_MODULE = re.compile(r"(^|\.)head$")
+PIECE_NUMBERS = 1 << 18  # numbers that are rounded at once: they stay in a core's cache
+MakeWeight = Callable[[], LowBitWeight]
+WeightFormats = dict[str, tuple[LowBitFormat, ...]]
+"""Of a parameter's parts, each a tensor of a checkpoint."""
+
+
+def choose_formats(model: Model, scheme: LowBitScheme, file: GGUFFile | None = None) -> WeightFormats:
+    """What weights of linear layers become while they are loaded, or are in a checkpoint or in `file`. Heads, whose
+    errors no later layer evens out, have eight bits. What isn't named is in the model's dtype."""
+    found, names, stored = {}, model.weight_sources(), None if file is None else open_hf_tensors(file)
+    for name, layer in low_bit_layers(model).items():
+        assert layer.weight is not None, "it isn't prepared"
+        tensors, columns, own = names[name].tensors, layer.column_shard.total, layer.weight.shape[1]
+        modules = [tensor.removesuffix(".weight") for tensor in tensors]
+        if stored is not None:
+            kinds = [stored.format_of(tensor) for tensor in tensors]
+            forms = tuple(GGUF_FORMATS[kind] for kind in kinds if kind in GGUF_FORMATS)
+        elif scheme.stored:
+            made = LowBitFormat(scheme.bits, scheme.group_size, 0 if scheme.bits == 4 else 128, True)
+            stays = scheme.desc_act or bool(names[name].group_rows or names[name].row_order)
+            forms = tuple(made for module in modules if scheme.covers(module, model.weight_prefixes) and not stays)
+        else:
+            eight = scheme.bits == 8 or HEAD_MODULE.search(module_name(model, layer)) is not None
+            forms = (INT8_FORMAT if eight else choose_int4_format(columns),) * len(tensors)
+        units = [form.superblock or form.group for form in forms]
+        if len(forms) == len(tensors) and all(columns % unit == 0 for unit in units):
+            _check_shard(layer, name, own, max(units), bool(scheme.stored))
+            found[name] = forms
+    return found
+
+
+def _check_shard(layer: Linear, name: str, local_columns: int, unit: int, from_checkpoint: bool) -> None:
+    """StartupError where a rank's columns aren't whole groups of those that share a scale: `unit` columns."""
+    if local_columns % unit or layer.column_shard.local.start % unit:
+        raise StartupError(
+            f"--tp is {layer.column_shard.shard.tp_size}, and a rank would have {local_columns} of "
+            f"{layer.column_shard.total} columns of "
+            f"{name}, of which {unit} share a scale",
+            f"--tp must divide its groups of columns, {layer.column_shard.total // unit}"
+            + ("" if from_checkpoint else "; or use another --quantization"),
+        )
+
+
+def choose_int4_format(columns: int) -> LowBitFormat:
+    """With 4.625 bits a number, or 4.75, where groups' scales can share units; else with 5."""
+    unit = next((unit for unit in (256, 128) if columns % unit == 0), 0)
+    return LowBitFormat(4, unit, 0, True)
+
+
+def module_name(model: nn.Module, layer: nn.Module) -> str:
+    """The name of a layer."""
+    return next(path for path, module in model.named_modules() if module is layer)
+
+
+def low_bit_layers(model: nn.Module) -> dict[str, Linear]:
+    """The linear layers that may have few bits, by the names of their weights, those of a tied head being the
+    embedding's."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    found = {}
+    for path, module in model.named_modules():
+        if (
+            isinstance(module, Linear)
+            and UNQUANTIZED_MODULES.search(path) is None
+            and isinstance(module.weight, nn.Parameter)
+        ):
+            found[names[module.weight]] = module
+    return found
+
+
+def create_model(
+    config: dict[str, Any], dtype: torch.dtype, device: torch.device, scheme: LowBitScheme,
+    file: GGUFFile | None = None,
+    shard: Shard = UNSHARDED,
+) -> Model:  # fmt: skip
+    """The model of a config.json, or a shard of it, its weights uninitialised; of those that stay in few bits there is
+    only the shape."""
+    model = resolve_model_class(config)(config, dtype, torch.device("meta"), shard)
+    forms, stay = choose_formats(model, scheme, file), set()
+    for name, layer in low_bit_layers(model).items():
+        weight = layer.weight
+        assert weight is not None, "it isn't prepared"
+        if name in forms and supports(weight.shape[1], dtype, device):
+            layer.low_bit_parts = [None] * len(forms[name])
+            stay.add(weight)
+    moved: dict[Tensor, nn.Parameter] = {}
+    for module in list(model.modules()):
+        for name, old in list(module.named_parameters(recurse=False)):
+            if old.is_meta and old not in stay:
+                if old not in moved:
+                    there = torch.empty(old.shape, dtype=old.dtype, device=device)  # empty_like would import SymPy
+                    moved[old] = nn.Parameter(there, requires_grad=False)
+                setattr(module, name, moved[old])
+    return model
+
+
+def set_rows(rows: Tensor, layer: Linear | None, part_index: int, make_weight: MakeWeight) -> None:
+    """Some rows of a weight are what `make_weight` makes: now, or, of a weight that stays in few bits, when its layer
+    is
+    prepared."""
+    if rows.is_meta:
+        assert layer is not None, "only layers' weights have few bits"
+        assert layer.low_bit_parts is not None, "its weight stays in few bits"
+        layer.low_bit_parts[part_index] = make_weight
+    else:
+        rows.copy_(make_weight().dequantize())
+
+
+def quantize(weight: Tensor, low_bit_format: LowBitFormat) -> LowBitWeight:
+    """weight [N, K] -> its numbers by groups of 32: in 8 bits each group's largest value is 127 scales; in 4 bits its
+    least and largest values are 0 and 15 scales above the least, both of which are in 8 bits themselves where groups
+    share a unit. Scales are rounded first, so that numbers make up for it."""
+    step = max(1, PIECE_NUMBERS // weight.shape[1])
+    whole = _allocate(weight, low_bit_format)
+
+    def fill(start: int) -> None:
+        for to, part in zip(whole[1:], _quantize(weight[start : start + step], low_bit_format)[1:]):
+            if to is not None and part is not None:
+                to[start : start + step] = part
+
+    with ThreadPoolExecutor(torch.get_num_threads()) as threads, single_threaded():
+        list(threads.map(fill, range(0, len(weight), step)))
+    return whole
+
+
+@contextmanager
+def single_threaded() -> Iterator[None]:
+    """Each operation of torch's is one thread's: with several they meet at the end of each, and where another program
+    has a core that takes longer than the operation."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _allocate(weight: Tensor, low_bit_format: LowBitFormat) -> LowBitWeight:
+    """Room for what a weight is rounded to."""
+    rows, columns = weight.shape
+    groups, units = columns // low_bit_format.group, columns // (low_bit_format.superblock or low_bit_format.group)
+    kinds = (
+        torch.float16,
+        torch.float16 if low_bit_format.has_min else None,
+        *((torch.int8, torch.int8) if low_bit_format.superblock else ()),
+    )
+    sizes = (units, units, groups, groups)
+    scales = (None if kind is None else torch.empty(rows, size, dtype=kind) for kind, size in zip(kinds, sizes))
+    return LowBitWeight(low_bit_format, torch.empty(rows, columns, dtype=torch.uint8), *scales)  # type: ignore[arg-type]
+
+
+def _quantize(weight: Tensor, low_bit_format: LowBitFormat) -> LowBitWeight:
+    groups = weight.float().unflatten(1, (-1, low_bit_format.group))
+    if low_bit_format == INT8_FORMAT:
+        d = (groups.abs().amax(2) / 127).half()
+        by = _inverse(d)
+        numbers = (groups * by).round_().clamp_(-127, 127).add_(128)
+        return LowBitWeight(low_bit_format, numbers.to(torch.uint8).flatten(1), d)
+    assert low_bit_format == INT4_FORMAT._replace(superblock=low_bit_format.superblock), (
+        f"nothing is rounded to {low_bit_format}"
+    )
+    least, most = groups.amin(2), groups.amax(2)
+    if not low_bit_format.superblock:
+        scales = [((most - least.half().float()) / 15).half(), least.half()]
+    else:
+        d, a = _superblock_scales((most - least) / 15, low_bit_format)
+        e, b = _superblock_scales(-least, low_bit_format)
+        scales = [d, e, a, b]
+    by, low = LowBitWeight(low_bit_format, groups, *scales).scales()
+    assert low is not None, "it has a least number"
+    one = by + low  # what the number 1 stands for, to the last bit
+    numbers = (groups - low[:, :, None]).mul_(_inverse(one - low)).round_().clamp_(0, 15)
+    return LowBitWeight(low_bit_format, numbers.to(torch.uint8).flatten(1), *scales)
+
+
+def _superblock_scales(values: Tensor, low_bit_format: LowBitFormat) -> tuple[Tensor, Tensor]:
+    """values [N, groups] -> what each unit's are multiples of, in fp16, and how many times, in int8."""
+    units = values.unflatten(1, (-1, low_bit_format.superblock // low_bit_format.group))
+    unit = (units.abs().amax(2) / 127).half()
+    return unit, (units * _inverse(unit)).round_().clamp_(-127, 127).to(torch.int8).flatten(1)
+
+
+def _inverse(d: Tensor) -> Tensor:
+    wide = d.float()
+    return torch.where(wide > 0, 1 / wide, 0.0)[:, :, None]
+
+
+def from_gguf(blocks: GGUFTensor) -> LowBitWeight:
+    """A GGUF file's blocks, without loss."""
+    data = np.ascontiguousarray(blocks.data).reshape(blocks.rows, -1, BLOCK_BYTES[blocks.format])
+    numbers, *scales = GGUF_UNPACKERS[blocks.format](data)
+    return LowBitWeight(
+        GGUF_FORMATS[blocks.format],
+        _to_tensor(numbers, blocks.rows),
+        *(_to_tensor(part, blocks.rows) for part in scales),
+    )
+
+
+def _to_tensor(part: Any, rows: int) -> Any:
+    return None if part is None else torch.from_numpy(np.ascontiguousarray(part).reshape(rows, -1))
+
+
+BLOCK_BYTES = {"q8_0": 34, "q5_0": 22, "q5_1": 24, "q4_0": 18, "q4_1": 20, "q4_k": 144, "q5_k": 176, "q6_k": 210}
+
+
+def _half(data: ByteArray, at: int) -> Any:
+    return np.ascontiguousarray(data[:, :, at : at + 2]).view(np.float16)
+
+
+def _nibbles(packed: ByteArray) -> ByteArray:
+    found = np.empty((*packed.shape[:2], 2, packed.shape[2]), np.uint8)
+    np.bitwise_and(packed, 15, out=found[:, :, 0])
+    np.right_shift(packed, 4, out=found[:, :, 1])
+    return found.reshape(*packed.shape[:2], -1)
+
+
+def _fifth_bits(data: ByteArray, at: int) -> ByteArray:
+    return np.unpackbits(np.ascontiguousarray(data[:, :, at : at + 4]), axis=2, bitorder="little") << 4
+
+
+def _k_nibbles(packed: ByteArray) -> ByteArray:
+    runs = packed.reshape(*packed.shape[:2], 4, 1, 32)
+    return np.concatenate([runs & 15, runs >> 4], axis=3).reshape(*packed.shape[:2], 256)
+
+
+def _k_scales(data: ByteArray) -> tuple[Any, ...]:
+    """d, dmin, and the groups' scales and minima, in six bits each (see quire.weights.gguf_blocks)."""
+    low, high, rest = data[:, :, 4:8], data[:, :, 8:12], data[:, :, 12:16]
+    a = np.concatenate([low & 63, (rest & 15) | (low >> 6 << 4)], axis=2)
+    b = np.concatenate([high & 63, (rest >> 4) | (high >> 6 << 4)], axis=2)
+    return _half(data, 0), _half(data, 2), a.view(np.int8), b.view(np.int8)
+
+
+def _q4_k(data: ByteArray) -> tuple[Any, ...]:
+    return _k_nibbles(data[:, :, 16:]), *_k_scales(data)
+
+
+def _q5_k(data: ByteArray) -> tuple[Any, ...]:
+    fifth = (data[:, :, 16:48, None] >> np.arange(8, dtype=np.uint8) & 1).swapaxes(2, 3)
+    return _k_nibbles(data[:, :, 48:]) | (fifth << 4).reshape(*data.shape[:2], 256), *_k_scales(data)
+
+
+def _q6_k(data: ByteArray) -> tuple[Any, ...]:
+    low = data[:, :, :128].reshape(*data.shape[:2], 2, 1, 64)
+    low = np.concatenate([low & 15, low >> 4], axis=3).reshape(*data.shape[:2], 2, 4, 32)
+    high = data[:, :, 128:192].reshape(*data.shape[:2], 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3
+    return low | high << 4, _half(data, 208), None, np.ascontiguousarray(data[:, :, 192:208]).view(np.int8)
+
+
+GGUF_UNPACKERS: dict[str, Callable[[ByteArray], tuple[Any, ...]]] = {
+    "q8_0": lambda data: (data[:, :, 2:] ^ 128, _half(data, 0)),
+    "q5_0": lambda data: ((_nibbles(data[:, :, 6:]) | _fifth_bits(data, 2)) + 112, _half(data, 0)),
+    "q5_1": lambda data: (_nibbles(data[:, :, 8:]) | _fifth_bits(data, 4), _half(data, 0), _half(data, 2)),
+    "q4_0": lambda data: (_nibbles(data[:, :, 2:]), _half(data, 0)),
+    "q4_1": lambda data: (_nibbles(data[:, :, 4:]), _half(data, 0), _half(data, 2)),
+    "q4_k": _q4_k, "q5_k": _q5_k, "q6_k": _q6_k,
+}  # fmt: skip
+"""Blocks [rows, blocks of a row, bytes] -> numbers, d, e, a and b."""
+
+
+def saved_bytes(
+    config: dict[str, Any],
+    scheme: LowBitScheme,
+    dtype: torch.dtype,
+    file: GGUFFile | None = None,
+    shard: Shard = UNSHARDED,
+) -> int:
+    """Bytes that a part's weights of a config.json's model take less on a CPU than in `dtype`."""
+    model = resolve_model_class(config)(config, dtype, torch.device("meta"), shard)
+    forms, layers, names, saved = choose_formats(model, scheme, file), low_bit_layers(model), model.weight_sources(), 0
+    for name, each in forms.items():
+        weight = layers[name].weight
+        assert weight is not None, "it isn't prepared"
+        columns = weight.shape[1]
+        if supports(columns, dtype, torch.device("cpu")):
+            for form, rows in zip(each, names[name].rows):
+                saved += rows * (columns * dtype.itemsize - form.row_bytes(columns))
+    return saved

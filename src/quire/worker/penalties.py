@@ -1,0 +1,154 @@
+"""What the sampler remembers of sequences' tokens, on the device: the tokens, and how often each was generated.
+
+Only sequences whose parameters need it have a row here. Nothing in this file waits for the device. The penalties are
+those of vLLM (repetition: CTRL, Keskar et al. 2019, §4.1; frequency and presence: OpenAI's API).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.kernels.forward_batch import to_device
+
+INITIAL_CAPACITY = 256  # tokens of a row at first
+PENALTY_BATCH_TOKENS = 2**22  # tokens that are penalised together: some temporaries are as large
+
+
+class PhraseTable(NamedTuple):
+    """Token sequences, `num_phrases` of them, laid end to end, so that what they cost is the number of their tokens."""
+
+    tokens: np.ndarray  # [T]
+    from_end: np.ndarray  # [T]: places from the phrase's end, 1 for its last token
+    phrase_indices: np.ndarray  # [T]: which phrase the token is in
+    num_phrases: int
+
+    @classmethod
+    def from_phrases(cls, phrases: Sequence[Sequence[int]]) -> PhraseTable:
+        return cls(
+            np.array([token for phrase in phrases for token in phrase], dtype=np.int64),
+            np.array([place for phrase in phrases for place in range(len(phrase), 0, -1)], dtype=np.int64),
+            np.repeat(np.arange(len(phrases)), [len(phrase) for phrase in phrases]),
+            len(phrases),
+        )
+
+
+class TokenHistory:
+    """One row for each slot that needs it, in tables that double when they are full.
+
+    `tokens` [rows, capacity] int64: prompt and output, and then, as padding, the first token again; `counts`
+    [rows, vocab] float32 (exact up to 2**24 occurrences): how often a token is in the output. A prompt may have tokens
+    `beyond` the vocabulary, which stand for pictures: they have no logit.
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self.vocab_size, self.device = vocab_size, device
+        self.tokens = torch.zeros(0, INITIAL_CAPACITY, dtype=torch.int64, device=device)
+        self.counts = torch.zeros(0, vocab_size, device=device)
+        self._row_by_slot: dict[int, int] = {}
+        self._free_rows: list[int] = []
+        self._has_image_tokens = False  # some prompt had such a token, since there were no rows
+        self._lengths: dict[int, int] = {}  # tokens of a slot: known here even while their values are not
+
+    def __contains__(self, slot: int) -> bool:
+        return slot in self._row_by_slot
+
+    def init_slot(self, slot: int, history: Sequence[int], prompt_len: int) -> None:
+        """`slot` has the tokens `history`, one at least, the first `prompt_len` of them its prompt."""
+        row = self._allocate_row(slot, len(history))
+        padded = np.full(self.tokens.shape[1], history[0], dtype=np.int64)
+        padded[: len(history)] = history
+        self._has_image_tokens |= int(padded.max()) >= self.vocab_size
+        self.tokens[row] = to_device(padded, self.device)
+        outputs = self.tokens[row, prompt_len : len(history)]
+        self.counts[row].zero_().scatter_add_(0, outputs, torch.ones_like(outputs, dtype=torch.float32))
+
+    def fork(self, parent: int, slot: int) -> None:
+        """`slot` starts with the tokens of `parent`, those included that only the device has seen."""
+        source, row = self._row_by_slot[parent], self._allocate_row(slot, self._lengths[parent])
+        self.tokens[row] = self.tokens[source]
+        self.counts[row] = self.counts[source]
+
+    def drop(self, slot: int) -> None:
+        """Forget `slot`; no effect if it has no row. With the last one goes the room that a long one needed."""
+        row = self._row_by_slot.pop(slot, None)
+        if row is None:
+            return
+        self._free_rows.append(row)
+        self._has_image_tokens &= bool(self._row_by_slot)
+        if not self._row_by_slot and self.tokens.shape[1] > INITIAL_CAPACITY:
+            self.tokens = self.tokens.new_zeros(len(self.tokens), INITIAL_CAPACITY)
+
+    def record(self, slots: Sequence[int], tokens: Tensor) -> None:
+        """Each slot, at most once here and each with a row, has got one more output token: tokens [len(slots)]."""
+        rows, lengths = self._rows_of(slots), np.array([self._lengths[slot] for slot in slots])
+        self._reserve(int(lengths.max()) + 1)
+        self.tokens.index_put_((rows, to_device(lengths, self.device)), tokens)
+        self.counts.index_put_((rows, tokens), torch.ones_like(tokens, dtype=torch.float32), accumulate=True)
+        for slot in slots:
+            self._lengths[slot] += 1
+
+    def apply_penalties(self, logits: Tensor, slots: Sequence[int], penalties: np.ndarray) -> Tensor:
+        """Penalised logits [R, V] of `slots`, in new memory; penalties [R, 3]: repetition, frequency and presence."""
+        rows, longest = self._rows_of(slots), max(self._lengths[slot] for slot in slots)
+        factors = to_device(penalties.astype(np.float32), self.device)
+        each = max(1, PENALTY_BATCH_TOKENS // longest)
+        parts = zip(logits.split(each), rows.split(each), factors.split(each))
+        penalised = [self._apply_to_rows(some, mine, by, longest) for some, mine, by in parts]
+        return penalised[0] if len(penalised) == 1 else torch.cat(penalised)
+
+    def _apply_to_rows(self, logits: Tensor, rows: Tensor, factors: Tensor, longest: int) -> Tensor:
+        repetition, frequency, presence = factors[:, 0:1], factors[:, 1:2], factors[:, 2:3]
+        # Only tokens of the sequence change. One that is there twice is computed twice, to the same number.
+        seen = self.tokens[:, :longest].index_select(0, rows)
+        counts = self.counts[rows[:, None], seen.clamp(max=self.vocab_size - 1) if self._has_image_tokens else seen]
+        if self._has_image_tokens:  # they get a column of their own, which is dropped
+            logits, seen = F.pad(logits, (0, 1)), seen.clamp(max=self.vocab_size)
+        changed = logits.gather(1, seen)
+        changed = torch.where(changed > 0, changed / repetition, changed * repetition)
+        changed = changed - counts * frequency
+        changed = changed - counts.clamp(max=1) * presence
+        penalised = logits.scatter(1, seen, changed)
+        return penalised[:, :-1].contiguous() if self._has_image_tokens else penalised
+
+    def ends_with(self, slots: Sequence[int], phrases: Sequence[PhraseTable]) -> Tensor:
+        """[sum of numbers] bool, slot by slot: is this phrase of phrases[i] the latest tokens of slots[i]?"""
+        sizes, numbers = [len(some.tokens) for some in phrases], np.array([some.num_phrases for some in phrases])
+        rows = np.repeat([self._row_by_slot[slot] for slot in slots], sizes)
+        places = np.repeat([self._lengths[slot] for slot in slots], sizes) - np.concatenate(
+            [p.from_end for p in phrases]
+        )
+        owners = np.concatenate([p.phrase_indices for p in phrases]) + np.repeat(numbers.cumsum() - numbers, sizes)
+        wanted = np.concatenate([some.tokens for some in phrases])
+        wanted[places < 0] = -1  # which no token is: the text is shorter than the phrase
+        latest = self.tokens[to_device(rows, self.device), to_device(places.clip(min=0), self.device)]
+        wrong = (latest != to_device(wanted, self.device)).to(torch.int32)
+        missed = torch.zeros(int(numbers.sum()), dtype=torch.int32, device=self.device)
+        return missed.index_add_(0, to_device(owners, self.device), wrong) == 0
+
+    def _rows_of(self, slots: Sequence[int]) -> Tensor:
+        return to_device(np.array([self._row_by_slot[slot] for slot in slots], dtype=np.int64), self.device)
+
+    def _allocate_row(self, slot: int, length: int) -> int:
+        self.drop(slot)
+        self._reserve(length)
+        if not self._free_rows:
+            held = len(self.counts)
+            more = max(4, held)
+            self._free_rows.extend(range(held + more - 1, held - 1, -1))
+            self.counts = torch.cat((self.counts, self.counts.new_zeros(more, self.vocab_size)))
+            self.tokens = torch.cat((self.tokens, self.tokens.new_zeros(more, self.tokens.shape[1])))
+        self._row_by_slot[slot] = row = self._free_rows.pop()
+        self._lengths[slot] = length
+        return row
+
+    def _reserve(self, length: int) -> None:
+        capacity = self.tokens.shape[1]
+        if length > capacity:
+            padding = self.tokens[:, :1].expand(-1, max(capacity, length - capacity))
+            self.tokens = torch.cat((self.tokens, padding), 1)

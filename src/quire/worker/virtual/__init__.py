@@ -1,0 +1,23 @@
+"""Virtual memory: physical pages mapped at addresses that stay, by the operating system, by CUDA, or only checked.
+
+What is named here imports no torch; a device's driver is imported when one is opened.
+"""
+
+from __future__ import annotations
+
+from quire.worker.virtual.driver import CallTimes, Driver, DriverCounters, DriverError, PageRun, map_all
+from quire.worker.virtual.fake import FakeDriver
+
+__all__ = ["CallTimes", "Driver", "DriverCounters", "DriverError", "FakeDriver", "PageRun", "map_all", "open_driver"]
+
+
+def open_driver(device: str, page: int) -> Driver:
+    """The driver of a torch device's memory, 'cpu' or 'cuda:N', in pages of `page` bytes. StartupError where there is
+    none."""
+    if device.partition(":")[0] == "cuda":
+        from quire.worker.virtual.cuda import CudaDriver
+
+        return CudaDriver(page, int(device.partition(":")[2] or 0))
+    from quire.worker.virtual.memfd import MemfdDriver
+
+    return MemfdDriver(page)

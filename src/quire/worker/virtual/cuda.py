@@ -1,0 +1,197 @@
+"""Virtual memory on a GPU: CUDA's own calls (cuMem*), through `cuda.bindings.driver`, in torch's context.
+
+One handle is one page, and one mapping too: CUDA unmaps whole mappings only. Unmapping doesn't wait for kernels, so
+whoever unmaps has fenced. A thread that didn't open the driver calls torch.cuda.set_device before it uses it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from quire.errors import StartupError
+from quire.worker.virtual.dlpack_tensors import DLPackTensors
+from quire.worker.virtual.driver import (
+    CallTimes,
+    DriverCounters,
+    DriverError,
+    check_addresses,
+    check_page_size,
+    make_counters,
+    out_of_addresses,
+)
+from quire.worker.virtual.mapping_table import MappingTable
+
+USE_PAGED = "Use --memory paged"
+
+
+class CudaDriver:
+    """Pages of any multiple of the device's granularity (2 MiB on today's GPUs) on CUDA device `index`.
+
+    What a page holds when it is created is unspecified, so `map` zeroes a page that it maps for the first time, and
+    waits for the device then. Who maps every page once at start never waits later."""
+
+    def __init__(self, page: int, index: int = 0, api: Any = None) -> None:
+        """`api` stands in for the module cuda.bindings.driver."""
+        self._api = api or _bindings()
+        self.page, self.device = page, torch.device("cuda", index)
+        self.granularity = self._query_device(index)
+        check_page_size(page, self.granularity, "device")
+        self._call("cuCtxSetCurrent", self._call("cuDevicePrimaryCtxRetain", self._cu_device))  # torch's: one a device
+        self.calls, self.mapping_table, self.tensors = CallTimes(), MappingTable(page), DLPackTensors(self.device)
+        self._reservations: list[tuple[int, int]] = []  # first address and length, as CUDA gave them
+        self._handles: list[Any] = []  # one a page
+        self._never_mapped: set[int] = set()  # pages that were never mapped
+        self._free_bytes = 0  # bytes of the device before there were pages
+        self._is_open = True
+
+    def reserve(self, nbytes: int) -> int:
+        nbytes = -(-nbytes // self.page) * self.page
+        check_addresses(nbytes)
+        whole = nbytes + 2 * self.page  # so that it can begin at a multiple of a page, and end before a free one
+        try:
+            start = int(self._timed_call("reserve", "cuMemAddressReserve", whole, 0, 0, 0))
+        except DriverError as error:
+            raise out_of_addresses(nbytes, str(error)) from None
+        self._reservations.append((start, whole))
+        address = -(-start // self.page) * self.page
+        self.mapping_table.reserve(address, nbytes)
+        return address
+
+    def create(self, count: int) -> None:
+        assert not self.mapping_table.num_pages, "pages are created once"
+        self._free_bytes, _ = self._call("cuMemGetInfo")
+        try:
+            for _ in range(count):
+                self._handles.append(self._timed_call("create", "cuMemCreate", self.page, self._allocation_prop, 0))
+        except DriverError as error:
+            while self._handles:
+                self._timed_call("release", "cuMemRelease", self._handles.pop())
+            cause = f"{count:,} pages of {self.page:,} bytes can't be had, with {self._free_bytes:,} free ({error})"
+            raise StartupError(cause, "Lower --kv-gib") from None
+        self.mapping_table.num_pages = count
+        self._never_mapped = set(range(count))
+
+    def map(self, address: int, page: int, count: int = 1) -> None:
+        self.mapping_table.check_map(address, page, count)
+        size, done = self.page, 0
+        try:
+            for handle in self._handles[page : page + count]:
+                self._timed_call("map", "cuMemMap", address + done * size, size, 0, handle, 0)
+                done += 1
+            self._timed_call("access", "cuMemSetAccess", address, count * size, [self._access_desc], 1)
+            if self._never_mapped:
+                self._zero(address, page, count)
+        except BaseException:
+            for at in range(address, address + done * size, size):
+                self._timed_call("unmap", "cuMemUnmap", at, size)
+            raise
+        self.mapping_table.record_map(address, page, count)
+
+    def unmap(self, address: int, count: int = 1) -> None:
+        self.mapping_table.check_unmap(address, count)
+        for at in range(address, address + count * self.page, self.page):
+            self._timed_call("unmap", "cuMemUnmap", at, self.page)
+            self.mapping_table.record_unmap(at, 1)
+
+    def tensor(
+        self, address: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
+        self.mapping_table.check_tensor(address, shape, strides, dtype.itemsize)
+        return self.tensors.create(address, shape, strides, dtype)
+
+    def fence(self) -> None:
+        """Wait for all streams of the device's context. Not while a graph is captured."""
+        self._call("cuCtxSynchronize")
+
+    def physical(self) -> int:
+        """What is free on the device now, against the time before the pages were created: a test's figure, right while
+        nobody else allocates."""
+        return self._free_bytes - self._call("cuMemGetInfo")[0] if self._handles else 0
+
+    def regions(self) -> int:
+        return 0
+
+    @property
+    def counters(self) -> DriverCounters:
+        return make_counters(self.mapping_table, self.calls, self.mapping_table.num_pages * self.page)
+
+    def close(self) -> None:
+        """As in the interface. In a context that a fault ended every call fails: all are tried, the first is raised."""
+        if not self._is_open:
+            return
+        self.tensors.check_none_alive()
+        self._is_open, failures = False, []
+        for kind, *call in self._release_calls():
+            try:
+                self._timed_call(kind, *call) if kind else self._call(*call)
+            except DriverError as error:
+                failures.append(error)
+        self._handles.clear()
+        self.mapping_table.reset()
+        self.tensors.abandon()
+        if failures:
+            raise failures[0]
+
+    def _release_calls(self) -> Iterator[tuple[Any, ...]]:
+        """The kind and the calls that give everything back, in order."""
+        yield "", "cuCtxSynchronize"
+        yield from (("unmap", "cuMemUnmap", at, self.page) for at in self.mapping_table.page_by_address)
+        yield from (("release", "cuMemRelease", handle) for handle in self._handles)
+        yield from (("free", "cuMemAddressFree", start, whole) for start, whole in self._reservations)
+        yield "", "cuDevicePrimaryCtxRelease", self._cu_device
+
+    def _query_device(self, index: int) -> int:
+        """The granularity of a device, whose pages and access are described from now on."""
+        api = self._api
+        able = api.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
+        least = api.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        self._allocation_prop, self._access_desc = api.CUmemAllocationProp(), api.CUmemAccessDesc()
+        self._allocation_prop.type = api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        for place in (self._allocation_prop.location, self._access_desc.location):
+            place.type, place.id = api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE, index
+        self._access_desc.flags = api.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        try:
+            self._call("cuInit", 0)
+            self._cu_device = self._call("cuDeviceGet", index)
+            if self._call("cuDeviceGetAttribute", able, self._cu_device):
+                return int(self._call("cuMemGetAllocationGranularity", self._allocation_prop, least))
+        except (DriverError, RuntimeError) as error:  # RuntimeError: the bindings find no driver to call
+            raise StartupError(f"CUDA device {index} can't be asked for virtual memory ({error})", USE_PAGED) from None
+        raise StartupError(f"CUDA device {index} has no virtual memory management", USE_PAGED)
+
+    def _zero(self, address: int, page: int, count: int) -> None:
+        """Zero those of these pages, mapped at `address`, that hold nothing yet; done on return, for every stream."""
+        fresh = self._never_mapped.intersection(range(page, page + count))
+        for some in sorted(fresh):
+            self._call("cuMemsetD8", address + (some - page) * self.page, 0, self.page)
+        if fresh:
+            self.fence()
+            self._never_mapped -= fresh
+
+    def _timed_call(self, kind: str, name: str, *args: Any) -> Any:
+        began = time.perf_counter()
+        answer = self._call(name, *args)
+        self.calls.record_call(kind, began)
+        return answer
+
+    def _call(self, name: str, *args: Any) -> Any:
+        """What a call answers: nothing, one thing, or a tuple. DriverError, with CUDA's words, if it fails."""
+        api = self._api
+        code, *answer = getattr(api, name)(*args)
+        if code != api.CUresult.CUDA_SUCCESS:
+            words = [text.decode() for _, text in (api.cuGetErrorName(code), api.cuGetErrorString(code)) if text]
+            raise DriverError(name, ": ".join(words) or str(code))
+        return tuple(answer) if len(answer) > 1 else answer[0] if answer else None
+
+
+def _bindings() -> Any:
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        cause = f"The memory 'virtual' on a GPU needs the module cuda.bindings ({error})"
+        raise StartupError(cause, "Install it with: pip install 'quire[virtual]'") from None
+    return driver

@@ -1,0 +1,171 @@
+"""A driver without memory, which checks the rules of virtual memory. Pure Python: no torch, and any size costs nothing.
+
+Beyond what every driver asserts: nothing that a step in flight or a swap may touch is unmapped (`hold`), only mapped
+places are read and written, and no kernel writes bytes through one address and reads them through another (`kernel`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count as numbers
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+from quire.worker.virtual.driver import CallTimes, DriverCounters, DriverError, check_addresses, make_counters
+from quire.worker.virtual.mapping_table import MappingTable
+
+if TYPE_CHECKING:
+    import torch
+
+FIRST_ADDRESS = 1 << 44  # where reservations begin: far from small numbers, which are mistakes
+
+
+class ByteSpan(NamedTuple):
+    """Bytes offset ... offset + nbytes - 1 of a physical page."""
+
+    page: int
+    offset: int
+    nbytes: int
+
+
+class FakeDriver:
+    """The driver that checks. The `fail_at`-th page that is mapped, counted from 1, is refused, once."""
+
+    device: torch.device | None = None
+
+    def __init__(self, page: int, fail_at: int = 0) -> None:
+        self.page = self.granularity = page
+        self.calls = CallTimes()
+        self.fail_at = fail_at
+        self.mapping_table = MappingTable(page)
+        self._next_address, self._map_attempts = FIRST_ADDRESS, 0
+        self._pins: dict[int, tuple[int, int]] = {}  # token -> first address, end
+        self._pin_ids = numbers(1)
+        self._kernel_accesses: dict[int, list[tuple[ByteSpan, int, bool]]] | None = (
+            None  # by a kernel: bytes, through where, written
+        )
+        self._is_closed = False
+
+    def reserve(self, nbytes: int) -> int:
+        self._count_call("reserve")
+        nbytes = -(-nbytes // self.page) * self.page
+        check_addresses(nbytes)
+        address = self._next_address = -(-self._next_address // self.page) * self.page
+        self.mapping_table.reserve(address, nbytes)
+        self._next_address += nbytes + self.page
+        return address
+
+    def create(self, count: int) -> None:
+        self._count_call("create")
+        assert not self.mapping_table.num_pages, "pages are created once"
+        self.mapping_table.num_pages = count
+
+    def map(self, address: int, page: int, count: int = 1) -> None:
+        self._count_call("map")
+        self.mapping_table.check_map(address, page, count)
+        self._map_attempts += count
+        if self._map_attempts - count < self.fail_at <= self._map_attempts:
+            raise DriverError("map", f"page {self.fail_at} is refused, as was asked for")
+        self.mapping_table.record_map(address, page, count)
+
+    def unmap(self, address: int, count: int = 1) -> None:
+        self._count_call("unmap")
+        self.mapping_table.check_unmap(address, count)
+        end = address + count * self.page
+        for start, stop in self._pins.values():
+            assert stop <= address or end <= start, f"an unmap of {address:#x} to {end:#x}, of which {start:#x} is held"
+        self.mapping_table.record_unmap(address, count)
+
+    def tensor(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any) -> NoReturn:
+        raise AssertionError("the fake driver has no bytes: `read` and `write` say which pages hold them")
+
+    def fence(self) -> None:
+        """All that was enqueued is over: nothing is held."""
+        self._pins.clear()
+
+    def pin(self, address: int, nbytes: int) -> int:
+        """Something enqueued may touch these addresses, which are mapped, until `unpin` of the token returned."""
+        self._byte_spans(address, nbytes)
+        token = next(self._pin_ids)
+        self._pins[token] = (address, address + nbytes)
+        return token
+
+    def unpin(self, pin_id: int) -> None:
+        """It is over. A fence may have said so before."""
+        self._pins.pop(pin_id, None)
+
+    @contextmanager
+    def kernel(self) -> Iterator[None]:
+        """What is read and written meanwhile is one kernel's doing: a GPU doesn't promise it that a write through one
+        address is seen through another."""
+        assert self._kernel_accesses is None, "a kernel within a kernel"
+        self._kernel_accesses = {}
+        try:
+            yield
+        finally:
+            self._kernel_accesses = None
+
+    def read(self, address: int, nbytes: int) -> list[ByteSpan]:
+        """Where the bytes at these addresses are, every one of which must be mapped."""
+        return self._access(address, nbytes, written=False)
+
+    def write(self, address: int, nbytes: int) -> list[ByteSpan]:
+        """The same for bytes that will be written."""
+        return self._access(address, nbytes, written=True)
+
+    def page_at(self, address: int) -> int | None:
+        """The page mapped at this place, if one is."""
+        return self.mapping_table.page_by_address.get(address // self.page * self.page)
+
+    def num_mappings_of(self, page: int) -> int:
+        """The number of places that hold a page."""
+        return sum(held == page for held in self.mapping_table.page_by_address.values())
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that exist."""
+        return self.mapping_table.num_pages
+
+    def physical(self) -> int:
+        return self.mapping_table.num_pages * self.page
+
+    def regions(self) -> int:
+        return 0
+
+    @property
+    def counters(self) -> DriverCounters:
+        return make_counters(self.mapping_table, self.calls, self.physical())
+
+    def close(self) -> None:
+        assert not self._pins, f"closed while {len(self._pins)} ranges are held"
+        self._is_closed = True
+        self.mapping_table.reset()
+
+    def _count_call(self, kind: str) -> None:
+        assert not self._is_closed, f"{kind} after close"
+        self.calls.counts[kind] += 1
+
+    def _access(self, address: int, nbytes: int, written: bool) -> list[ByteSpan]:
+        found = list(self._byte_spans(address, nbytes))
+        if self._kernel_accesses is None:
+            return [span for span, _ in found]
+        for span, via in found:
+            others = self._kernel_accesses.setdefault(span.page, [])
+            for other, through, was in others:
+                apart = other.offset + other.nbytes <= span.offset or span.offset + span.nbytes <= other.offset
+                hazard = via != through and (written or was) and not apart
+                assert not hazard, f"page {span.page} is written or read at {via:#x} and at {through:#x} by one kernel"
+            others.append((span, via, written))
+        return [span for span, _ in found]
+
+    def _byte_spans(self, address: int, nbytes: int) -> list[tuple[ByteSpan, int]]:
+        """Runs of bytes within a page, each with the place that the page is mapped at."""
+        found, at, end = [], address, address + nbytes
+        while at < end:
+            place, offset = at - at % self.page, at % self.page
+            page = self.mapping_table.page_by_address.get(place)
+            assert page is not None, f"access to {at:#x}, where nothing is mapped"
+            size = min(end - at, self.page - offset)
+            found.append((ByteSpan(page, offset, size), place))
+            at += size
+        return found

@@ -1,0 +1,40 @@
+"""Pipes between stages on CPUs: what one stage sends the next one receives, and who waits is known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from quire.distributed.rendezvous import RankRendezvous
+from quire.distributed.stage_pipes import StagePipes
+from quire.protocol.parallel_layout import ParallelLayout
+
+Stages = tuple[RankRendezvous, StagePipes, StagePipes]
+
+
+@pytest.fixture
+def stages() -> Iterator[Stages]:
+    """Where two stages of one rank each meet, and their pipes."""
+    layout = ParallelLayout(1, 2)
+    meeting = RankRendezvous(layout)
+    first, last = (StagePipes(part, meeting.descriptors, 5.0) for part in layout.shards())
+    yield meeting, first, last
+    meeting.close()
+
+
+def test_a_stage_receives_what_the_one_before_sent(stages: Stages) -> None:
+    _, first, last = stages
+    x, delta = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0]])
+    first.send(x, delta)
+    first.send(delta, None)
+    got = [None if one is None else one.tolist() for _ in range(2) for one in last.receive(1, 2, torch.float32)]
+    assert got == [[[1.0, 2.0]], [[3.0, 4.0]], [[3.0, 4.0]], None]
+
+
+def test_a_rank_that_waits_for_another_stage_is_not_the_one_behind(stages: Stages) -> None:
+    meeting, first, _ = stages
+    assert meeting.slowest_rank(range(2)) == 0
+    with first._marked_as_waiting():
+        assert meeting.slowest_rank(range(2)) == 1

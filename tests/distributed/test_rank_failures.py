@@ -1,0 +1,187 @@
+"""What becomes of all ranks when one is killed, stopped, hangs or raises: named, in time, and nothing is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from echo_ranks import FaultyEcho, processes, threaded
+from memories import MEMORIES, Build
+from waiting import wait_until
+from wired import drain, open_engine
+
+from quire.distributed.remote_runner import RemoteRunner
+from quire.errors import EngineDead, StartupError
+
+TESTS = Path(__file__).parents[1]
+KILLED = r"rank 1 was ended by signal 9 \(SIGKILL\)"
+RAISED = "rank 1 failed: RuntimeError: the device is gone"
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the state of silent ranks read after 0.2 s instead of 2."""
+    monkeypatch.setattr("quire.distributed.remote_runner.SILENCE_SECONDS", 0.2)
+
+
+def descriptors() -> set[str]:
+    return {os.readlink(one) for one in Path("/proc/self/fd").iterdir() if os.path.lexists(one)}
+
+
+def ranks_left() -> list[str]:
+    """Processes of this one's that are ranks."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            stat = (entry / "stat").read_text().rpartition(")")[2].split()
+            if int(stat[1]) == os.getpid() and b"echo_ranks" in (entry / "cmdline").read_bytes():
+                found.append(entry.name)
+        except (OSError, IndexError, ValueError):
+            continue
+    return found
+
+
+def alive(pid: int) -> bool:
+    """It runs, or is stopped: what ended may wait for whoever has to take note of it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def used(runner: RemoteRunner) -> None:
+    """Some steps."""
+    engine = open_engine(runner)
+    runner.warm_up(64, 48)
+    drain(engine)
+
+
+def used_once(**faults: dict[str, Any]) -> None:
+    """Two ranks in processes, started, used and closed."""
+    with closing(processes(2, **faults)) as runner:
+        used(runner)
+
+
+ENDS = {
+    "kill": KILLED, "exit": "rank 1 ended with status 3", "stop": r"rank 1 was stopped \(SIGSTOP\)", "raise": RAISED,
+}  # fmt: skip
+PLACES = {
+    "start": (StartupError, "at start"), "bind": (StartupError, "at start"), "warm": (StartupError, "at start"),
+    "submit": (EngineDead, "in step 3"), "collect": (EngineDead, "in step 3"),
+}  # fmt: skip
+
+
+SOON = {("kill", "start"), ("stop", "start"), ("kill", "bind"), ("exit", "collect"), ("stop", "collect"),
+        *(("raise", place) for place in PLACES)}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("how", "place"),
+    [
+        pytest.param(how, place, marks=() if (how, place) in SOON else pytest.mark.soak)
+        for how in ENDS
+        for place in PLACES
+    ],
+)
+def test_whatever_becomes_of_a_rank_wherever(how: str, place: str) -> None:
+    error, when = PLACES[place]
+    fault = {"how": how, "place": place, "step": 3 if place in ("submit", "collect") else 0}
+    before = descriptors()
+    with pytest.raises(error, match=f"^{ENDS[how]} {when}"):
+        used_once(rank1=fault)
+    assert not ranks_left()
+    assert descriptors() <= before
+
+
+@pytest.mark.parametrize("how", [*ENDS, "hang"])
+def test_a_rank_that_goes_at_its_end_leaves_nothing(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.distributed.remote_runner.CLOSE_SECONDS", 0.5)
+    before = descriptors()
+    used_once(rank1={"how": how, "place": "close"})
+    assert not ranks_left()
+    assert descriptors() <= before
+
+
+def test_a_rank_that_hangs_is_given_up_after_the_limit() -> None:
+    runner = threaded(2, lambda rank: FaultyEcho(pause=1.0 * rank), 0.5)
+    with pytest.raises(EngineDead, match=r"rank 1 has not answered for 0\.5 s in step 1 \(--rank-timeout\)"):
+        drain(open_engine(runner))
+    runner.close()
+
+
+def test_a_rank_that_is_slow_has_all_of_its_time() -> None:
+    with closing(threaded(2, lambda rank: FaultyEcho(pause=1.0 * rank), 5.0)) as runner:
+        open_engine(runner).step()
+        assert runner.collected == 1
+
+
+@pytest.mark.parametrize(
+    ("seconds", "told"),
+    [(60.0, r"rank 0 was stopped \(SIGSTOP\) at start"), (0.01, r"rank \d has not taken what it was sent for 0\.05 s")],
+)
+def test_without_room_in_the_ring_nothing_starts(seconds: float, told: str) -> None:
+    runner = processes(2)
+    runner.seconds = seconds
+    for side in runner.ranks:
+        side.child.process.send_signal(signal.SIGSTOP)
+        wait_until(side.child.is_stopped, "the rank is stopped: else it makes room")
+    runner._ring.write(bytes(4 * runner._ring.max_record_bytes), 0.0)
+    with pytest.raises(StartupError, match=told):
+        runner.bind(MEMORIES["paged-4"](Build(256, 64)).kv_config)
+    assert not ranks_left()
+
+
+def test_a_rank_that_can_not_wake_up_ends_all() -> None:
+    """The others are awake by then."""
+    runner = threaded(2, lambda rank: FaultyEcho(1, **({"how": "raise", "place": "wake"} if rank else {})))
+    engine = open_engine(runner)
+    drain(engine)
+    engine.sleep_controller.sleep(1)
+    with pytest.raises(EngineDead, match=f"{RAISED} waking up"):
+        engine.sleep_controller.wake()
+    runner.close()
+
+
+def failing(how: Callable[[int], dict[str, Any]], ranks: int = 3) -> None:
+    """Use ranks, on threads, that fail so."""
+    with closing(threaded(ranks, lambda rank: FaultyEcho(**how(rank)))) as runner:
+        drain(open_engine(runner))
+
+
+def test_the_cause_is_named_and_not_its_echoes() -> None:
+    """The others hear of it first."""
+    echo = {"how": "echo", "place": "collect", "step": 3}
+    late = {"how": "raise", "place": "collect", "step": 3, "pause": 0.1}
+    with pytest.raises(EngineDead, match=f"^{RAISED.replace('1', '2')} in step 3$"):
+        failing(lambda rank: late if rank == 2 else echo)
+
+
+def test_where_only_echoes_are_heard_the_one_that_is_silent_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.distributed.remote_runner.CAUSE_SECONDS", 0.1)
+    echo = {"how": "echo", "place": "collect", "step": 2}
+    told = "^rank 1 doesn't answer the other ranks in step 2: PeerLost: connection closed by peer$"
+    with pytest.raises(EngineDead, match=told):
+        failing(lambda rank: {"pause": 0.6} if rank == 1 else echo)
+
+
+def test_ranks_end_with_their_engine_also_those_that_are_stopped() -> None:
+    code = (
+        "import os, sys; sys.path[:0] = sys.argv[1:]\n"
+        "from echo_ranks import processes\n"
+        "runner = processes(2)\n"
+        "pids = [side.child.process.pid for side in runner.ranks]\n"
+        "os.kill(pids[0], 19)\n"
+        "print(*pids, flush=True)\n"
+        "os.kill(os.getpid(), 9)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(TESTS)], capture_output=True, text=True, timeout=100)
+    pids = [int(pid) for pid in done.stdout.split()]
+    assert len(pids) == 2, done.stderr
+    wait_until(lambda: not any(map(alive, pids)), "the ranks have ended")

@@ -1,0 +1,43 @@
+"""The garbage collector while a model is loaded."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+from quire.ipc.garbage_collection import gc_paused
+
+
+@pytest.mark.parametrize("running", [True, False])
+def test_a_pause_leaves_the_collector_as_it_was(running: bool) -> None:
+    before = gc.isenabled()
+    try:
+        (gc.enable if running else gc.disable)()
+        with pytest.raises(KeyError), gc_paused():
+            failing()
+        assert gc.isenabled() == running
+    finally:
+        (gc.enable if before else gc.disable)()
+
+
+def test_what_was_made_in_a_pause_is_old() -> None:
+    """The next collection of the young doesn't look at it; and what a program froze stays frozen."""
+    gc.unfreeze()  # what benchmarks that ran in this process have frozen
+    with gc_paused():
+        made = [[index] for index in range(1000)]
+    old = {id(one) for one in gc.get_objects(generation=2)}
+    assert all(id(one) in old for one in made)
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        with gc_paused():
+            pass
+        assert 0.99 * frozen < gc.get_freeze_count() <= frozen  # other tests' threads may let go of some
+    finally:
+        gc.unfreeze()
+
+
+def failing() -> None:
+    assert not gc.isenabled()
+    raise KeyError

@@ -1,0 +1,316 @@
+"""Compile the kernels for a GPU that isn't here, in bf16.
+
+`compile_for.py CAPABILITY SHARED_MEMORY MULTIPROCESSORS EVERY` compiles each kernel's first launch and every EVERY-th
+of the others, and prints, for each of them, the kernel's name, its bytes of shared memory, how many times one
+thread of it tells others that a group of warps is done before that is sure, and how many of its sums leave the choice
+of what is rounded to the compiler, as JSON.
+
+`compile_for.py CAPABILITY SHARED_MEMORY MULTIPROCESSORS EVERY together` compiles some kernels in threads, as several
+processes do at once. It waits for a line that says which of how many processes it is, and prints how many kernels it
+compiled and how many it found on disk.
+
+Triton is given a driver that knows a target and no device, and every launch only compiles. A process of its own: the
+tests beside this one use the interpreter.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from quire.kernels.forward_batch import LayerCache
+from quire.kernels.mamba_states import StateCache, StatePlan
+from quire.kernels.triton import (  # fmt: skip
+    activation,
+    all_reduce,
+    copy_engine_allreduce,
+    copy_engine_pair,
+    copy_pages,
+    decode,
+    fast_launch,
+    fp8_linear,
+    fused_moe,
+    linear,
+    mamba_conv,
+    mamba_scan,
+    norm,
+    prefill,
+    prefill_hopper,
+    rope_write,
+    sampling,
+    vocab_parallel_borders,
+    vocab_parallel_sampling,
+)
+from quire.kernels.triton.compile_locks import lock_compilation
+
+CAPABILITY, SHARED, COUNT, EVERY = (int(word) for word in sys.argv[1:5])
+PDL = CAPABILITY >= 90
+DTYPE = torch.bfloat16
+HEADS = {  # query heads, key/value heads, their size, window (below 0: a chunk)
+    "Llama-3-8B": (32, 8, 128, None), "windows": (32, 8, 128, 4096), "chunks": (40, 8, 128, -8192),
+    "OPT-13B": (40, 40, 128, None), "Gemma-2-9B": (16, 8, 256, None), "many queries": (64, 1, 64, None),
+}  # fmt: skip
+
+
+class Driver:
+    """As much of Triton's as compiling asks for."""
+
+    utils = SimpleNamespace(get_device_properties=lambda index: {"max_shared_mem": SHARED})
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", CAPABILITY, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+
+def hasty(ptx: str) -> int:
+    """Arrivals of one thread at a barrier in memory with no barrier of its group since the group's last wait."""
+    count, waited = 0, False
+    waits = r"mbarrier\.try_wait|wgmma\.wait_group|cp\.async\.wait_group"
+    for match in re.finditer(rf"({waits})|bar\.sync|(mbarrier\.arrive)\.", ptx):
+        count += bool(match[2]) and waited
+        waited = bool(match[1]) or (waited and bool(match[2]))
+    return count
+
+
+def vague(llir: str) -> int:
+    """Sums of two products in LLVM's code: one of them may be fused with the sum, and it isn't said which."""
+    products = set(re.findall(r"(%\S+) = fmul (?:\w+ )*float ", llir))
+    sums = re.findall(r"= f(?:add|sub) (?:\w+ )*float ([^\s,]+), ([^\s,]+)", llir)
+    return sum(left in products and right in products for left, right in sums)
+
+
+def watch() -> list[tuple[str, int, int, int]]:
+    """From now on launches only compile, or not even that; what they compiled."""
+    seen: list[tuple[str, int, int, int]] = []
+    asked: Counter[str] = Counter()
+    run = JITFunction.run
+
+    def compiled(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        asked[self.fn.__name__] += 1
+        if (asked[self.fn.__name__] - 1) % EVERY:
+            return None
+        kernel = run(self, *args, grid=grid, warmup=True, **options)
+        code = kernel.asm
+        seen.append((self.fn.__name__, kernel.metadata.shared, hasty(code["ptx"]), vague(code["llir"])))
+        return kernel
+
+    JITFunction.run = compiled  # type: ignore[method-assign]
+    fast_launch.FastLauncher.__getitem__ = lambda self, grid: self.kernel[grid]  # type: ignore[method-assign]
+    return seen
+
+
+def zeros(*shape: int, dtype: torch.dtype = DTYPE) -> Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def ints(*shape: int) -> Tensor:
+    return zeros(*shape, dtype=torch.int64)
+
+
+def attend() -> None:
+    """Decode in all its shapes, prompts, rotation."""
+    for heads, kv, dim, window in HEADS.values():
+        keys, values = zeros(64, 2, kv, 16, dim).unbind(1)
+        bound = {"chunk": -window} if window is not None and window < 0 else {"window": window}
+        cache = LayerCache(keys, values, heads, 1.0, **bound)
+        tables = ints(3, 8)
+        every = (heads, kv, dim, window) == HEADS["Llama-3-8B"]
+        for batch in decode.representative_batches(1024, cache, torch.device("cpu")) if every else (1, 1024):
+            splits = decode.choose_splits(batch, kv, COUNT)
+            decode.decode(zeros(batch, heads, dim), cache, tables, ints(batch), ints(batch), splits=splits, pdl=PDL)
+        rows = ints(256)
+        decode.decode(zeros(256, heads, dim), cache, tables, rows, rows, splits=2, pdl=PDL, rows=rows)
+        for small in (False, True):
+            tiles = zeros(3, 4, dtype=torch.int32)
+            for whole in (False, True):
+                prefill.prefill(zeros(4, heads, dim), cache, tables, tiles, small=small, bidirectional=whole)
+        if CAPABILITY == 90 and prefill_hopper.supports(cache):
+            apart = replace(cache, values=zeros(64, 2, kv, 16, dim)[:, 0], softcap=50.0)
+            for one in (cache, replace(cache, contiguous=True), apart):
+                prefill_hopper.prefill(zeros(4, heads, dim), one, tables, tiles)
+        qkv = zeros(4, heads + 2 * kv, dim)
+        turns = torch.zeros(64, 2, dim // 2)
+        for norms in (None, (zeros(dim), zeros(dim), 1e-6), (torch.zeros(dim), torch.zeros(dim), 1e-6)):
+            rope_write.rope_write(
+                qkv, qkv[:, :heads], cache, tables, ints(4), ints(4), rotary=turns, norms=norms, pdl=PDL
+            )
+
+
+def layers() -> None:
+    """Norms, activations, products."""
+    for rows in (1, 32, 256):
+        x = zeros(rows, 4096)
+        norm.rms_norm(x, zeros(4096), 1e-5, delta=zeros(rows, 4096), pdl=PDL)
+        activation.act_and_mul(zeros(rows, 2 * 14336), "silu", pdl=PDL)
+    wide = torch.zeros(3584)  # Gemma's weights are float32
+    norm.rms_norm(zeros(4, 3584), wide, 1e-6, delta=zeros(4, 3584), post_norm_weight=wide, pdl=PDL)
+    activation.softcap(zeros(4, 256_000), 30.0, pdl=PDL)
+    norm.rms_norm_parts(zeros(4, 288), (zeros(256), zeros(16), zeros(16)), 1e-6, pdl=PDL)
+    norm.layer_norm(zeros(4, 5120), zeros(5120), zeros(5120), 1e-5, delta=zeros(4, 5120), pdl=PDL)
+    activation.act(zeros(4, 20480), "relu", zeros(20480), pdl=PDL)
+    if CAPABILITY >= 89:
+        in_fp8()
+    if SHARED < linear.MIN_SHARED_MEMORY:
+        return
+    for rows in (1, 2, 9, 32):
+        for size, depth in ((6144, 4096), (4096, 4096), (4096, 14336)):
+            linear.linear(zeros(rows, depth), zeros(size, depth), pdl=PDL)
+        linear.gated_linear(zeros(rows, 4096), zeros(2 * 14336, 4096), "silu", pdl=PDL)
+
+
+def states() -> None:
+    """Jamba's, and more of a channel than a thread holds; of single tokens and of prompts."""
+    for inner, size, ssm in ((8192, 16, torch.float32), (8192, 16, DTYPE), (3072, 64, torch.float32)):
+        cache = StateCache(zeros(4, inner, 3), zeros(4, inner, size, dtype=ssm))
+        xz, small, wide = zeros(4, 2 * inner), zeros(4, size), torch.zeros(inner)
+        tiles = zeros(1, 2, dtype=torch.int32)
+        for some, width in ((None, 1), (tiles, 1), (tiles, 4)):  # the last is for rows in parts
+            plan = StatePlan(*ints(4, 4), ints(4, width), 512, some)
+            mamba_conv.causal_conv(xz[:, :inner], zeros(inner, 4), zeros(inner), cache, plan, pdl=PDL)
+            A = torch.zeros(inner, size)
+            mamba_scan.selective_scan(
+                xz[:, :inner], zeros(4, inner), A, small, small, wide, xz[:, inner:], wide, cache, plan, pdl=PDL
+            )
+
+
+def mixtures() -> None:
+    """Of one token, of a batch, of prompts; weights in FP8 too, with scales by row and by group."""
+    shapes, half = ((16, 2 * 1024, 4096), (16, 4096, 1024)), (None, None)
+    kinds = [([torch.empty(shape, dtype=DTYPE) for shape in shapes], half)]
+    for group in (4096, 128) if CAPABILITY >= 89 else ():
+        scales = [torch.zeros(max(depth // group, 1), 16 * rows) for _, rows, depth in shapes]
+        kinds.append(([torch.empty(shape, dtype=linear.E4M3) for shape in shapes], tuple(scales)))
+    for tokens in (1, 64, 512, 8192):
+        fused_moe.topk_softmax(zeros(tokens, 16), 2, False, pdl=PDL)
+        for (gate_up, down), scales in kinds:
+            x, shares = zeros(tokens, 4096), torch.zeros(tokens, 2)
+            fused_moe.fused_moe(x, shares, ints(tokens, 2), gate_up, down, "silu", scales, pdl=PDL)
+
+
+def in_fp8() -> None:
+    """Products with weights in FP8, with scales by row and by group."""
+    fp8_linear.quantize_rows(zeros(4, 14336), pdl=PDL)
+    for size, depth in ((6144, 4096), (4096, 14336)):
+        weight = zeros(size, depth, dtype=linear.E4M3)
+        for scale in (torch.zeros(1, size), torch.zeros(depth // 128, size)):
+            for rows in (33, 128):
+                linear.batch_invariant_linear(zeros(rows, depth), weight, None, scale, pdl=PDL)
+            for rows in (1, 2, 9, 32) if SHARED >= linear.MIN_SHARED_MEMORY else ():
+                linear.linear(zeros(rows, depth), weight, None, scale, pdl=PDL)
+                linear.gated_linear(zeros(rows, depth), weight, "silu", scale, pdl=PDL)
+            for rows in (2, 17, 33) if SHARED >= linear.MIN_SHARED_MEMORY else ():
+                fp8_linear.fp8_linear_few_rows(zeros(rows, depth), weight, None, scale, pdl=PDL)
+                fp8_linear.gated_fp8_linear(zeros(rows, depth), weight, "silu", scale, pdl=PDL)
+
+
+def of_two(x: Tensor) -> Tensor:
+    """As gathered from two ranks."""
+    return x.expand(2, *x.shape).contiguous()
+
+
+def samples() -> None:
+    vocab, last = 128_256, ints(4)
+    for rows in (1, 64):
+        scratch = sampling.SamplingScratch.allocate(rows, vocab, torch.device("cpu"))
+        logits, shapes, chances = zeros(rows, vocab), *torch.zeros(5, rows, dtype=torch.float64).split((4, 1))
+        tokens, faults, slots = ints(rows), ints(rows), ints(rows)
+        sampling.greedy(logits, slots, last, tokens, faults, scratch, PDL)
+        shapes, owners = shapes.view(rows, 4), ints(rows)
+        sampling.sample(
+            logits, shapes, owners, chances[0], slots, last, tokens, faults, scratch, has_truncation=True, pdl=PDL
+        )
+        own = vocab_parallel_sampling.VocabShard(1, 64_128, 64_128)
+        part = logits[:, :64_128]
+        told = vocab_parallel_sampling.local_max(part, own, PDL)
+        found = vocab_parallel_sampling.merge_max(of_two(told), vocab, slots, last, tokens, faults, PDL)
+        weighed = vocab_parallel_sampling.weigh_tokens(part, own, shapes, found, PDL)
+        for kept in (weighed, vocab_parallel_borders.find_thresholds(part, own, shapes, found, of_two, PDL)):
+            drawn = vocab_parallel_sampling.draw_local(
+                part, own, shapes, owners, chances[0], found, kept, of_two(kept.row_weights), PDL
+            )
+            vocab_parallel_sampling.merge_draws(of_two(drawn), vocab, owners, slots, last, tokens, PDL)
+    copy_pages.copy_pages(zeros(8, 4096), ints(2), ints(2))
+    copy_pages.copy_rows(zeros(8, 4096), zeros(8, 4096), ints(2), ints(2), 8)
+
+
+def sums() -> None:
+    """Over ranks."""
+    for ranks in (2, 4, 8):
+        peers = all_reduce.PeerBuffers(ints(ranks), ints(all_reduce.PROGRAMS), ints(1), ranks - 1, ranks, 1 << 20)
+        for size in (8192, 5120):
+            for rows in (1, 4):
+                x, delta, weight, wide = zeros(rows, size), zeros(rows, size), zeros(size), torch.zeros(size)
+                for shots in (1, 2):
+                    all_reduce.all_reduce(peers, delta, shots=shots, pdl=PDL)
+                    all_reduce.all_reduce_norm(peers, x, delta, weight, None, 1e-5, shots=shots, pdl=PDL)
+                    all_reduce.all_reduce_norm(peers, x, delta, weight, weight, 1e-5, shots=shots, pdl=PDL)
+                    all_reduce.all_reduce_norm(
+                        peers, x, delta, wide, None, 1e-5, post_norm_weight=wide, shots=shots, pdl=PDL
+                    )
+        all_reduce.all_gather(peers, zeros(4, 64128), pdl=PDL)
+    for rank, ranks in ((0, 2), (1, 2), (1, 3), (1, 4), (1, 8)):
+        peers = all_reduce.PeerBuffers(
+            ints(ranks), ints(all_reduce.PROGRAMS), ints(1), rank, ranks, 1 << 20, (0,) * ranks, 256 << 20
+        )
+        carry = copy_engine_pair if ranks == 2 else copy_engine_allreduce
+        for size in (8192, 5120):
+            x, delta, weight, wide = zeros(4, size), zeros(4, size), zeros(size), torch.zeros(size)
+            for given in ((weight, None, None), (weight, weight, None), (wide, None, wide)):
+                carry.all_reduce_norm_pair(peers, 3, 2, x, delta, *given[:2], 1e-5, given[2], zeros(4, size))
+            carry.all_reduce_norm_pair(peers, 4, 2, None, delta, None, None, 0.0, None, None)
+            if ranks > 2:
+                copy_engine_allreduce.reduce_owned(peers, delta, slice(1, 3), 0, 2)
+
+
+def together() -> None:
+    lock_compilation()
+    seen, sizes = Counter[bool](), (256, 512, 1024, 2048, 4096)
+    triton.knobs.compilation.listener = lambda **told: seen.update([told["cache_hit"]])
+
+    def task(size: int) -> None:
+        norm.rms_norm(zeros(4, size), zeros(size), 1e-5, delta=zeros(4, size))
+        activation.act_and_mul(zeros(4, 2 * size), "silu")
+
+    print("ready", flush=True)
+    rank, ranks = (int(word) for word in sys.stdin.readline().split())
+    begin = len(sizes) * rank // ranks
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(task, sizes[begin:] + sizes[:begin]))
+    print(seen[False], seen[True])
+
+
+if __name__ == "__main__":
+    driver.set_active(Driver())
+    if sys.argv[5:]:
+        watch()
+        together()
+        sys.exit()
+    decode.multiprocessors = lambda device: COUNT  # type: ignore[assignment]
+    for module in (decode, linear, fused_moe):
+        module.shared_memory = lambda device: SHARED  # type: ignore[attr-defined]
+    launches = watch()
+    attend()
+    layers()
+    states()
+    mixtures()
+    samples()
+    sums()
+    print(json.dumps(launches))

@@ -1,0 +1,98 @@
+"""Every attention backend equals dense attention on one grid of batches, and Equation 4 holds for all page sizes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from attention_steps import BATCHES, LAYER, Sizes, placed, stored, two_steps
+from grids import DEVICE
+
+from quire.kernels import sdpa
+from quire.kernels.cpu.backend import NativeBackend
+from quire.kernels.cpu.library_loader import library
+from quire.kernels.reference import ReferenceBackend
+from quire.kernels.sdpa import SdpaBackend
+from quire.protocol.model_spec import LayerSpec
+
+BACKENDS: dict[str, type[Any]] = {"reference": ReferenceBackend, "sdpa": SdpaBackend}
+if DEVICE.type == "cpu" and library() is not None:
+    BACKENDS["native"] = NativeBackend
+EVERY = pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
+BATCHES = {
+    **BATCHES,
+    "padded": [(5, 1)] * 9 + [(400, 1)],  # nine become ten, as many as the step has tokens
+    "long": [(0, 300), (260, 40), (10, 290)],
+}
+
+
+def check(
+    backend: type[Any], sizes: Sizes, heads: int = 4, kv_heads: int = 2, page: int = 16,
+    layout: str = "", **bounds: Any,
+) -> None:  # fmt: skip
+    store = stored(sizes, LayerSpec(kv_heads, 8, **bounds), heads, page)
+    attention, cache = backend(), store.caches[LAYER]
+    if layout:
+        keys, values = placed(layout, len(cache.keys), page, kv_heads, 8, cache.dtype)
+        cache = replace(cache, keys=keys, values=values)
+    attention.check_cache(cache)
+    got, want = two_steps(attention, store, cache, sizes)
+    torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.share(3)
+@EVERY
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize(
+    "given",
+    [
+        *({"heads": heads, "kv_heads": kv, "window": window}
+          for heads, kv in ((4, 4), (4, 2), (7, 1), (56, 8)) for window in (None, 5, 24)),
+        *({"chunk": chunk} for chunk in (1, 5, 16, 24, 100)),
+        *({"page": page} for page in (1, 2, 4, 8, 32, 64, 128, 256)),
+        *({"layout": layout, "window": w} for layout in ("tokens first", "gaps", "two buffers") for w in (None, 24)),
+        *({"window": 24, "scale": scale, "softcap": cap} for scale, cap in ((0.05, None), (None, 0.7), (1.5, 2.0))),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_backends_equal_dense_attention(backend, batch, given) -> None:
+    if backend is ReferenceBackend and batch == "long":
+        given = {**given, "heads": 4, "kv_heads": 2}
+    check(backend, BATCHES[batch], **given)
+
+
+def test_a_bucket_keeps_to_the_most_scores_when_it_is_padded(monkeypatch: pytest.MonkeyPatch) -> None:
+    widest = 0
+
+    def products(query: torch.Tensor, keys: torch.Tensor, *rest: Any) -> torch.Tensor:
+        nonlocal widest
+        widest = max(widest, query[:, :, :, :, 0].numel() * keys.shape[1])
+        return torch.zeros_like(query)
+
+    monkeypatch.setattr(sdpa, "_attend_bmm", products)
+    monkeypatch.setattr(sdpa, "_attend_sdpa", products)
+    monkeypatch.setattr(sdpa, "MAX_SCORES", 4 * 600 * 20)
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        sizes = [(int(rng.integers(500)), int(rng.integers(1, 100))) for _ in range(int(rng.integers(1, 12)))]
+        store = stored(sizes, LayerSpec(2, 8), 4, 16)
+        two_steps(SdpaBackend(), store, store.caches[LAYER], sizes)
+    assert 4 * 600 * 10 < widest <= 4 * 600 * 20
+
+
+@EVERY
+def test_a_layer_that_writes_nothing_reads_what_is_there(backend) -> None:
+    """As a layer does that shares another one's keys and values."""
+    seen = []
+
+    class Sharing(backend):
+        def attend(self, q, k, v, cache, plan):
+            got = super().attend(q, k, v, cache, plan)
+            seen.append(torch.equal(got, super().attend(q, k * 0, v * 0, replace(cache, writes_kv=False), plan)))
+            return got
+
+    check(Sharing, BATCHES["mixed"])
+    assert seen == [True, True]

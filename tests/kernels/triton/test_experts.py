@@ -1,0 +1,227 @@
+"""Products with chosen experts equal a dense loop over tokens in fp64, however the choice falls and however many tokens
+there are: with weights as they are, and in FP8, with scales by row and by group, with what the weights stand for."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as F
+from grids import CUDA, DEVICE, DTYPES, LAUNCHES, PDL, TYPES
+from same_bits import check_same
+from test_linear import FP8, weights
+from torch import Tensor
+
+from quire.kernels.triton import fused_moe as experts
+from quire.kernels.triton.fused_moe import (
+    LARGE_TILE,
+    MAX_UNSORTED_PAIRS,
+    MEDIUM_TILE,
+    SMALL_TILE,
+    choose_tile,
+    fused_moe,
+    topk_softmax,
+)
+from quire.kernels.triton.linear import E4M3
+from quire.layers.moe import SparseMLP
+
+KINDS = ("plain", "rows", "groups") if FP8 else ("plain",)
+IN_FP8 = ("rows", "groups", "groups of one", "one in FP8") if FP8 else ()
+SMALL = {"inner": 32, "hidden": 144}
+Tokens = tuple[Tensor, Tensor, Tensor]
+"""Numbers, and each token's shares of the experts that it chose."""
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    generator = torch.Generator(DEVICE).manual_seed(seed)  # a real layer's weights take a CPU half a minute
+    return (0.3 * torch.randn(shape, generator=generator, dtype=torch.float64, device=DEVICE)).to(dtype)
+
+
+class Experts:
+    """Random weights of some experts, stacked, and what they stand for. Sizes of those in FP8 fill no last group."""
+
+    def __init__(
+        self, count: int, kind: str = "plain", dtype: torch.dtype = torch.float32, inner: int = 0, hidden: int = 0
+    ) -> None:
+        self.kind, self.dtype = kind, dtype
+        inner, hidden = inner or (24 if kind == "plain" else 144), hidden or (40 if kind == "plain" else 272)
+        self.weights: list[Tensor] = []
+        self.scales: list[Tensor | None] = []
+        self.full: list[Tensor] = []
+        for seed, (rows, depth) in enumerate(((2 * inner, hidden), (hidden, inner))):
+            shape, scale = (count, rows, depth), None
+            if kind == "plain":
+                numbers = random(*shape, dtype=dtype, seed=2 - 2 * seed)
+            else:
+                groups = kind == "groups" or (kind == "groups of one" and seed == 1)
+                numbers, scale, full = weights(count * rows, depth, groups, seed=10 * seed + 1)
+                if kind == "one in FP8" and seed == 0:
+                    numbers, scale = full.to(dtype), None
+            self.weights.append(numbers.view(shape))
+            self.scales.append(scale)
+            self.full.append((numbers.double() if scale is None else full).view(shape))
+
+    def tokens(self, count: int, top: int) -> Tokens:
+        shares, chosen = random(count, len(self.full[0])).softmax(dim=1).topk(top, dim=1)
+        hidden = self.full[0].shape[2]
+        wide = random(count, hidden + 8, seed=1) * (1 if self.kind == "plain" else 0.07)
+        return wide.to(self.dtype)[:, :hidden], shares, chosen
+
+    def mixture(self, tokens: Tokens, deterministic: bool = False, pdl: bool = False) -> Tensor:
+        gate_up, down = self.scales
+        return fused_moe(*tokens, *self.weights, "silu", (gate_up, down), deterministic=deterministic, pdl=pdl)
+
+    def dense(self, x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
+        out, (gate_up, down) = torch.zeros(x.shape, dtype=torch.float64, device=x.device), self.full
+        for token in range(len(x)):
+            for share, expert in zip(shares[token].tolist(), chosen[token].tolist()):
+                gate, up = (gate_up[expert] @ x[token].double()).chunk(2)
+                out[token] += share * (down[expert] @ (F.silu(gate) * up))
+        return out
+
+    def check(self, tokens: Tokens, deterministic: bool = False, pdl: bool = False) -> None:
+        got, want = self.mixture(tokens, deterministic, pdl), self.dense(*tokens)
+        size, plain = float(want.abs().max()), self.kind == "plain"
+        assert size > 1e-3
+        eps = torch.finfo(got.dtype).eps  # fp32's too: the sums of a large layer are large, but where terms cancel
+        eps = eps if plain or got.dtype != torch.float32 else 0.0
+        atol = 4 * eps * size + 2e-5 * (1.0 if plain else size)
+        torch.testing.assert_close(got.double(), want, rtol=eps + 2e-5, atol=atol)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@TYPES
+@pytest.mark.parametrize(
+    ("kind", "count", "top"),
+    [("plain", 4, 2), ("plain", 5, 1), ("plain", 3, 3), *((kind, 3, 2) for kind in IN_FP8)],
+)
+def test_equal_to_a_dense_loop(kind: str, count: int, top: int, dtype: torch.dtype, deterministic: bool) -> None:
+    """One token; a few; tiles of an expert that aren't full, and several of them."""
+    made = Experts(count, kind, dtype)
+    for tokens, pdl in product((1, 3, 70), PDL):
+        made.check(made.tokens(tokens, top), deterministic, pdl)
+
+
+@TYPES
+@pytest.mark.parametrize("normalised", [False, True])
+@pytest.mark.parametrize(("count", "top"), [(16, 2), (5, 3), (8, 1), (3, 3)])
+def test_choice_equals_torch(count: int, top: int, normalised: bool, dtype: torch.dtype) -> None:
+    logits = 9 * random(33, count + 4, dtype=dtype)[:, :count]
+    want, at = logits.float().softmax(dim=1).topk(top, dim=1)
+    for pdl in PDL:
+        shares, chosen = topk_softmax(logits, top, normalised, pdl=pdl)
+        if dtype == torch.float32:  # in others there are ties
+            assert torch.equal(chosen, at)
+        torch.testing.assert_close(shares, want / want.sum(dim=1, keepdim=True) if normalised else want)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # NumPy's, in the interpreter
+def test_what_is_not_a_number_shows() -> None:
+    """In its own row alone."""
+    made, logits = Experts(5), random(5, 5)
+    x = made.tokens(5, 2)[0]
+    want = made.mixture((x, *topk_softmax(logits, 2, False)))
+    logits[3, 1] = torch.nan
+    got = made.mixture((x, *topk_softmax(logits, 2, False)))
+    assert got.isnan().all(dim=1).tolist() == [False, False, False, True, False]
+    assert torch.equal(got[[0, 1, 2, 4]], want[[0, 1, 2, 4]])
+
+
+@TYPES
+def test_many_tokens(dtype: torch.dtype) -> None:
+    """Sorted, in the tiles of prompts."""
+    count = MAX_UNSORTED_PAIRS + 20
+    weight = torch.empty(0, dtype=dtype)
+    assert choose_tile(count, 2, False, weight, weight, weight)._replace(stages=0) == LARGE_TILE._replace(stages=0)
+    for kind in KINDS:
+        made = Experts(2, kind, dtype, **({"inner": 70, "hidden": 72} if kind == "plain" else SMALL))
+        for pdl in PDL:
+            made.check(made.tokens(count, 1), pdl=pdl)
+
+
+@LAUNCHES
+@pytest.mark.parametrize(
+    ("kind", "top", "inner", "hidden"),
+    [
+        *(("plain", top, *size) for top in (1, 2, 3) for size in ((1, 40), (24, 40), (144, 1032))),
+        *((kind, 2, *size) for kind in IN_FP8 for size in ((16, 32), (1040, 272), (256, 1040))),
+        *(("plain", top, 14336, 4096) for top in (1, 2, 3) if CUDA),
+    ],
+)
+def test_one_token(kind: str, top: int, inner: int, hidden: int, dtype: torch.dtype, pdl: bool) -> None:
+    """In kernels of its own, which add its experts' outputs in the order of their shares; lines of a tile and less, of
+    several and of parts."""
+    made = Experts(5 if kind == "plain" else 3, kind, dtype, inner, hidden)
+    made.check(made.tokens(1, top), pdl=pdl)
+
+
+@pytest.mark.parametrize("count", [1, 3, 37])
+def test_experts_that_nobody_chose_are_not_read(count: int) -> None:
+    for kind in KINDS:
+        made = Experts(4, kind, DTYPES[0], **({} if kind == "plain" else SMALL))
+        tokens = made.tokens(count, 2)
+        tokens[2][:] = torch.tensor([[1, 3], [3, 1], [1, 3]] * 13)[:count]
+        for weight, scale in zip(made.weights, made.scales):
+            if scale is None:
+                weight[[0, 2]] = torch.nan
+            else:
+                weight.view(torch.uint8)[[0, 2]] = 0x7F  # NaN
+                scale.view(len(scale), 4, -1)[:, [0, 2]] = torch.nan
+        made.check(tokens)
+
+
+@TYPES
+def test_rows_do_not_know_each_other(dtype: torch.dtype) -> None:
+    """With one tile for all numbers of rows, a row's bits are the same alone, sorted and not; there may be none."""
+    most = MAX_UNSORTED_PAIRS // 2
+    for kind in KINDS:
+        made = Experts(3, kind, dtype, **({} if kind == "plain" else SMALL))
+        tokens = made.tokens(most + 1, 2)
+        if kind != "plain":
+            tokens[0].mul_(0.1)  # so that results are about one
+        every = made.mixture(tokens, deterministic=True)
+        for few in (slice(0, 1), slice(33, 34), slice(40, 60), slice(0, most), slice(most, most + 1), slice(0, 0)):
+            x, shares, chosen = (part[few] for part in tokens)
+            check_same(made.mixture((x, shares, chosen), deterministic=True), every[few])
+
+
+def test_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By pairs, and with no more stages than there is room for."""
+    weight = torch.zeros(1, dtype=torch.bfloat16)
+    sizes = [choose_tile(pairs, 16, False, weight, weight).pairs for pairs in (2, 256, 257, 1024, 1025)]
+    assert sizes == [SMALL_TILE.pairs, SMALL_TILE.pairs, MEDIUM_TILE.pairs, MEDIUM_TILE.pairs, LARGE_TILE.pairs]
+    assert {choose_tile(pairs, 16, True, weight, weight) for pairs in (2, 5000)} == {MEDIUM_TILE}
+    monkeypatch.setattr(experts, "shared_memory", lambda device: 101_376)
+    for pairs in (2, 257, 1025):
+        tile = choose_tile(pairs, 16, False, weight, weight)
+        assert 2 <= tile.stages <= 4
+        assert (2 * tile.columns + tile.pairs) * tile.depth * 2 * tile.stages <= 101_376
+
+
+def test_tiles_of_groups_hold_whole_ones() -> None:
+    """Every step of a sum has one scale a row; with weights of a byte there is room for more stages."""
+    x, half, byte = (torch.empty(0, dtype=dtype) for dtype in (torch.bfloat16, torch.bfloat16, E4M3))
+    for pairs, tile in ((2, SMALL_TILE), (257, MEDIUM_TILE), (1025, LARGE_TILE)):
+        found = choose_tile(pairs, 16, False, x, byte, byte, group=128)
+        assert 128 % found.depth == 0
+        assert choose_tile(pairs, 16, False, x, byte, byte).depth == tile.depth
+        assert choose_tile(pairs, 16, False, x, byte, half) == choose_tile(pairs, 16, False, x, half, half)
+
+
+@pytest.mark.skipif(not FP8, reason="this GPU has no FP8")
+def test_the_layer_with_its_scales() -> None:
+    """As with weights that hold the same values, which a CPU multiplies."""
+    made = Experts(4, "groups", **SMALL)
+    x, *_ = made.tokens(9, 2)
+    plain, kept = (SparseMLP(144, 32, 4, 2, "silu", True, torch.float32, DEVICE) for _ in range(2))
+    for layer in (plain, kept):
+        assert layer.router.weight is not None
+        layer.router.weight.copy_(x[:4])
+    for name, scale, weight, full in zip(("gate_up", "down"), made.scales, made.weights, made.full):
+        getattr(plain, name).copy_(full.flatten(0, 1))
+        setattr(kept, name, torch.nn.Parameter(weight.flatten(0, 1), requires_grad=False))
+        setattr(kept, SparseMLP.FP8[name], scale)
+    kept.experts_kernel = fused_moe
+    want = plain(x)
+    torch.testing.assert_close(kept(x), want, rtol=2e-5, atol=2e-5 * float(want.abs().max()))

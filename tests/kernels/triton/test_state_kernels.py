@@ -1,0 +1,182 @@
+"""The convolution and the scan, in plain torch and in Triton, equal a loop over tokens in fp64: outputs, and the states
+at every border; what isn't a row's page is neither read nor written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from grids import CUDA, DEVICE, DTYPES
+from running_states import Row, Shape, Step, looped, numpy, step
+from torch import Tensor
+
+from quire.kernels import mamba_states
+from quire.kernels.mamba_states import StatePlan
+from quire.kernels.triton import mamba_conv as conv
+from quire.kernels.triton import mamba_scan as scan
+from quire.kernels.triton import mamba_scan_prefill
+
+KERNELS: dict[str, Any] = {
+    "torch": (mamba_states.causal_conv, mamba_states.selective_scan),
+    "Triton": (conv.causal_conv, scan.selective_scan),
+    "deterministic": (conv.causal_conv, partial(scan.selective_scan, deterministic=True)),
+}
+
+
+BOTH = ("torch", "Triton")
+
+
+def near(got: Tensor, want: np.ndarray, looser: float = 1.0) -> None:
+    """Within fp32's errors, and one rounding to got's dtype. (The interpreter cuts off where a GPU rounds.)"""
+    half = (0.51 if CUDA else 1.01) * torch.finfo(got.dtype).eps if got.dtype != torch.float32 else 0.0
+    np.testing.assert_allclose(numpy(got), want, rtol=half + 5e-5 * looser, atol=5e-5 * looser)
+
+
+def outputs(made: Step, kernels: Any, plan: StatePlan | None = None) -> tuple[Tensor, Tensor]:
+    plan, (conv, scan) = made.plan if plan is None else plan, kernels
+    args = (made.x, made.dt, made.A, made.B, made.C, made.D, made.z, made.bias)
+    return conv(made.x, made.weight, made.conv_bias, made.cache, plan), scan(*args, made.cache, plan)
+
+
+def check(made: Step, name: str, plan: StatePlan | None = None) -> None:
+    want, before = looped(made), [view.clone() for view in (made.cache.conv, made.cache.ssm)]
+    for got, wanted in zip(outputs(made, KERNELS[name], plan), (want.conv, want.scan)):
+        near(got, wanted)
+    for view, old, written in zip((made.cache.conv, made.cache.ssm), before, (want.conv_states, want.ssm_states)):
+        for page, state in written.items():
+            near(view[page], state)
+        others = [page for page in range(len(view)) if page not in written]
+        torch.testing.assert_close(view[others], old[others], atol=0, rtol=0, equal_nan=True)
+
+
+def check_both(rows: Sequence[tuple[int, int]], *shape: Any, **types: torch.dtype) -> None:
+    for name in BOTH:
+        check(step([Row(*row) for row in rows], *shape, **types), name)
+
+
+LENGTHS, STARTS = (1, 3, 7, 8, 9, 17), (0, 1, 7, 8, 11)
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_rows_of_all_lengths(start: int) -> None:
+    """Around runs of 8, from a state and from none; beside one another, and each alone."""
+    rows = [(start, length) for length in LENGTHS]
+    for some in (rows, *([row] for row in rows)):
+        check_both(some)
+
+
+@pytest.mark.parametrize(
+    ("rows", "shape"),
+    [
+        ([(3, 4), (0, 5), (9, 1)], Shape(run=1)),  # a state after each token, as speculation keeps them
+        ([(3, 130), (0, 64), (1, 1)], Shape(6, 2, 3, 40)),  # more than a tile
+        ([(3, 5), (0, 9), (8, 1)], Shape(20, 40)),  # more than a thread holds
+        *(([(0, 9), (3, 1), (8, 2), (0, 1)], Shape(20, size, taps)) for size in (3, 16) for taps in (2, 3, 4)),
+        *(([(5, 1), (0, 1), (8, 1)], Shape(132, size, taps, 4)) for size in (3, 16) for taps in (2, 3, 4)),
+        *((rows, Shape(6, 2, 4, 512)) for rows in ([(0, 513)], [(0, 512), (511, 2), (700, 1)], [(512, 65), (1, 130)])),
+    ],
+)
+def test_runs(rows: list[tuple[int, int]], shape: Shape) -> None:
+    check_both(rows, shape)
+
+
+def test_rows_in_parts() -> None:
+    """Long rows, beside short ones: each part goes on from what the parts before it leave."""
+    made = step([Row(3, 290), Row(0, 64), Row(41, 1), Row(79, 65)], Shape(6, 4, 3, 40))
+    assert mamba_scan_prefill.scan_part_tokens(made.plan, len(made.x), 6) == 64
+    check(made, "Triton")
+
+
+@pytest.mark.parametrize("name", BOTH[::-1])
+def test_padding(name: str) -> None:
+    """Rows of no tokens in a plan of tiles, and slot 0 among rows of one: nothing but page 0 is written for them."""
+    made = step([Row(3, 5), Row(0, 11), Row(8, 1)])
+    plan = made.plan
+    more = torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    assert plan.tiles is not None
+    padded = StatePlan(
+        *(torch.cat((numbers, more)) for numbers in (plan.offsets, plan.lengths)),
+        *(torch.cat((numbers, more + 3)) for numbers in (plan.starts, plan.read_pages)),
+        torch.cat((plan.write_pages, plan.write_pages[:2])), plan.page_tokens,
+        torch.cat((plan.tiles, plan.tiles.new_tensor([[3, 0], [4, 0]]))),
+    )  # fmt: skip
+    check(made, name, padded)
+    made = step([Row(3, 1)])
+    slots, positions = torch.tensor([0, 0, 1], device=DEVICE), torch.tensor([0, 0, 3], device=DEVICE)
+    plan, want = StatePlan.for_decode(made.batch.tables[0], slots, positions, made.shape.run), looped(made)
+    three = made.picked(torch.zeros(3, dtype=torch.int64, device=DEVICE))
+    for got, wanted in zip(outputs(three, KERNELS[name], plan), (want.conv, want.scan)):
+        near(got[2:], wanted)
+    for page, state in want.ssm_states.items():
+        near(made.cache.ssm[page], state)
+
+
+def test_no_bias() -> None:
+    made = step([Row(0, 3)])
+    want = looped(made._replace(conv_bias=torch.zeros_like(made.conv_bias))).conv
+    for name in BOTH:
+        with_silu, plain = (
+            KERNELS[name][0](made.x, made.weight, None, made.cache, made.plan, *kind) for kind in ((), (None,))
+        )
+        near(with_silu, want)
+        torch.testing.assert_close(torch.nn.functional.silu(plain), with_silu)
+
+
+@pytest.mark.parametrize("name", BOTH[::-1])
+def test_decays_that_leave_nothing(name: str) -> None:
+    """delta A far below what exp tells from 0, and delta's own input far above what exp can hold."""
+    made = step([Row(0, 9), Row(5, 4)])
+    check(made._replace(A=made.A * 1e4), name)
+    check(made._replace(dt=made.dt * 60), name)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("ssm", [*dict.fromkeys((*DTYPES, torch.bfloat16))])
+def test_dtypes(dtype: torch.dtype, ssm: torch.dtype) -> None:
+    """States are computed in fp32, and rounded when they are written."""
+    check_both([(3, 5), (0, 8), (8, 1)], Shape(72, 16), dtype=dtype, ssm=ssm)
+    check_both([(3, 1), (0, 1), (8, 1)], Shape(72, 16), dtype=dtype, ssm=ssm)
+
+
+def of_row(made: Step, first: int, end: int, start: int) -> Step:
+    """Some of the first row's tokens, the first of which is at `start` in the sequence: a step of its own."""
+    part = step([Row(start, end - first)], made.shape)
+    batch = replace(part.batch, tables=[made.batch.tables[0][:2]])
+    return made.picked(slice(first, end))._replace(rows=part.rows, batch=batch)
+
+
+@pytest.mark.parametrize("cuts", [(0, 1, 2, 3, 12), (0, 5, 12), (0, 8, 12), (0, 11, 12)])
+def test_bits_do_not_depend_on_cuts_nor_neighbours(cuts: tuple[int, ...]) -> None:
+    """Outputs and states of a row, alone, cut into steps, and beside others."""
+    kernels = KERNELS["deterministic"]
+    one, several = step([Row(3, 12), Row(0, 5)]), step([Row(3, 12), Row(0, 5)])
+    exact, want = looped(one), outputs(one, kernels)
+    for got, wanted in zip(want, (exact.conv, exact.scan)):
+        near(got, wanted)
+    parts = [outputs(of_row(several, a, b, 3 + a), kernels) for a, b in pairwise(cuts)]
+    for got, whole in zip(zip(*parts), want):
+        assert torch.equal(torch.cat(got), whole[:12])
+    pages = [one.page(0, 7), one.page(0, 14)]
+    for a, b in ((one.cache.conv, several.cache.conv), (one.cache.ssm, several.cache.ssm)):
+        assert torch.equal(a[pages], b[pages])
+
+
+def test_no_rows() -> None:
+    made, empty = step([Row(0, 1)]), torch.empty(0, dtype=torch.int64, device=DEVICE)
+    plan = StatePlan.for_decode(made.batch.tables[0], empty, empty, made.shape.run)
+    for kernels in KERNELS.values():
+        assert [len(out) for out in outputs(made.picked(slice(0, 0)), kernels, plan)] == [0, 0]
+
+
+def test_parts_that_lie_side_by_side_are_not_copied() -> None:
+    both = torch.randn(5, 12, device=DEVICE)
+    for B, C in ((both[:, :6], both[:, 6:]), (both[:, 6:], both[:, :6]), (both[:, :4], both[:, 4:8])):
+        assert torch.equal(scan._interleave_bc(B, C), torch.cat((B, C), dim=1))
+        assert torch.equal(scan._interleave_bc(B.half(), C.half()), torch.cat((B, C), dim=1).half().float())
+    assert scan._interleave_bc(both[:, :6], both[:, 6:]).data_ptr() == both.data_ptr()

@@ -1,0 +1,217 @@
+"""Every family and option, tiny and random, in fp32, loaded from transformers' checkpoint: its logits to 1e-4."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from dense_context import DenseContext
+from safetensors.torch import load_file, save_file
+
+from quire.models import read_spec, resolve_model_class
+from quire.weights.checkpoint_files import read_config
+from quire.weights.loader import load_weights
+
+LLAMA = {
+    "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 48, "vocab_size": 97, "max_position_embeddings": 64, "tie_word_embeddings": False,
+}  # fmt: skip
+QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
+OPT = {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 64, "vocab_size": 97,
+    "max_position_embeddings": 64, "word_embed_proj_dim": 32,
+}  # fmt: skip
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 97, "n_positions": 64}
+GEMMA = {**LLAMA, "head_dim": 16, "tie_word_embeddings": True, "sliding_window": 5, "query_pre_attn_scalar": 11}
+GEMMA2 = {**GEMMA, "attn_logit_softcapping": 0.7, "final_logit_softcapping": 1.5}  # so tight that they matter
+GEMMA3 = {**GEMMA, "num_hidden_layers": 7}
+LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+
+LONGROPE = {
+    "rope_type": "longrope", "short_factor": [1.0, 1.1, 1.3, 1.5], "long_factor": [1.2, 2.0, 3.0, 5.0],
+    "original_max_position_embeddings": 16, "rope_theta": 10000.0,
+}  # fmt: skip
+LANGUAGE = "model.language_model."
+YARN_GEMMA = {"rope_theta": 300.0, **YARN}
+ROPES = {
+    "full_attention": {"rope_type": "linear", "factor": 3.0, "rope_theta": 5000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 70.0},
+}
+
+
+def rope(**parameters: Any) -> dict[str, Any]:
+    return {**LLAMA, "rope_parameters": {"rope_theta": 10000.0, **parameters}}
+
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", LLAMA),
+    "llama, one kv head a query head": ("Llama", {**LLAMA, "num_key_value_heads": 4}),
+    "llama, seven query heads a kv head": ("Llama", {**LLAMA, "hidden_size": 56, "num_attention_heads": 14}),
+    "llama, tied": ("Llama", {**LLAMA, "tie_word_embeddings": True}),
+    "llama, biases": ("Llama", {**LLAMA, "attention_bias": True, "mlp_bias": True}),
+    "llama, head_dim": ("Llama", {**LLAMA, "head_dim": 10}),
+    "llama, gelu": ("Llama", {**LLAMA, "hidden_act": "gelu_pytorch_tanh", "rms_norm_eps": 1e-3}),
+    "rope theta": ("Llama", rope(rope_type="default", rope_theta=500.0)),
+    "rope linear": ("Llama", rope(rope_type="linear", factor=2.5)),
+    "rope dynamic": ("Llama", rope(rope_type="dynamic", factor=2.0)),
+    "rope yarn": ("Llama", rope(**YARN)),
+    "rope yarn, mscale": ("Llama", rope(**YARN, mscale=0.7, mscale_all_dim=1.3)),
+    "rope yarn, attention_factor": ("Llama", rope(**YARN, attention_factor=1.5, beta_fast=4, beta_slow=2)),
+    "rope yarn, not truncated": ("Llama", rope(**YARN, truncate=False, beta_fast=3)),
+    "rope llama3": ("Llama", rope(**LLAMA3_ROPE, original_max_position_embeddings=32)),
+    "mistral": ("Mistral", {**LLAMA, "sliding_window": 5}),
+    "mistral, no window": ("Mistral", {**LLAMA, "sliding_window": None}),
+    "ministral": ("Ministral", {**LLAMA, "head_dim": 16, "sliding_window": 5, "layer_types": TYPES}),
+    "ministral, windows everywhere": ("Ministral", {**LLAMA, "head_dim": 16, "sliding_window": 7}),
+    "qwen2": ("Qwen2", LLAMA),
+    "qwen2, windows by max_window_layers": ("Qwen2", {**LLAMA, **QWEN_WINDOW}),
+    "qwen2, windows by layer_types": ("Qwen2", {**LLAMA, **QWEN_WINDOW, "layer_types": TYPES}),
+    "qwen3": ("Qwen3", {**LLAMA, "head_dim": 16}),
+    "qwen3, tied and biased": ("Qwen3", {**LLAMA, "head_dim": 8, "attention_bias": True, "tie_word_embeddings": True}),
+    "phi3": ("Phi3", {**LLAMA, "pad_token_id": None}),
+    "phi3, window, tied": ("Phi3", {**LLAMA, "pad_token_id": None, "sliding_window": 5, "tie_word_embeddings": True}),
+    "phi3, longrope": (
+        "Phi3",
+        {**LLAMA, "pad_token_id": None, "original_max_position_embeddings": 16, "rope_parameters": LONGROPE},
+    ),
+    "gemma2": ("Gemma2", GEMMA2),
+    "gemma2, bounds as published": ("Gemma2", {**GEMMA, "num_hidden_layers": 4}),
+    "gemma2, no bounds": ("Gemma2", {**GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    "gemma2, untied, biased": ("Gemma2", {**GEMMA2, "tie_word_embeddings": False, "attention_bias": True}),
+    "gemma2, layer_types": ("Gemma2", {**GEMMA2, "layer_types": TYPES, "rope_parameters": YARN_GEMMA}),
+    "gemma3": ("Gemma3_Text", GEMMA3),
+    "gemma3, every third layer full": ("Gemma3_Text", {**GEMMA3, "sliding_window_pattern": 3}),
+    "gemma3, layer_types, ropes": ("Gemma3_Text", {**GEMMA, "layer_types": TYPES, "rope_parameters": ROPES}),
+    "gemma3, bounded logits, biased": (
+        "Gemma3_Text",
+        {**GEMMA3, "final_logit_softcapping": 1.5, "attention_bias": True, "tie_word_embeddings": False},
+    ),
+    "opt": ("OPT", OPT),
+    "opt, norm after, projected": ("OPT", {**OPT, "do_layer_norm_before": False, "word_embed_proj_dim": 24}),
+    "opt, norm before, projected": ("OPT", {**OPT, "word_embed_proj_dim": 48}),
+    "opt, no biases, gelu": ("OPT", {**OPT, "enable_bias": False, "activation_function": "gelu"}),
+    "opt, no final norm": ("OPT", {**OPT, "_remove_final_layer_norm": True}),
+    "gpt2": ("GPT2", GPT2),
+    "gpt2, n_inner": ("GPT2", {**GPT2, "n_inner": 40, "activation_function": "relu"}),
+}
+
+
+def reference(family: str, options: dict[str, Any], folder: Path, **save: Any) -> transformers.PreTrainedModel:
+    """transformers' model with random weights (norms and biases too), saved to `folder`."""
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(family.lower(), **options)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.15)
+    model.save_pretrained(folder, **save)
+    return model
+
+
+def built(folder: Path, prepare: bool = True) -> Any:
+    config = read_config(folder)
+    model = resolve_model_class(config)(config, torch.float32, torch.device("cpu"))
+    load_weights(model, folder)
+    if prepare:
+        model.prepare()
+    return model
+
+
+def run(model: Any, context: DenseContext, tokens: torch.Tensor, start: int = 0) -> torch.Tensor:
+    positions = torch.arange(start, start + len(tokens))
+    return model.logits(model.forward(tokens, context.step(positions, torch.zeros_like(positions))))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_and_parameter_counts(case: str, tmp_path: Path) -> None:
+    theirs = reference(*CASES[case], tmp_path)
+    config, ours = read_config(tmp_path), built(tmp_path)
+    tokens = torch.randint(0, 97, (40,), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = theirs(tokens[None]).logits[0]
+        got = run(ours, DenseContext(ours.spec(config)), tokens)
+    assert expected.std() > 0.1
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
+    assert ours.spec(config) == read_spec(config)
+    assert ours.spec(config).parameters == sum(parameter.numel() for parameter in theirs.parameters())
+
+
+@pytest.mark.parametrize("case", ["mistral", "qwen3", "opt, norm after, projected", "gpt2"])
+def test_a_flat_batch_of_chunks_equals_each_sequence_alone(case: str, tmp_path: Path) -> None:
+    reference(*CASES[case], tmp_path)
+    model, spec = built(tmp_path), read_spec(read_config(tmp_path))
+    generator = torch.Generator().manual_seed(2)
+    a, b = (torch.randint(0, 97, (length,), generator=generator) for length in (23, 14))
+    alone = [run(model, DenseContext(spec), tokens) for tokens in (a, b)]
+    context, got = DenseContext(spec), []
+    for (a0, a1), (b0, b1) in [((0, 9), (0, 1)), ((9, 10), (1, 13)), ((10, 23), (13, 14))]:
+        positions = torch.cat((torch.arange(a0, a1), torch.arange(b0, b1)))
+        sequences = torch.tensor([0] * (a1 - a0) + [1] * (b1 - b0))
+        hidden = model.forward(torch.cat((a[a0:a1], b[b0:b1])), context.step(positions, sequences))
+        got.append(model.logits(hidden).split((a1 - a0, b1 - b0)))
+    for which in (0, 1):
+        torch.testing.assert_close(torch.cat([part[which] for part in got]), alone[which], atol=1e-5, rtol=0)
+
+
+def test_dynamic_ntk_beyond_the_original_length_equals_cached_generation(tmp_path: Path) -> None:
+    theirs = reference("Llama", {**rope(rope_type="dynamic", factor=4.0), "max_position_embeddings": 16}, tmp_path)
+    model, spec = built(tmp_path), read_spec(read_config(tmp_path))
+    assert spec.max_len == 64
+    tokens = torch.randint(0, 97, (40,), generator=torch.Generator().manual_seed(3))
+    context, cache = DenseContext(spec), transformers.DynamicCache()
+    for position in range(40):
+        with torch.no_grad():
+            token = tokens[position : position + 1]
+            expected = theirs(token[None], None, None, cache, use_cache=True).logits[0]  # by place: its name changes
+        torch.testing.assert_close(run(model, context, token, position), expected, atol=1e-4, rtol=0)
+
+
+def test_older_rope_fields_mean_the_same_as_rope_parameters() -> None:
+    new = {**rope(**LLAMA3_ROPE, original_max_position_embeddings=32), "architectures": ["LlamaForCausalLM"]}
+    old = {key: value for key, value in new.items() if key != "rope_parameters"}
+    old |= {"rope_theta": 10000.0, "rope_scaling": {**LLAMA3_ROPE, "original_max_position_embeddings": 32}}
+    older = {**old, "rope_scaling": {"type" if k == "rope_type" else k: v for k, v in old["rope_scaling"].items()}}
+    settings = [
+        resolve_model_class(config)(config, torch.float32, torch.device("meta")).rotary.rope
+        for config in (new, old, older)
+    ]
+    assert settings[0] == settings[1] == settings[2]
+    assert settings[0].kind == "llama3"
+
+
+@pytest.mark.parametrize("short", [False, True])
+def test_the_text_of_a_model_that_reads_pictures(short: bool, tmp_path: Path) -> None:
+    """As transformers saves it now; and in its older form, with other names and a config that leaves defaults out."""
+    torch.manual_seed(0)
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+              "image_size": 28, "patch_size": 14}  # fmt: skip
+    text = {**GEMMA3, "rope_parameters": ROPES, "max_position_embeddings": 131_072}
+    text |= {"num_attention_heads": 8, "num_key_value_heads": 4} if short else {}
+    config = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    theirs = transformers.Gemma3ForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.15)
+    theirs.save_pretrained(tmp_path)
+    path, weights = tmp_path / "config.json", tmp_path / "model.safetensors"
+    assert any("vision_tower" in name for name in load_file(weights))
+    if short:
+        said = json.loads(path.read_text())
+        for name in ("max_position_embeddings", "num_attention_heads", "num_key_value_heads", "layer_types"):
+            del said["text_config"][name]
+        path.write_text(json.dumps(said))
+        names = {f"language_model.model.{name.removeprefix(LANGUAGE)}" if LANGUAGE in name else name: tensor
+                 for name, tensor in load_file(weights).items()}  # fmt: skip
+        save_file(names, weights)
+    tokens = torch.randint(0, 97, (40,), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = theirs(input_ids=tokens[None]).logits[0]
+    spec = read_spec(read_config(tmp_path))
+    torch.testing.assert_close(run(built(tmp_path), DenseContext(spec), tokens), expected, atol=1e-4, rtol=0)
+    assert spec.parameters == sum(parameter.numel() for parameter in theirs.model.language_model.parameters())

@@ -1,0 +1,162 @@
+"""Every family that GGUF files hold, tiny and random, in fp32, laid out as llama.cpp's converter does it: its logits
+beside transformers'."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf_files
+import numpy as np
+import pytest
+import torch
+import transformers
+from dense_context import DenseContext
+from test_against_transformers import CASES, GEMMA, LLAMA, LONGROPE, reference, rope, run
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from quire.errors import StartupError
+from quire.models import read_spec, resolve_model_class
+from quire.models.quantization import GGUF_BLOCKS_KEY
+from quire.weights.gguf_config import to_hf_config, to_hf_generation_config
+from quire.weights.gguf_file import read_gguf
+from quire.weights.gguf_loader import load_gguf
+
+LONG = CASES["rope llama3"][1]
+PHI = {**LLAMA, "pad_token_id": 0}
+PHI_LONG = {**CASES["phi3, longrope"][1], "pad_token_id": 0}
+GEMMA2 = {**GEMMA, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 0.7, "final_logit_softcapping": 1.5}
+GEMMA3 = {**GEMMA, "query_pre_attn_scalar": 16, "num_hidden_layers": 7, "rope_parameters": {
+    "full_attention": {"rope_type": "linear", "factor": 3.0, "rope_theta": 5000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}}  # fmt: skip
+
+
+def divisors() -> list[float]:
+    """What Llama 3.1's scaling divides the pairs' frequencies by, as the converter stores it."""
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](transformers.LlamaConfig(**LONG), torch.device("cpu"))
+    return (10000 ** -(torch.arange(0, 8, 2) / 8) / scaled).tolist()
+
+
+FILES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
+    "llama": ("llama", "Llama", LLAMA, {"rope__dimension_count": 8}),
+    "llama, tied": ("llama", "Llama", {**LLAMA, "tie_word_embeddings": True}, {}),
+    "llama, biases": ("llama", "Llama", {**LLAMA, "attention_bias": True, "mlp_bias": True}, {}),
+    "llama, base": ("llama", "Llama", rope(rope_type="default", rope_theta=500.0), {"rope__freq_base": 500.0}),
+    "llama, linear": ("llama", "Llama", rope(rope_type="linear", factor=2.5),
+                      {"rope__scaling__type": "linear", "rope__scaling__factor": 2.5}),
+    "llama, yarn": ("llama", "Llama", rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=16),
+                    {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0,
+                     "rope__scaling__original_context_length": 16}),
+    "llama 3": ("llama", "Llama", LONG, {"rope_freqs": divisors()}),
+    "mistral": ("llama", "Mistral", {**LLAMA, "sliding_window": 5}, {"attention__sliding_window": 5}),
+    "qwen2": ("qwen2", "Qwen2", LLAMA, {}),
+    "qwen3": ("qwen3", "Qwen3", {**LLAMA, "head_dim": 16}, {}),
+    "phi3": ("phi3", "Phi3", PHI, {"attention__sliding_window": 64}),
+    "phi3, window": ("phi3", "Phi3", {**PHI, "sliding_window": 5}, {"attention__sliding_window": 5}),
+    "phi3, longrope": ("phi3", "Phi3", PHI_LONG, {"rope_factors_short": LONGROPE["short_factor"],
+                       "rope_factors_long": LONGROPE["long_factor"], "rope__scaling__original_context_length": 16,
+                       "rope__scaling__attn_factor": float((1 + np.log(4) / np.log(16)) ** 0.5)}),
+    "gemma2": ("gemma2", "Gemma2", GEMMA2, {"attention__sliding_window": 5, "attn_logit_softcapping": 0.7,
+                                            "final_logit_softcapping": 1.5}),
+    "gemma3": ("gemma3", "Gemma3_text", GEMMA3, {"attention__sliding_window": 5, "rope__freq_base": 5000.0,
+               "rope__scaling__type": "linear", "rope__scaling__factor": 3.0}),
+}  # fmt: skip
+
+
+def built(path: Path, **options: Any) -> Any:
+    file = read_gguf(path)
+    config = to_hf_config(file)
+    model = resolve_model_class(config)(config, torch.float32, torch.device("cpu"))
+    load_gguf(model, file, **options)
+    return model
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_logits_are_those_of_transformers(case: str, tmp_path: Path) -> None:
+    arch, family, settings, more = FILES[case]
+    theirs = reference(family, settings, tmp_path)
+    path = gguf_files.convert(tmp_path, arch, tmp_path / "model.gguf", **more)
+    ours, spec = built(path), read_spec(to_hf_config(read_gguf(path)))
+    ours.prepare()
+    tokens = torch.randint(0, 97, (40,), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = theirs(tokens[None]).logits[0]
+    torch.testing.assert_close(run(ours, DenseContext(spec), tokens), expected, atol=1e-4, rtol=0)
+    assert spec.parameters == sum(parameter.numel() for parameter in theirs.parameters())
+
+
+@pytest.mark.parametrize("kind", ["bf16", "f16", "q8_0"])
+def test_other_kinds_are_what_their_numbers_stand_for(kind: str, tmp_path: Path) -> None:
+    wide = {**LLAMA, "hidden_size": 64, "intermediate_size": 96}
+    reference("Llama", wide, tmp_path)
+    plain, other = (built(gguf_files.convert(tmp_path, "llama", tmp_path / f"{k}.gguf", k)) for k in ("f32", kind))
+    config = to_hf_config(read_gguf(tmp_path / f"{kind}.gguf"))
+    assert config[GGUF_BLOCKS_KEY] == (kind == "q8_0")
+    assert config["dtype"] == ("float16" if kind == "f16" else "bfloat16")
+    for (name, ours), theirs in zip(other.named_parameters(), plain.parameters()):
+        if kind == "q8_0":
+            assert ((ours - theirs).abs().max() < theirs.abs().max() / 200).item(), name
+        else:
+            dtype = torch.bfloat16 if kind == "bf16" else torch.float16
+            expected = theirs if ours.dim() == 1 else theirs.to(dtype).float()
+            assert torch.equal(ours, expected), name
+    assert not torch.equal(other.layers[0].mlp.down.weight, plain.layers[0].mlp.down.weight)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors: tensors.pop("blk.1.attn_k.weight"), r"lacks blk\.1\.attn_k\.weight"),
+        (lambda tensors: tensors.update({"blk.9.attn_k.weight": gguf_files.floats(np.ones((4, 4)))}), "no place for"),
+        (lambda tensors: tensors.update({"blk.0.ffn_up.weight": gguf_files.floats(np.ones((48, 16)))}), r"\[48, 16\]"),
+        (lambda tensors: tensors.update({"blk.0.attn_q.weight": gguf_files.floats(np.ones((30, 32)))}), "don't divide"),
+        (lambda tensors: tensors.update({"output_norm.weight": gguf_files.floats(np.full(32, np.nan))}), "finite"),
+    ],
+)
+def test_tensors_that_do_not_fit(change: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reference("Llama", LLAMA, tmp_path)
+    write = gguf_files.write
+
+    def changed(path: Path, said: Any, tensors: Any) -> Path:
+        change(tensors)
+        return write(path, said, tensors)
+
+    monkeypatch.setattr(gguf_files, "write", changed)
+    path = gguf_files.convert(tmp_path, "llama", tmp_path / "model.gguf")
+    with pytest.raises(StartupError, match=message):
+        built(path)
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"general__architecture": "mamba"}, "architecture 'mamba', which is not supported.*llama, qwen2"),
+        ({"block_count": 0}, "block_count in .*model.gguf must be an integer"),
+        ({"attention__head_count": 3}, "can't|divide|multiple"),
+        ({"attention__value_length": 4}, "attention.value_length=4"),
+        ({"rope__dimension_count": 4}, "rope.dimension_count=4"),
+        ({"expert_count": 8}, "expert_count=8"),
+        ({"rope__scaling__type": "weird", "rope__scaling__factor": 2.0}, "rope.scaling.type in .* is 'weird'"),
+        ({"attention__layer_norm_rms_epsilon": float("nan")}, "layer_norm_rms_epsilon"),
+        ({"feed_forward_length": [48, 48, 48]}, "feed_forward_length"),
+    ],
+)
+def test_settings_that_are_not_supported(said: dict[str, Any], message: str, tmp_path: Path) -> None:
+    reference("Llama", LLAMA, tmp_path)
+    path = gguf_files.convert(tmp_path, "llama", tmp_path / "model.gguf", **said)
+    file = read_gguf(path)
+    if arch := file.metadata.pop("llama.general.architecture", None):
+        file.metadata["general.architecture"] = arch
+    with pytest.raises(StartupError, match=message):
+        read_spec(to_hf_config(file))
+
+
+def test_end_tokens_and_sampling(tmp_path: Path) -> None:
+    said = {"tokenizer.ggml.eos_token_id": 7, "tokenizer.ggml.eot_token_id": 3, "tokenizer.ggml.eom_token_id": 7,
+            "general.sampling.temp": 0.25, "general.sampling.top_k": 9}  # fmt: skip
+    file = read_gguf(gguf_files.write(tmp_path / "a.gguf", said, {}))
+    assert to_hf_generation_config(file) == {"temperature": 0.25, "top_k": 9, "eos_token_id": [3, 7]}
+    odd = {**said, "general.sampling.temp": [1, 2], "general.sampling.top_k": "x"}
+    assert to_hf_generation_config(read_gguf(gguf_files.write(tmp_path / "b.gguf", odd, {}))) == {
+        "eos_token_id": [3, 7]
+    }

@@ -1,0 +1,177 @@
+"""Models that ranks share out, as threads with a list between them: logits are those of transformers and of the whole
+model; a rank's shard is what its spec says; and what can't be divided is refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from dense_context import DenseContext
+from internlm2_files import as_internlm2
+from test_against_transformers import CASES, LLAMA, built, reference
+from thread_ranks import Meeting, ThreadExchange
+
+from quire.errors import StartupError
+from quire.layers.prepare import connect_ranks
+from quire.models import read_spec, resolve_model_class
+from quire.models.named_configs import named_config
+from quire.protocol.model_spec import ModelSpec
+from quire.protocol.parallel_layout import Shard
+from quire.weights.checkpoint_files import read_config
+from quire.weights.loader import load_weights
+
+CPU = torch.device("cpu")
+TOKENS = torch.randint(0, 97, (24,), generator=torch.Generator().manual_seed(1))
+WIDE = {**LLAMA, "hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 256}
+DIVIDED: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: CASES[name] for name in (
+        "llama, one kv head a query head", "llama, tied", "llama, biases", "mistral", "qwen2", "qwen3", "phi3",
+        "gemma2", "gemma2, untied, biased", "gemma3", "opt", "opt, norm after, projected", "opt, no final norm", "gpt2",
+        "gpt2, n_inner",
+    )},
+    "llama, two heads a copied kv head": ("Llama", WIDE),
+    "phi3, two heads a copied kv head": ("Phi3", {**WIDE, "pad_token_id": None}),
+    "internlm2": ("Llama", {**WIDE, "num_key_value_heads": 4}),
+    "internlm2, copied kv heads": ("Llama", WIDE),
+}  # fmt: skip
+
+
+def published(case: str, folder: Path) -> torch.Tensor:
+    """transformers' logits of TOKENS; its checkpoint is in the folder."""
+    theirs = reference(*DIVIDED[case], folder)
+    if case.startswith("internlm2"):
+        as_internlm2(folder)
+    with torch.no_grad():
+        return theirs(TOKENS[None]).logits[0]
+
+
+def shard(folder: Path, part: Shard) -> Any:
+    """One rank's, loaded, not prepared. Its parameters begin as NaN, so that one that isn't filled shows."""
+    config = read_config(folder)
+    model = resolve_model_class(config)(config, torch.float32, CPU, part)
+    for parameter in model.parameters():
+        parameter.fill_(torch.nan)
+    load_weights(model, folder)
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+    return model
+
+
+class Said(NamedTuple):
+    """Of TOKENS."""
+
+    hidden: torch.Tensor
+    logits: torch.Tensor
+
+
+def together(folder: Path, ranks: int) -> list[Said]:
+    """What each rank says."""
+
+    def work(exchange: ThreadExchange) -> Said:
+        model = shard(folder, exchange.shard)
+        model.prepare()
+        connect_ranks(model, exchange)
+        return said(model, read_spec(read_config(folder), exchange.shard))
+
+    return Meeting(ranks).run(work)
+
+
+def said(model: Any, spec: ModelSpec) -> Said:
+    """Computed in two steps."""
+    context, parts = DenseContext(spec), []
+    for tokens, start in ((TOKENS[:17], 0), (TOKENS[17:], 17)):
+        positions = torch.arange(start, start + len(tokens))
+        parts.append(model.forward(tokens, context.step(positions, torch.zeros_like(positions))))
+    hidden = torch.cat(parts)
+    return Said(hidden, model.logits(hidden))
+
+
+def check(got: list[Said], expected: torch.Tensor) -> None:
+    for each in got:
+        assert all(map(torch.equal, each, got[0])), "ranks have different bits"
+    torch.testing.assert_close(got[0].logits, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("case", DIVIDED)
+def test_ranks_together_say_what_transformers_says(case: str, tmp_path: Path) -> None:
+    expected, config = published(case, tmp_path), read_config(tmp_path)
+    undivided = said(built(tmp_path), read_spec(config))
+    torch.testing.assert_close(undivided.logits, expected, atol=1e-4, rtol=0)
+    assert expected.std() > 0.1
+    assert all(map(torch.equal, together(tmp_path, 1)[0], undivided)), "one rank is the whole model"
+    for ranks in (2, 4):
+        got = together(tmp_path, ranks)
+        check(got, expected)
+        check(got, undivided.logits)
+        for rank in range(ranks):
+            part, spec = Shard(rank, ranks), read_spec(config, Shard(rank, ranks))
+            model = resolve_model_class(config)(config, torch.float32, torch.device("meta"), part)
+            assert spec.parameters == sum(parameter.numel() for parameter in model.parameters())
+            assert spec.heads == read_spec(config).heads // ranks
+            assert (spec.vocab_size, spec.hidden) == (read_spec(config).vocab_size, read_spec(config).hidden)
+
+
+def wrong_heads(part: Shard, queries: int, keys: int) -> Any:
+    """Copied heads in turn, where neighbours must have the same one."""
+    found = right_heads(part, queries, keys)
+    return (
+        found
+        if keys % part.tp_size == 0
+        else found._replace(kv_heads=range(part.tp_rank % keys, part.tp_rank % keys + 1))
+    )
+
+
+def backwards(exchange: ThreadExchange, x: torch.Tensor) -> torch.Tensor:
+    """The last rank sums in another order."""
+    each = exchange.all_gather(x)
+    return x.copy_(sum(each.flip(0) if exchange.shard.tp_rank == exchange.shard.tp_size - 1 else each))
+
+
+right_heads = Shard.head_ranges
+BIASES, COPIED = "llama, biases", "llama, two heads a copied kv head"
+PLANTED: dict[str, tuple[type, str, Any, str, str]] = {
+    "a bias on every rank": (
+        Shard,
+        "is_first_tp_rank",
+        property(lambda part: True),
+        BIASES,
+        "^Tensor-likes are not close",
+    ),
+    "a wrong map of copied heads": (Shard, "head_ranges", wrong_heads, COPIED, "^Tensor-likes are not close"),
+    "one rank sums in another order": (ThreadExchange, "all_reduce", backwards, COPIED, "ranks have different bits"),
+}
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_planted_bugs_show(bug: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, name, wrong, case, words = PLANTED[bug]
+    expected = published(case, tmp_path)
+    monkeypatch.setattr(kind, name, wrong)
+    with pytest.raises(AssertionError, match=words):
+        check(together(tmp_path, 4), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "words"),
+    [
+        ("opt-13b", 3, "it has 40 heads, 40 heads of keys, ffn_dim 20480"),
+        ("gpt2-xl", 2, "it has 25 heads"),
+        ("llama-125m", 8, "it has 12 heads, 4 heads of keys, intermediate_size 2048"),
+    ],
+)
+def test_what_does_not_divide_is_named(name: str, ranks: int, words: str) -> None:
+    with pytest.raises(StartupError, match=words) as failure:
+        read_spec(named_config(name), Shard(0, ranks))
+    assert "Use " in failure.value.remedy
+    with pytest.raises(StartupError, match=words):
+        resolve_model_class(named_config(name))(
+            named_config(name), torch.float32, torch.device("meta"), Shard(0, ranks)
+        )
+
+
+def test_what_key_heads_keep_of_a_prompt_needs_all_of_their_query_heads() -> None:
+    config = named_config("pyramidkv-8b")
+    assert read_spec(config, Shard(0, 8)).layers[0].kv_heads == 1
+    with pytest.raises(StartupError, match=r"pyramid_kv of config\.json needs whole key heads: there are 8"):
+        read_spec(config, Shard(0, 16))

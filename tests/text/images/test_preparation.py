@@ -1,0 +1,320 @@
+"""Tiles beside those of transformers' image processors, within one step of 255, over odd sizes; Phi-3-Vision's, which
+transformers lacks, beside the algorithm that was published with its weights, written down here."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+from unittest.mock import Mock
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from PIL import Image
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
+from transformers.models.mllama.image_processing_pil_mllama import MllamaImageProcessorPil
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+
+from quire.errors import InputError, StartupError
+from quire.models.vision import VisionSettings, build_encoder
+from quire.models.vision.named_configs import PREPROCESSOR_CONFIGS, VISION_CONFIGS
+from quire.protocol.image_tiling import (
+    AnyResTiling,
+    ClosestAspectTiling,
+    FittedCanvasTiling,
+    HDTiling,
+    SingleTile,
+    TileGrid,
+)
+from quire.text.images import preprocessor
+from quire.text.images.model_processor import ModelImageProcessor
+from quire.text.images.placeholders import PLACEHOLDERS, expand_text, read_placeholder
+from quire.text.images.preprocessor import read_image_preprocessor
+
+TILE, SIDE = 56, 4
+HALF = (0.5, 0.5, 0.5)
+SIZES = [
+    (1, 1), (1, 7), (7, 1), (1, 300), (300, 1), (2, 3), (3, 3), (3, 1000), (1000, 3), (55, 57), (56, 56), (57, 55),
+    (112, 56), (56, 112), (111, 113), (168, 56), (56, 224), (225, 57), (200, 200), (640, 480), (480, 640), (333, 1000),
+    (1001, 334), (224, 224), (28, 99), (1300, 1290),
+]  # fmt: skip
+SIZES_LLAVA = [(TILE * rows, TILE * columns) for rows in range(1, 5) for columns in range(1, 5)]
+Array = npt.NDArray[Any]
+
+
+def picture(height: int, width: int) -> Image.Image:
+    """Smooth colours with noise on them, as a photograph has."""
+    rng = np.random.default_rng(height * 10_000 + width)
+    y, x = np.mgrid[:height, :width]
+    waves = [127 + 90 * np.sin(x / (5 + 9 * part) + part) * np.cos(y / (4 + 7 * part)) for part in range(3)]
+    noisy = np.stack(waves, axis=-1) + rng.normal(0, 25, (height, width, 3))
+    return Image.fromarray(np.clip(noisy, 0, 255).astype(np.uint8), "RGB")
+
+
+def bytes_of(pixels: Array, mean: Any = HALF, std: Any = HALF) -> Array:
+    """Normalised [n, 3, H, W] -> what they were before, [n, H, W, 3] in steps of 1 / 255."""
+    back = np.asarray(pixels, dtype=np.float64).transpose(0, 2, 3, 1) * np.array(std) + np.array(mean)
+    return back * 255
+
+
+def check(got: Array, expected: Array) -> None:
+    assert got.dtype == np.uint8
+    assert got.shape == expected.shape
+    assert np.abs(got - expected).max() <= 1 + 1e-3
+
+
+NORMAL = {"image_mean": HALF, "image_std": HALF}
+
+
+@pytest.mark.parametrize(("height", "width"), SIZES)
+def test_llava(height: int, width: int) -> None:
+    tiling = AnyResTiling(TILE, SIDE, tuple(SIZES_LLAVA), 9)
+    theirs = LlavaOnevisionImageProcessorPil(
+        size={"height": TILE, "width": TILE}, image_grid_pinpoints=[list(size) for size in SIZES_LLAVA], **NORMAL
+    )
+    ours, image = read_image_preprocessor({}, tiling, HALF), picture(height, width)
+    got = ours.prepare(image)
+    check(got.pixels, bytes_of(np.asarray(theirs(image)["pixel_values"][0])))
+    assert len(got.pixels) == tiling.num_parts(got.grid)
+    if max(height, width) <= 1000:
+        several = theirs([[image, image]])["pixel_values"][0]
+        check(ours.prepare(image, only_image=False).pixels, bytes_of(np.asarray(several)))
+
+
+@pytest.mark.parametrize(("height", "width"), SIZES)
+@pytest.mark.parametrize(("least", "most"), [(1, 12), (2, 6), (1, 1)])
+def test_internvl(height: int, width: int, least: int, most: int) -> None:
+    tiling = ClosestAspectTiling(TILE, SIDE, 2, least, most)
+    theirs = GotOcr2ImageProcessorPil(
+        size={"height": TILE, "width": TILE}, crop_to_patches=True, min_patches=least, max_patches=most, **NORMAL
+    )
+    image = picture(height, width)
+    got = read_image_preprocessor({"do_center_crop": True}, tiling, HALF).prepare(image)
+    check(got.pixels, bytes_of(np.stack(theirs(image)["pixel_values"])))
+    assert len(got.pixels) == tiling.num_parts(got.grid) <= tiling.max_parts
+
+
+@pytest.mark.parametrize(("height", "width"), SIZES)
+@pytest.mark.parametrize("most", [4, 2, 6])
+def test_mllama(height: int, width: int, most: int) -> None:
+    tiling = FittedCanvasTiling(TILE, SIDE, most)
+    theirs = MllamaImageProcessorPil(size={"height": TILE, "width": TILE}, max_image_tiles=most, **NORMAL)
+    image = picture(height, width)
+    got, found = read_image_preprocessor({}, tiling, HALF).prepare(image), theirs(image)
+    count = found["num_tiles"][0][0]
+    check(got.pixels, bytes_of(np.asarray(found["pixel_values"])[0, 0, :count]))
+    assert tiling.aspect_ratio_id(got.grid) == np.asarray(found["aspect_ratio_ids"])[0, 0]
+    assert got.grid.rows * got.grid.columns == count
+
+
+@pytest.mark.parametrize(("height", "width"), SIZES)
+def test_paligemma(height: int, width: int) -> None:
+    image = picture(height, width)
+    got = read_image_preprocessor({"resample": 3}, SingleTile(TILE, SIDE), HALF).prepare(image)
+    theirs = SiglipImageProcessorPil(size={"height": TILE, "width": TILE}, **NORMAL)
+    check(got.pixels, bytes_of(np.stack(theirs(image)["pixel_values"])))
+
+
+def published_phi3(image: Image.Image, tile: int, most: int) -> tuple[Array, Array]:
+    """Tiles in steps of 255, and the whole picture, normalised with means and deviations of a half: the HD transform of
+    Phi-3-Vision's image processor, but a side of 0 is one of 1."""
+    upright = image.width < image.height
+    lying = image.transpose(Image.Transpose.TRANSPOSE) if upright else image
+    ratio, scale = lying.width / lying.height, 1
+    while scale * np.ceil(scale / ratio) <= most:
+        scale += 1
+    wide = int((scale - 1) * tile)
+    lying = lying.resize((wide, max(int(wide / ratio), 1)), Image.Resampling.BILINEAR)
+    total = int(np.ceil(lying.height / tile) * tile)
+    above = int((total - lying.height) / 2)
+    padded = np.full((total, wide, 3), 255, np.uint8)
+    padded[above : above + lying.height] = np.asarray(lying)
+    padded = padded.transpose(1, 0, 2) if upright else padded
+    numbers = torch.from_numpy(padded.astype(np.float32) / 255 * 2 - 1).permute(2, 0, 1)
+    whole = torch.nn.functional.interpolate(numbers[None], size=(tile, tile), mode="bicubic")
+    h, w = numbers.shape[1] // tile, numbers.shape[2] // tile
+    cut = numbers.reshape(1, 3, h, tile, w, tile).permute(0, 2, 4, 1, 3, 5).reshape(-1, 3, tile, tile)
+    return bytes_of(cut.numpy()), whole.numpy()
+
+
+@pytest.mark.parametrize(("height", "width"), SIZES)
+@pytest.mark.parametrize("most", [16, 4])
+def test_phi3(height: int, width: int, most: int) -> None:
+    tower = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+    tower |= {"image_size": TILE, "patch_size": 14}
+    config = {"architectures": ["Phi3VForCausalLM"], "hidden_size": 8, "img_processor": {"vision_config": tower}}
+    said = {"num_crops": most, "image_mean": list(HALF), "image_std": list(HALF)}
+    settings = VisionSettings.from_config(config, said)
+    image = picture(height, width)
+    got = read_image_preprocessor(said, settings.tiling, settings.normalization.mean).prepare(image)
+    cut, whole = published_phi3(image, TILE, most)
+    check(got.pixels, cut)
+    opened = build_encoder(settings, torch.float32, torch.device("cpu")).preprocess(
+        torch.from_numpy(got.pixels), got.grid
+    )
+    np.testing.assert_allclose(opened[:1].numpy(), whole, atol=2 / 255)
+    assert len(opened) == settings.tiling.num_parts(got.grid) <= most + 1
+
+
+def test_rows_are_what_is_published() -> None:
+    """Of the models' cards and code: LLaVA-OneVision-7B, InternVL2-8B, Phi-3-Vision, PaliGemma2-224, Llama 3.2."""
+    sizes = tuple((384 * rows, 384 * columns) for rows in range(1, 7) for columns in range(1, 7))
+    llava = AnyResTiling(384, 27, sizes, 9)
+    assert llava.num_embeds(llava.choose_grid(384, 384)) == 729 + 27 * 28
+    assert llava.num_embeds(llava.choose_grid(1000, 1000, is_only_image=False)) == 730
+    assert llava.max_parts == 37
+    intern = ClosestAspectTiling(448, 32, 2, 1, 12)
+    assert intern.choose_grid(448 * 2, 448 * 3)[:2] == (2, 3)
+    assert intern.num_embeds(intern.choose_grid(448 * 2, 448 * 3)) == 7 * 256
+    assert intern.max_embeds == 13 * 256
+    phi3 = HDTiling(336, 24, 16)
+    assert phi3.num_embeds(phi3.choose_grid(336 * 4, 336 * 4)) == 17 * 144 + 1 + 5 * 12
+    assert SingleTile(224, 16).num_embeds(TileGrid(0, 0, 5, 5)) == 256
+    llama = FittedCanvasTiling(560, 40, 4)
+    assert llama.num_embeds(llama.choose_grid(2000, 2000)) == 6404
+    sides = range(1, 6000, 97)  # plans count on most_rows: a real one, but for the bound of lines and patches apart
+    for tiling in (llava, intern, phi3, SingleTile(224, 16), llama):
+        found, most = (
+            max(tiling.num_embeds(tiling.choose_grid(*sizes)) for sizes in product(sides, sides)),
+            tiling.max_embeds,
+        )
+        assert found == most or (tiling is llava and 0.8 * most < found < most)
+
+
+@pytest.mark.parametrize("size", [(10_000, 2), (2, 10_000)])
+def test_a_long_strip_takes_no_square(size: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A square as wide as it is long would have 10^8 pixels."""
+    canvas = Mock(wraps=preprocessor.new_canvas)
+    monkeypatch.setattr(preprocessor, "new_canvas", canvas)
+    ours = read_image_preprocessor({}, AnyResTiling(TILE, SIDE, tuple(SIZES_LLAVA), 9), (0.1, 0.5, 0.9))
+    pixels = ours.prepare(Image.new("RGB", size, (255, 255, 255)), only_image=False).pixels
+    assert tuple(pixels[0, 0, 0]) == (25, 127, 229), "the mean around it"
+    areas = [height * width for (height, width, _), _ in canvas.call_args_list]
+    assert max(areas) <= max(preprocessor.BAND_PIXELS, 10_000 * TILE)
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"do_resize": False}, "do_resize"),
+        ({"do_center_crop": True}, "do_center_crop"),
+        ({"do_convert_rgb": "yes"}, "do_convert_rgb"),
+        ({"resample": 6}, "resample"),
+        ({"resample": True}, "resample"),
+        ({"resample": "bicubic"}, "resample"),
+    ],
+)
+def test_what_is_not_done_is_refused(said: dict[str, Any], words: str) -> None:
+    with pytest.raises(StartupError, match=words):
+        read_image_preprocessor(said, SingleTile(TILE, SIDE), HALF)
+
+
+# Families' eyes in the text plane: what users and templates write for pictures, the ids that stand for them
+
+
+WORDS = {"<image>": 90, "<img>": 91, "</img>": 92, "<IMG_CONTEXT>": 93, "<|image|>": 94, "<bos>": 2, "\n": 10}
+PIECES = {token: word for word, token in WORDS.items()}
+TEXTS = {
+    "llava-onevision-7b": {"text_config": {"hidden_size": 64}},
+    "internvl2-8b": {"llm_config": {"hidden_size": 64}},
+    "phi-3-vision": {"hidden_size": 64},
+    "paligemma2-10b": {"text_config": {"hidden_size": 3584}},
+}
+
+
+def eyes(name: str) -> ModelImageProcessor:
+    said = PREPROCESSOR_CONFIGS[name]
+    vision = VisionSettings.from_config({**VISION_CONFIGS[name], **TEXTS[name]}, said)
+    placeholder = read_placeholder(vision.kind, WORDS.get)
+    return ModelImageProcessor(
+        read_image_preprocessor(said, vision.tiling, vision.normalization.mean), placeholder, PIECES.__getitem__, [10]
+    )
+
+
+def test_what_stands_around_internvls_pictures() -> None:
+    one = eyes("internvl2-8b")
+    assert one.normalize_placeholders("see <image> and <IMG_CONTEXT>") == "see <IMG_CONTEXT> and <IMG_CONTEXT>"
+    assert {"<image>", "<img>", "</img>", "<IMG_CONTEXT>"} <= set(one.reserved_texts)
+    grid = one.prepare(picture(100, 100)).grid
+    ids, spans = one.expand_placeholders([93, 7, 93], [grid, grid])
+    assert spans == [(1, 256), (260, 256)]
+    assert (ids[0], ids[257], ids[258], ids[259]) == (91, 92, 7, 91)
+
+
+def test_phi3s_pictures_are_numbered() -> None:
+    one = eyes("phi-3-vision")
+    assert [one.placeholder_text(1), one.placeholder_text(12)] == ["<|image_1|>", "<|image_12|>"]
+    assert one.normalize_placeholders("<|image_1|> and <|image_2|>?") == "<|image|> and <|image|>?"
+    assert one.normalize_placeholders("none") == "none"
+    for wrong in ("<|image_2|>", "<|image_1|><|image_1|>", "<|image_0|>", "<|image_2|><|image_1|>"):
+        with pytest.raises(InputError, match=r"picture \d is marked '<\|image_\d\|>': they are numbered in order"):
+            one.normalize_placeholders(wrong)
+    assert any(word in "so <|image_7|>" for word in one.reserved_texts), "users can't write one"
+
+
+def test_paligemmas_pictures_lead() -> None:
+    one: Any = eyes("paligemma2-10b")
+    grid = one.prepare(picture(50, 80)).grid
+    for given in ([2, 90, 5, 6], [90, 2, 5, 6], [2, 5, 90, 6], [2, 90, 5, 6, 10]):
+        ids, spans = one.expand_placeholders(given, [grid])
+        assert spans == [(0, 256)]
+        assert ids == [90] * 256 + [2, 5, 6, 10]
+    ids, spans = one.expand_placeholders([2, 90, 90, 5], [grid, grid])
+    assert spans == [(0, 256), (256, 256)]
+    assert ids[512:] == [2, 5, 10]
+
+
+def test_what_pictures_depend_on_is_told() -> None:
+    assert len({eyes(name).cache_settings for name in TEXTS}) == len(TEXTS)
+    other = read_image_preprocessor({**PREPROCESSOR_CONFIGS["llava-onevision-7b"], "resample": 2},
+    eyes("llava-onevision-7b").preprocessor.tiling,
+                             (0.5, 0.5, 0.5))  # fmt: skip
+    placeholder = read_placeholder("llava", WORDS.get)
+    assert (
+        ModelImageProcessor(other, placeholder, PIECES.__getitem__).cache_settings
+        != eyes("llava-onevision-7b").cache_settings
+    )
+
+
+# Placeholders
+
+
+def test_marks_in_order_and_by_number() -> None:
+    llava, phi3 = (read_placeholder(kind, WORDS.get) for kind in ("llava", "phi3"))
+    assert llava.find_markers("a<image>b<image>") == [(1, 8, 0), (9, 16, 1)]
+    assert llava.find_markers("a<|image_1|>") == []
+    text = "<|image_2|>\n<|image_1|> and <|image_12|> but <|image_|> <|image_x|>"
+    assert [text[begin:end] for begin, end, _ in phi3.find_markers(text)] == [
+        "<|image_2|>",
+        "<|image_1|>",
+        "<|image_12|>",
+    ]
+    assert [number for _, _, number in phi3.find_markers(text)] == [1, 0, 11]
+    assert phi3.find_markers(f"<|image_{'1' * 7}|>") == [], "numbers are short"
+    intern = read_placeholder("internvl", WORDS.get)
+    assert intern.find_markers("<image>\n<IMG_CONTEXT>") == [(0, 7, 0), (8, 21, 1)]
+
+
+def test_spread() -> None:
+    intern = read_placeholder("internvl", WORDS.get)
+    ids, places = expand_text([[1, 1], [], [3]], [2, 1], intern)
+    assert ids == [1, 1, 91, 93, 93, 92, 91, 93, 92, 3]
+    assert places == [3, 7]
+    assert expand_text([[4]], [], intern) == ([4], [])
+    with pytest.raises(AssertionError):
+        expand_text([[4]], [1], intern)
+
+
+@pytest.mark.parametrize("kind", PLACEHOLDERS)
+def test_a_tokenizer_without_them(kind: str) -> None:
+    with pytest.raises(StartupError, match="tokenizer has no"):
+        read_placeholder(kind, lambda text: None)
+
+
+def test_another_id_than_the_configs() -> None:
+    assert read_placeholder("llava", WORDS.get, 90).token == 90
+    assert read_placeholder("llava", lambda text: None, 11).token == 11, "an id beyond the tokenizer's vocabulary"
+    with pytest.raises(StartupError, match="<image> is token 90 of the tokenizer, and config"):
+        read_placeholder("llava", WORDS.get, 11)

@@ -1,0 +1,137 @@
+"""What ranks have of checkpoints by AWQ and GPTQ: slices of the undivided weights, bit for bit, and no more read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from test_grouped import AWQ, GPTQ, LLAMA, loaded, packed, publish, repack
+from test_slices import CONFIGS, ROUND, assert_slices, converted, with_bits
+from test_slices import publish as publish_plain
+
+from quire.errors import StartupError
+from quire.layers.linear import Linear
+from quire.layers.moe import SparseMLP
+from quire.models import resolve_model_class
+from quire.models.named_configs import named_config
+from quire.models.quantization import LowBitScheme, resolve_scheme
+from quire.protocol.parallel_layout import Shard
+from quire.weights import low_bit
+from quire.weights.awq_gptq import TENSOR_KINDS, PackedWeight
+from quire.weights.checkpoint_files import read_config
+from quire.weights.gguf_config import to_hf_config
+from quire.weights.gguf_loader import load_gguf
+from quire.weights.loader import load_weights
+from quire.weights.tensor_slices import TensorSlice
+
+CPU = torch.device("cpu")
+ORDERED = {**GPTQ, "desc_act": True}
+EIGHT = {**GPTQ, "bits": 8}
+
+
+@pytest.mark.parametrize(
+    ("said", "ranks"),
+    [(AWQ, 2), ({**AWQ, "group_size": 32}, 4), (GPTQ, 4), (EIGHT, 2), (ORDERED, 4),
+     ({**GPTQ, "checkpoint_format": "gptq_v2"}, 2)],
+    ids=str,
+)  # fmt: skip
+def test_shards_are_slices(said: dict[str, Any], ranks: int, tmp_path: Path) -> None:
+    """Of four ranks two have the same heads of keys."""
+    publish(tmp_path, said)
+    shards, whole = assert_slices(lambda part, _: loaded(tmp_path, part=part), ranks), loaded(tmp_path)
+    assert with_bits(shards[0]) == with_bits(whole)
+    if said.get("desc_act") or ranks > 2:
+        return
+    spare = 97 * 128 * 4 + 5 * 128 * 4 + 2 * 2 * 3 * 128 * 4  # embedding or head, norms, orders of columns
+    for shard in shards:
+        assert shard.read_bytes <= (whole.read_bytes - spare) / 2 * 1.02 + spare
+
+
+@pytest.mark.parametrize("said", [{**AWQ, "group_size": 32}, EIGHT], ids=str)
+def test_experts(said: dict[str, Any], tmp_path: Path) -> None:
+    """They are multiplied out, so that a rank's columns, 48 of 96, may end within a group. A mixer's are in groups."""
+    config = {**CONFIGS["jamba"], "intermediate_size": 96, "expert_layer_period": 1, "expert_layer_offset": 0}
+    publish_plain(config, tmp_path)
+    meant = repack(tmp_path, said, r"(feed_forward.*|self_attn.*|in|out)_proj\.weight")
+    shards = assert_slices(lambda part, _: loaded(tmp_path, part=part), 2)
+    [name] = [name for name in meant if "layers.1." in name and "experts.1.down_proj" in name]
+    for shard, own in zip(shards, (slice(48), slice(48, 96))):
+        experts = [module for module in shard.modules() if isinstance(module, SparseMLP)][1]
+        found = experts.down.view(-1, 64, 48)[1]
+        torch.testing.assert_close(found, meant[name].float()[:, own], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("said", [AWQ, GPTQ, EIGHT, ORDERED], ids=str)
+def test_cuts_through_words_and_groups(said: dict[str, Any], tmp_path: Path) -> None:
+    """Of any run of rows, and any columns, the numbers are those that were packed."""
+    torch.manual_seed(3)
+    tensors, meant = packed(said, 64, 128)
+    path = tmp_path / "one.safetensors"
+    save_file({kind: tensor.contiguous() for kind, tensor in tensors.items()}, path)
+    scheme = resolve_scheme({"quantization_config": said}, None)
+    assert isinstance(scheme, LowBitScheme)
+    for runs, columns in (
+        ((range(3, 21), range(21, 22), range(40, 64)), range(19, 77)),
+        ((range(8, 16),), range(64, 128)),
+        ((range(5, 6),), None),
+        ((range(9, 9), range(1, 2)), range(127, 128)),
+    ):
+        stored = PackedWeight(scheme, "one", 64, 128, TensorSlice((64, 128), runs, columns))
+        with safe_open(path, framework="pt") as file:
+            for kind in [kind for kind in TENSOR_KINDS if kind in tensors]:
+                stored.read(kind, file, kind, path)
+        rows = [row for run in runs for row in run]
+        expected = meant[rows] if columns is None else meant[rows][:, columns.start : columns.stop]
+        torch.testing.assert_close(stored.dequantize().double(), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("said", [{**AWQ, "group_size": 128}, {**GPTQ, "group_size": 128}], ids=str)
+def test_a_cut_through_groups_is_refused(said: dict[str, Any], tmp_path: Path) -> None:
+    told = "--tp is 2, and a rank would have 64 of 128 columns of layers.0.attention.out.weight, of which 128 share"
+    config = {**named_config("llama-125m"), **LLAMA, "quantization_config": said}
+    for part in (Shard(0, 2), Shard(1, 2)):
+        with pytest.raises(StartupError, match=told) as failure:
+            low_bit.create_model(config, torch.float32, CPU, resolve_scheme(config, None), shard=part)  # type: ignore[arg-type]
+        assert failure.value.remedy == "--tp must divide its groups of columns, 1"
+
+
+def held(model: Any) -> int:
+    """Bytes of a prepared model's weights, packed or not."""
+    packed = {}
+    for module in model.modules():
+        product = getattr(module, "packed" if isinstance(module, Linear) else "packed_kernel", None)
+        if hasattr(product, "data"):
+            packed[product.data.data_ptr()] = product.data.nbytes  # tied ones once
+    return sum(weight.nbytes for weight in model.parameters()) + sum(packed.values())
+
+
+@pytest.mark.parametrize("asked", ["awq", "gptq", "int8", "int4", "gguf"])
+def test_a_ranks_weights_to_the_byte(asked: str, tmp_path: Path) -> None:
+    """What a rank holds, packed, is what is planned for it."""
+    said, config, file = {"awq": AWQ, "gptq": EIGHT}.get(asked), ROUND, None
+    if said is not None:
+        publish(tmp_path, said)
+        config = read_config(tmp_path)
+    elif asked == "gguf":
+        file = converted(tmp_path, "q8_0")
+        config = to_hf_config(file)
+    else:
+        publish_plain(config, tmp_path)
+    scheme = LowBitScheme(0, "gguf") if file is not None else resolve_scheme(config, None if said else asked)
+    assert isinstance(scheme, LowBitScheme)
+    for part in (Shard(0, 2), Shard(1, 2)):
+        model = low_bit.create_model(config, torch.bfloat16, CPU, scheme, file, part)
+        if not with_bits(model):
+            pytest.skip("the kernels for CPUs aren't built")
+        if file is None:
+            load_weights(model, tmp_path, scheme=scheme)
+        else:
+            load_gguf(model, file, scheme=scheme)
+        model.prepare(64)
+        plain = resolve_model_class(config)(config, torch.bfloat16, torch.device("meta"), part)
+        saved = low_bit.saved_bytes(config, scheme, torch.bfloat16, file, part)
+        assert held(model) == sum(weight.nbytes for weight in plain.parameters()) - saved

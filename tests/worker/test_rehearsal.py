@@ -1,0 +1,135 @@
+"""The rehearsal: which steps it has, and what is said where one fails. On a GPU all other tests run behind it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from quire.config import EngineConfig
+from quire.errors import StartupError
+from quire.models.vision import VisionSettings, build_encoder
+from quire.protocol.step_plan import StepPlan
+from quire.startup.build import build
+from quire.worker import warmup
+from quire.worker.image_inputs import ImageInputs
+from quire.worker.model_runner import ModelRunner
+from quire.worker.warmup import _warmup_plans
+
+
+def steps(tokens: int, max_len: int, slots: int = 8) -> list[StepPlan]:
+    return list(_warmup_plans(tokens, max_len, slots))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "max_len", "slots"),
+    [(2048, 512, 8), (2048, 512, 256), (100, 512, 3), (1, 1, 1), (513, 512, 2), (9, 3, 4)],
+)
+def test_the_largest_step_has_all_tokens_in_sequences_that_may_be(tokens: int, max_len: int, slots: int) -> None:
+    plans = steps(tokens, max_len, slots)
+    for plan in plans:
+        assert 1 <= sum(len(row.tokens) for row in plan.slices) <= tokens
+        assert 1 <= len(plan.slices) <= slots
+        assert all(1 <= len(row.tokens) <= max_len and row.slot == 0 for row in plan.slices)
+        assert all(0 <= row.start <= max_len - len(row.tokens) for row in plan.slices)
+    ends = [row.start + len(row.tokens) for plan in plans for row in plan.slices if row.score_tokens]
+    assert max(ends) == max_len, "the end of the longest prompt, in all layers"
+    many, long = plans[-2:]
+    assert len(many.slices) == min(slots, tokens)
+    for plan in (many, long):
+        assert sum(len(row.tokens) for row in plan.slices) == min(tokens, slots * max_len)
+
+
+def test_every_number_of_tokens_and_rows_with_kernels_of_its_own() -> None:
+    plans = steps(2048, 512, 256)
+    alone = {len(plan.slices[0].tokens) for plan in plans if len(plan.slices) == 1}
+    scored = {len(row.score_tokens) for plan in plans for row in plan.slices}
+    singles = {len(plan.slices) for plan in plans if all(len(row.tokens) == 1 for row in plan.slices)}
+    assert {1, 2, 9, 17, 33, 65} <= alone & singles & scored
+
+
+def test_a_cpu_needs_none() -> None:
+    made = build(EngineConfig(device="cpu", kv_tokens=512))
+    made.engine.runner.warm_up(64, 512)
+    assert not torch.any(made.engine.runner.store.group_pages[0][0]), "nothing ran"
+    made.engine.close()
+
+
+def test_what_fails_beside_others_runs_again_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a kernel that two threads load at once."""
+    seen: list[str] = []
+
+    def once() -> None:
+        seen.append("once")
+        if seen.count("once") == 1:
+            raise TypeError("not loaded yet")
+
+    def never() -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(warmup, "_run_task", lambda device, task: task())
+    runner: Any = SimpleNamespace(device=torch.device("cpu"), exchange=None)
+    monkeypatch.setattr(warmup, "_compile_tasks", lambda runner: [once, lambda: seen.append("other")])
+    warmup._compile_kernels(runner)
+    assert sorted(seen) == ["once", "once", "other"]
+    monkeypatch.setattr(warmup, "_compile_tasks", lambda runner: [never])
+    with pytest.raises(torch.OutOfMemoryError, match="no room"):
+        warmup._compile_kernels(runner)
+
+
+def test_a_kernel_that_a_small_gpu_cannot_run_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.runtime.errors import OutOfResources
+
+    def too_large() -> None:
+        raise OutOfResources(104448, 101376, "shared memory")
+
+    monkeypatch.setattr(warmup, "_run_task", lambda device, task: task())
+    monkeypatch.setattr(warmup, "_compile_tasks", lambda runner: [too_large])
+    with pytest.raises(StartupError, match=r"more than this GPU has: .*104448.*101376.*--attention sdpa"):
+        warmup._compile_kernels(SimpleNamespace(device=torch.device("cpu"), exchange=None))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("Tried to allocate 2 GiB.\nMuch more follows"),
+        RuntimeError("CUDA error: out of memory\nMuch more follows"),
+    ],
+)
+def test_too_little_memory_at_start_is_explained(monkeypatch: pytest.MonkeyPatch, error: RuntimeError) -> None:
+    def none_left(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(ModelRunner, "warm_up", none_left)
+    with pytest.raises(StartupError, match=r"out of memory on cpu at start: (Tried to allocate 2 GiB|CUDA)") as refused:
+        build(EngineConfig(device="cpu", kv_tokens=512))
+    assert "--kv-gib" in str(refused.value)
+    assert "--swap-gib" in str(refused.value)
+    assert "Much more" not in str(refused.value)
+
+
+def test_other_errors_at_start_are_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("an illegal memory access")
+
+    monkeypatch.setattr(ModelRunner, "warm_up", broken)
+    with pytest.raises(RuntimeError, match="illegal"):
+        build(EngineConfig(device="cpu", kv_tokens=512))
+
+
+def test_an_encoder_that_makes_a_tile_itself_is_rehearsed() -> None:
+    """Phi-3-Vision's is given fewer tiles than it has parts."""
+    tower = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4}
+    processor = {"image_dim_out": 32, "vision_config": {**tower, "image_size": 28, "patch_size": 7}}
+    said = {"architectures": ["Phi3VForCausalLM"], "hidden_size": 32, "img_processor": processor}
+    eyes = build_encoder(VisionSettings.from_config(said, {"num_crops": 4}), torch.float32, torch.device("cpu"))
+    eyes.prepare()
+    seen: list[int] = []
+    encode = eyes.encode
+    eyes.encode = lambda pixels, grid=None: seen.append(len(pixels)) or encode(pixels, grid)  # type: ignore[func-returns-value]
+    of: Any = SimpleNamespace(vision_encoder=eyes, store=SimpleNamespace(device=torch.device("cpu"), exchange=None))
+    with torch.inference_mode():
+        ImageInputs.warmup(of)
+    assert seen == [5, 5]
