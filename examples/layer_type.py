@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quire.core.request import Sequence as Branch
 from quire.jenga import Evictor, Request, policy_of
 from quire.memory.paged import PagedMemory
 from quire.memory.policies import POLICIES
-from quire.protocol.model_spec import KVCacheConfig, KVCacheGroup, KVCacheLayout
+from quire.protocol.kv_cache_config import KVCacheConfig, KVCacheGroup, KVCacheLayout
+from quire.protocol.sequence import Sequence as Branch
 
 BLOCK, PAGE, TOKENS = 32, 16, 1024
 

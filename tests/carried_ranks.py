@@ -11,11 +11,12 @@ import reduce_ranks
 import torch
 
 from quire.bench import exchange_rank
-from quire.distributed import device_exchange, rank_worker
+from quire.distributed import device_exchange
 from quire.distributed.rank_messages import InitMessage
 from quire.distributed.rank_queries import RANK_QUERIES
 from quire.kernels import peer_memory_layout
 from quire.kernels.triton import norm
+from quire.startup import rank_program
 
 REPLAYS = 2  # beside carrier_ranks' ways
 
@@ -48,4 +49,4 @@ def main() -> None:
     peer_memory_layout.COPY_BYTES, device_exchange.NCCL_MIN_BYTES = 1 << 20, 16
     exchange_rank.SIZE, exchange_rank.DTYPE = 64, torch.float32
     RANK_QUERIES["found"] = lambda runner: runner.found
-    rank_worker.main(Carried, peer_ranks.Seat)
+    rank_program.main(Carried, peer_ranks.Seat)

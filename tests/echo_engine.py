@@ -11,9 +11,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 import echo_service
 
 from quire.core.engine import Engine
-from quire.ipc.engine_server import main
 from quire.ipc.handshake import EngineInitMessage
 from quire.ipc.messages import EngineReady, engine_ready
+from quire.startup.engine_program import main
 from quire.text.grammars.compiler import GrammarCompiler
 
 

@@ -20,14 +20,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 from quire.config import EngineConfig
 from quire.distributed.rank_handle import launch_rank_process
 from quire.distributed.rank_messages import InitMessage
-from quire.distributed.rank_worker import RunnerBuilder, main, serve
+from quire.distributed.rank_worker import RunnerBuilder, serve
 from quire.distributed.remote_runner import RemoteRunner
 from quire.distributed.shared_ring import RingReader
 from quire.errors import PeerLost
 from quire.ipc.child_process import ChildProcess
-from quire.protocol.model_spec import KVCacheConfig
+from quire.protocol.kv_cache_config import KVCacheConfig
 from quire.protocol.step_plan import PageCopy, PageOp, SliceResult, StepPlan, StepResult
 from quire.sim.echo_runner import EchoRunner
+from quire.startup.rank_program import main
 
 VOCAB = 512
 

@@ -263,8 +263,9 @@ def serving(
 ) -> Iterator[Running]:
     """Serve `model` (an EchoBuilt or an EngineConfig) from a thread. `options` are create_app's, `serve` are fields of
     ServeOptions, and `bounds` those of connections; `placement` is the engine's, as `linked` has it."""
-    from quire.server.api_server import ServeOptions, bind
+    from quire.server.api_server import bind
     from quire.server.app import create_app
+    from quire.server.options import ServeOptions
     from quire.server.web_server import WebServer
 
     llm = linked(model or built(), stall_after, placement)

@@ -17,10 +17,10 @@ from quire.distributed import peer_buffers, peer_memory, rank_devices
 from quire.distributed.device_exchange import DeviceExchange
 from quire.distributed.device_stage_pipes import DeviceStagePipes
 from quire.distributed.rank_messages import InitMessage
-from quire.distributed.rank_worker import main as rank_main
 from quire.distributed.shared_memory_exchange import SharedMemoryExchange
 from quire.kernels import peer_memory_layout
 from quire.kernels.triton import all_reduce
+from quire.startup.rank_program import main as rank_main
 
 WHERE = struct.Struct("<QQ")  # a process, and a descriptor of it
 kept: list[mmap.mmap] = []

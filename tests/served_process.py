@@ -16,7 +16,7 @@ from typing import TypeVar
 import httpx
 import psutil
 
-RANK = "quire.distributed.rank_worker"
+RANK = "quire.startup.rank_program"
 READY = 240.0  # seconds for a server to be there, on a machine that is busy
 SERVE = (sys.executable, "-m", "quire", "serve", "--port", "0")
 COMMAND = (*SERVE, "--device", "cpu", "--dtype", "float32", "--kv-gib", "0.1")

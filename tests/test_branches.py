@@ -8,10 +8,10 @@ import pytest
 from memories import MEMORIES, Build
 
 from quire.core.engine import Engine
-from quire.core.request import common_prefix_len
 from quire.core.scheduler import Scheduler
 from quire.core.validation import EngineLimits
 from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.sequence import common_prefix_len
 from quire.protocol.step_plan import StepResult
 from quire.sim.echo_runner import EchoRunner, expected_states, fake_top
 from quire.text.session import Node, session_params

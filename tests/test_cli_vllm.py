@@ -12,7 +12,7 @@ from quire.cli.serve import options_from
 from quire.cli.vllm_flags import NO_EFFECT_FLAGS, SINGLE_VALUE_FLAGS, no_effect_notices, parse_size
 from quire.config import EngineConfig
 from quire.errors import StartupError
-from quire.server.api_server import ServeOptions
+from quire.server.options import ServeOptions
 
 
 @pytest.mark.parametrize("command", ["generate", "chat", "serve", "plan"])

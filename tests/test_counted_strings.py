@@ -25,7 +25,8 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from quire import LLM, SamplingParams
 from quire.protocol.sampling_params import Structured, StructuredOutputsParams
 from quire.text.decoder_rules import DecoderRules
-from quire.text.grammars.compiler import PARSER_LIMITS, CompiledGrammar, GrammarCompiler, GrammarMatcher
+from quire.text.grammars.backend import PARSER_LIMITS
+from quire.text.grammars.compiler import CompiledGrammar, GrammarCompiler, GrammarMatcher
 from quire.text.grammars.counted_strings import MIN_VOCAB
 from quire.text.grammars.source import make_grammar_source
 from quire.text.grammars.vocabulary import GrammarVocabulary

@@ -18,7 +18,7 @@ import layer_type
 from quire.errors import InputError
 from quire.jenga import JengaPolicy, LayerSupportsPrefixCache, Request
 from quire.memory.policies import FAR, FullPolicy, LayerPolicy, WindowPolicy, drops_pages, max_pages_at_once
-from quire.protocol.model_spec import KVCacheGroup
+from quire.protocol.kv_cache_config import KVCacheGroup
 
 
 def group(tokens: int, window: int | None = None) -> KVCacheGroup:

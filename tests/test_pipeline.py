@@ -25,7 +25,7 @@ from quire.config import EngineConfig
 from quire.distributed.rank_messages import InitMessage
 from quire.distributed.remote_runner import RemoteRunner
 from quire.errors import EngineDead
-from quire.protocol.model_spec import KVCacheConfig
+from quire.protocol.kv_cache_config import KVCacheConfig
 from quire.protocol.parallel_layout import Shard
 from quire.protocol.step_plan import PageCopy
 from quire.startup.checkpoint import read_checkpoint

@@ -20,7 +20,8 @@ from quire.memory.page_layout import MemorySize
 from quire.models import read_spec, resolve_model_class
 from quire.models.named_configs import named_config
 from quire.models.quantization import FP8_ON_LOAD
-from quire.protocol.model_spec import KVCacheConfig, ModelSpec
+from quire.protocol.kv_cache_config import KVCacheConfig
+from quire.protocol.model_spec import ModelSpec
 from quire.protocol.parallel_layout import Shard
 from quire.reproduce.contiguous_sizes import TABLE_8
 from quire.startup import memory_plan

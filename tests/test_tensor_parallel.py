@@ -19,7 +19,7 @@ from quire.core.engine import Engine
 from quire.distributed.rank_messages import InitMessage
 from quire.distributed.remote_runner import RemoteRunner
 from quire.errors import EngineDead, StartupError
-from quire.protocol.model_spec import KVCacheConfig
+from quire.protocol.kv_cache_config import KVCacheConfig
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.step_plan import PageCopy
 from quire.startup.build import build

@@ -17,7 +17,7 @@ import transformers
 from quire import LLM, SamplingParams
 from quire.config import EngineConfig
 from quire.core.engine import Engine
-from quire.protocol.model_spec import KVCacheGroup
+from quire.protocol.kv_cache_config import KVCacheGroup
 from quire.protocol.step_plan import StepPlan, TopLogprobs
 from quire.startup.build import build
 

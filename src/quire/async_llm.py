@@ -65,7 +65,7 @@ class AsyncLLM(RequestTracker):
     ) -> None:
         config = engine_config(model, settings)
         if engine_process:
-            from quire.ipc.process_client import launch_engine_process
+            from quire.startup.engine_process import launch_engine_process
 
             link, prompts, _ = launch_engine_process(config, progress)
             self._set_up(link, prompts)

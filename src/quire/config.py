@@ -36,9 +36,8 @@ MAX_RANKS = 63
 MAX_SEQS = 65535  # rows of a launch: what a grid takes
 DEFAULT_BATCH_LIMITS = {"cpu": (256, 2048), "cuda": (1024, 8192)}
 """Sequences in memory, and tokens of a step, where nothing is said: a GPU needs many of both to be busy."""
-VIRTUAL_CPU_SEQS = (
-    48  # ... of --memory virtual on a CPU: Linux bounds a process's mappings, and each place of a slot is one
-)
+# ... of --memory virtual on a CPU: Linux bounds a process's mappings, and each place of a slot is one
+VIRTUAL_CPU_SEQS = 48
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

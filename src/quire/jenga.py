@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from quire.core.request import Sequence as Branch
 from quire.errors import InputError
 from quire.memory.policies import FullPolicy, LayerPolicy
-from quire.protocol.model_spec import KVCacheGroup
+from quire.protocol.kv_cache_config import KVCacheGroup
+from quire.protocol.sequence import Sequence as Branch
 
 
 class Evictor:

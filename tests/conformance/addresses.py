@@ -14,7 +14,7 @@ from contextlib import ExitStack
 import numpy as np
 import numpy.typing as npt
 
-from quire.protocol.model_spec import KVCacheConfig, KVCacheGroup, KVCacheLayout
+from quire.protocol.kv_cache_config import KVCacheConfig, KVCacheGroup, KVCacheLayout
 from quire.protocol.step_plan import (
     PageCopy,
     PageOp,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.protocol.model_spec import KVCacheConfig, KVCacheGroup, KVCacheLayout
+from quire.protocol.kv_cache_config import KVCacheConfig, KVCacheGroup, KVCacheLayout
 
 Layers = tuple[tuple[int, ...], int | None]
 """The layers of a group, and their window."""

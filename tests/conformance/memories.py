@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from quire.config import EngineConfig
-from quire.core.request import Sequence
 from quire.memory.answers import Deferred, Usage
 from quire.memory.baselines.reserved import ReservedMemory
 from quire.memory.build import build_memory
@@ -20,15 +19,9 @@ from quire.memory.page_pool import PagePool
 from quire.memory.paged import PagedMemory
 from quire.memory.virtual.buffers import plan_buffers
 from quire.memory.virtual.virtual_memory import VirtualMemory
-from quire.protocol.model_spec import (
-    KVCacheConfig,
-    KVCacheGroup,
-    KVCacheLayout,
-    LayerSpec,
-    ModelSpec,
-    StateTensor,
-    place_page_ids,
-)
+from quire.protocol.kv_cache_config import KVCacheConfig, KVCacheGroup, KVCacheLayout
+from quire.protocol.model_spec import LayerSpec, ModelSpec, StateTensor, place_page_ids
+from quire.protocol.sequence import Sequence
 
 VOCAB = 64
 MAX_LEN = 48

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from quire.core.request import Sequence
 from quire.memory.policies import POLICIES, FullPolicy
-from quire.protocol.model_spec import KVCacheGroup
+from quire.protocol.kv_cache_config import KVCacheGroup
+from quire.protocol.sequence import Sequence
 from quire.sim.echo_pages import RULES, EchoPages, States
 
 KEPT = 5

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from memories import VOCAB, spec
 
-from quire.protocol.model_spec import KVCacheConfig, KVCacheGroup
+from quire.protocol.kv_cache_config import KVCacheConfig, KVCacheGroup
 from quire.protocol.step_plan import PageOp, StepResult, TableWrite
 from quire.sim.echo_pages import EchoPages, States
 from quire.sim.echo_runner import EchoRunner

@@ -24,10 +24,10 @@ from memories import (
     usage_of,
 )  # fmt: skip
 
-from quire.core.request import Sequence
 from quire.memory.answers import DEFERRED
 from quire.memory.interface import KVMemory
 from quire.memory.paged import PagedMemory
+from quire.protocol.sequence import Sequence
 from quire.protocol.step_plan import SwapIn, SwapOut
 
 every_memory = pytest.mark.parametrize("name", EVERY)

@@ -15,7 +15,7 @@ from quire.core.scheduler import Scheduler
 from quire.core.validation import EngineLimits
 from quire.errors import InputError
 from quire.memory.paged import PagedMemory
-from quire.protocol.model_spec import KVCacheConfig, KVCacheGroup, KVCacheLayout
+from quire.protocol.kv_cache_config import KVCacheConfig, KVCacheGroup, KVCacheLayout
 from quire.protocol.sampling_params import SamplingParams
 from quire.sim.echo_runner import EchoRunner
 

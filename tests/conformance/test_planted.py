@@ -14,15 +14,15 @@ import pytest
 from memories import MEMORIES, Build
 from traces import STEMS, Asked, Checked, Trace, Watched, run_trace
 
-from quire.core.request import Request, Sequence
+from quire.core.request import Request
 from quire.core.scheduler import Scheduler
-from quire.memory.admission import AdmissionPlanner
 from quire.memory.page_pool import PagePool
-from quire.memory.paged import PagedMemory
+from quire.memory.paged import AdmissionPlanner, PagedMemory
 from quire.memory.policies import WindowPolicy
 from quire.memory.prefix_cache import PrefixCache, PrefixHit
 from quire.memory.swap import Swap
 from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.sequence import Sequence
 from quire.protocol.step_plan import PageCopy, SeqSlice, SliceResult, StepPlan, StepResult, SwapIn, SwapOut, TableWrite
 from quire.sim.echo_pages import EchoPages
 from quire.sim.echo_runner import EchoRunner

@@ -14,14 +14,14 @@ from test_planted import HIT, SCRATCH, WRONG, Patch, Shown, every_depth, found_b
 from traces import Asked, Trace
 
 from quire.core.encoder_budget import EncoderBudget
-from quire.core.request import Sequence
 from quire.memory import encoder_cache as gallery
 from quire.memory.encoder_cache import EncoderCache
-from quire.memory.page_tables import SeqPages
 from quire.memory.policies import ImageSpan, VisionPolicy
 from quire.memory.prefix_cache import PrefixCache
+from quire.memory.seq_pages import SeqPages
 from quire.protocol.images import ImageItem
 from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.sequence import Sequence
 from quire.protocol.step_plan import ImageEncoding, PageOp, StepResult
 from quire.sim.echo_images import EchoImages
 from quire.sim.echo_pages import STATE_BYTES, EchoPages, States

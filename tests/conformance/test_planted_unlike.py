@@ -27,13 +27,14 @@ from test_planted import (
 from traces import run_trace
 from unlike import FULL, STATE, UNLIKE, WINDOW, Kind, large, unlike
 
-from quire.core.request import Sequence
 from quire.memory.jenga.two_level_pool import TwoLevelPagePool
-from quire.memory.page_tables import PageTables, SeqPages
+from quire.memory.page_tables import PageTables
 from quire.memory.paged import PagedMemory
 from quire.memory.policies import BudgetPolicy, ChunkedPolicy, FullPolicy, StatePolicy, WindowPolicy
 from quire.memory.prefix_cache import PrefixCache
+from quire.memory.seq_pages import SeqPages
 from quire.protocol import wire
+from quire.protocol.sequence import Sequence
 from quire.protocol.step_plan import (
     DeviceSamplingParams,
     PageCopy,

@@ -34,8 +34,8 @@ from test_planted import (
 )
 from traces import Trace
 
-from quire.core.request import Sequence
 from quire.memory.virtual.virtual_memory import VirtualMemory
+from quire.protocol.sequence import Sequence
 from quire.protocol.step_plan import PageOp, TableWrite
 from quire.worker.virtual.driver import PageRun
 from quire.worker.virtual.fake import FakeDriver

@@ -25,12 +25,12 @@ import pytest
 from memories import EVERY, RESERVED, VIRTUAL, VOCAB
 from traces import Watched, run_trace
 
-from quire.core.request import Sequence
 from quire.memory import paged
-from quire.memory.admission import AdmissionPlanner
 from quire.memory.jenga.retention import Retention
 from quire.memory.page_tables import PageTables
+from quire.memory.paged import AdmissionPlanner
 from quire.memory.policies import FAR, LayerPolicy, drops_pages
+from quire.protocol.sequence import Sequence
 from quire.protocol.step_plan import PageCopy, PageOp, Poison, StepPlan, SwapIn, SwapOut, TableWrite
 from quire.sim.echo_runner import EchoRunner
 

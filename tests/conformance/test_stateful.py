@@ -17,8 +17,8 @@ from hypothesis.stateful import (
 from memories import EVERY, Build, admit_one, check_published, insides, is_unused, reset, total_bytes
 from traces import STEMS
 
-from quire.core.request import Sequence
-from quire.protocol.model_spec import KVCacheGroup
+from quire.protocol.kv_cache_config import KVCacheGroup
+from quire.protocol.sequence import Sequence
 from quire.protocol.step_plan import PageCopy, TableWrite
 
 OPS = ("admit", "admit", "group", "begin", "begin", "confirm", "step", "step", "fork", "fork", "free", "read", "reset")

@@ -18,7 +18,7 @@ from quire.memory.jenga.shared_pool import SharedPool
 from quire.memory.page_layout import MemorySize, build_joint_kv_configs
 from quire.memory.page_tables import build_page_pool
 from quire.memory.paged import PagedMemory
-from quire.protocol.model_spec import KVCacheConfig
+from quire.protocol.kv_cache_config import KVCacheConfig
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.seeds import branch_seed
 from quire.sim.echo_runner import EchoPages, EchoRunner, expected_tokens

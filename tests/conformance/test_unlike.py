@@ -6,8 +6,8 @@ import pytest
 from traces import DEPTHS, Told, drawn_trace
 from unlike import KNOWN, QUERIES, UNLIKE
 
-from quire.core.request import Sequence
-from quire.protocol.model_spec import KVCacheGroup
+from quire.protocol.kv_cache_config import KVCacheGroup
+from quire.protocol.sequence import Sequence
 
 every = pytest.mark.parametrize("name", UNLIKE)
 

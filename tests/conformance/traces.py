@@ -18,7 +18,7 @@ from quire.core.encoder_budget import EncoderBudget
 from quire.core.engine import Engine
 from quire.core.outputs import BranchOutput
 from quire.core.preemption_costs import PreemptionCosts
-from quire.core.request import Request, RequestStatus, Sequence
+from quire.core.request import Request, RequestStatus
 from quire.core.scheduler import Scheduler
 from quire.core.validation import EngineLimits
 from quire.errors import Asleep, InputError
@@ -26,9 +26,10 @@ from quire.memory.answers import Admission, Deferred
 from quire.memory.interface import KVMemory
 from quire.memory.paged import PagedMemory
 from quire.protocol.images import ImageItem, ImagePixels
-from quire.protocol.model_spec import KVCacheConfig
+from quire.protocol.kv_cache_config import KVCacheConfig
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.seeds import branch_seed
+from quire.protocol.sequence import Sequence
 from quire.protocol.step_plan import ImageEncoding, StepPlan, StepResult
 from quire.sim.echo_runner import BeamResult, EchoRunner, expected_beams, expected_states, expected_tokens, fake_top
 

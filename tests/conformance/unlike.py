@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 from memories import Build
 from sink import WITH_SINKS
 
-from quire.core.request import Sequence
 from quire.memory.jenga.shared_pool import SharedPool
 from quire.memory.page_tables import build_page_pool
 from quire.memory.paged import PagedMemory
-from quire.protocol.model_spec import KVCacheConfig, KVCacheGroup, KVCacheLayout, place_page_ids
+from quire.protocol.kv_cache_config import KVCacheConfig, KVCacheGroup, KVCacheLayout
+from quire.protocol.model_spec import place_page_ids
+from quire.protocol.sequence import Sequence
 
 Make = Callable[[Build], PagedMemory]
 KNOWN = WITH_SINKS

@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-from quire.core.request import Request, Sequence
+from quire.core.request import Request
 from quire.core.request_queue import RequestQueue
 from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.sequence import Sequence
 
 PARAMS = SamplingParams(max_tokens=4)
 

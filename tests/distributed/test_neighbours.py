@@ -12,8 +12,7 @@ import pytest
 
 from quire.config import EngineConfig
 from quire.distributed import rank_startup, remote_runner
-from quire.distributed.neighbours import other_gpu_processes
-from quire.distributed.rank_devices import smallest_device_memory
+from quire.distributed.rank_devices import other_gpu_processes, smallest_device_memory
 from quire.errors import StartupError
 from quire.models import read_spec
 from quire.models.named_configs import named_config

@@ -10,8 +10,8 @@ from memories import Build
 from test_invariants import serve
 from unlike import Kind, unlike
 
-from quire.core.request import Sequence
 from quire.memory.paged import PagedMemory
+from quire.protocol.sequence import Sequence
 
 
 def memory_of(pages: int, window: int, **orders: Any) -> PagedMemory:

@@ -11,7 +11,7 @@ from memories import admit_one, spec
 
 from quire.config import EngineConfig
 from quire.core.decoding import new_method
-from quire.core.request import Request, Sequence
+from quire.core.request import Request
 from quire.core.scheduler import Scheduler
 from quire.memory.baselines.reserved import ReservedMemory
 from quire.memory.build import build_memory
@@ -19,6 +19,7 @@ from quire.memory.page_layout import MemorySize
 from quire.memory.paged import PagedMemory
 from quire.protocol.method import Advance, Branch, Choice, Context
 from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.sequence import Sequence
 from quire.protocol.step_plan import PageCopy, SliceResult, StepPlan, StepResult, TableWrite
 from quire.sim.echo_runner import EchoRunner
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from quire.bench import exchange_rank
 from quire.bench.exchange_rank import Timed, _unlike
-from quire.distributed import rank_worker
 from quire.distributed.rank_queries import RANK_QUERIES
+from quire.startup import rank_program
 
 EXACT, LATE = range(2)
 LAPS = 3
@@ -81,4 +81,4 @@ class Carried(Timed):
 def main() -> None:
     """See quire.distributed.rank_worker."""
     RANK_QUERIES["found"] = lambda runner: runner.found
-    rank_worker.main(Carried)
+    rank_program.main(Carried)

@@ -247,7 +247,7 @@ def test_a_program_that_ends_at_start_is_named() -> None:
     ],
 )
 def test_what_nobody_foresaw_at_start_is_named(raised: str, said: str, capfd: pytest.CaptureFixture[str]) -> None:
-    program = f"from quire.ipc.engine_server import main\ndef build(hello):\n    raise {raised}\nmain(build)"
+    program = f"from quire.startup.engine_program import main\ndef build(hello):\n    raise {raised}\nmain(build)"
     link = ProcessEngineClient(ChildProcess(1, ("-c", program)))
     link.send_init(EngineInitMessage(EngineConfig(), (), 60.0, False, logging.WARNING))
     with pytest.raises(StartupError, match=f"the engine's process failed at start: {said}"):
@@ -269,7 +269,7 @@ def serving(folder: Path, *flags: str) -> Iterator[tuple[Served, psutil.Process]
 
 
 def engine_of(server: Served) -> psutil.Process:
-    return next(one for one in server.processes() if "quire.ipc.engine_server" in one.cmdline())
+    return next(one for one in server.processes() if "quire.startup.engine_program" in one.cmdline())
 
 
 def test_a_server_drains_through_both(tmp_path: Path) -> None:

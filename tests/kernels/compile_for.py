@@ -33,7 +33,7 @@ from triton.runtime.jit import JITFunction
 
 from quire.kernels.forward_batch import LayerCache
 from quire.kernels.mamba_states import StateCache, StatePlan
-from quire.kernels.triton import (  # fmt: skip
+from quire.kernels.triton import (
     activation,
     all_reduce,
     copy_engine_allreduce,
@@ -51,7 +51,6 @@ from quire.kernels.triton import (  # fmt: skip
     prefill_hopper,
     rope_write,
     sampling,
-    vocab_parallel_borders,
     vocab_parallel_sampling,
 )
 from quire.kernels.triton.compile_locks import lock_compilation
@@ -242,7 +241,7 @@ def samples() -> None:
         told = vocab_parallel_sampling.local_max(part, own, PDL)
         found = vocab_parallel_sampling.merge_max(of_two(told), vocab, slots, last, tokens, faults, PDL)
         weighed = vocab_parallel_sampling.weigh_tokens(part, own, shapes, found, PDL)
-        for kept in (weighed, vocab_parallel_borders.find_thresholds(part, own, shapes, found, of_two, PDL)):
+        for kept in (weighed, vocab_parallel_sampling.find_thresholds(part, own, shapes, found, of_two, PDL)):
             drawn = vocab_parallel_sampling.draw_local(
                 part, own, shapes, owners, chances[0], found, kept, of_two(kept.row_weights), PDL
             )

@@ -10,8 +10,8 @@ from memories import MEMORIES, Build
 from test_invariants import compute
 from traces import run_trace
 
-from quire.core.request import Sequence
 from quire.memory.paged import PagedMemory
+from quire.protocol.sequence import Sequence
 
 WINDOWED = ["window", "mixed", "mixed-16", "own-sizes", "mixed-uncached", "slack", "boundary", "virtual-mixed"]
 every = pytest.mark.parametrize("name", WINDOWED)

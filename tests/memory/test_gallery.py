@@ -11,7 +11,6 @@ import pytest
 from quire.config import EngineConfig
 from quire.core.encoder_budget import EncoderBudget
 from quire.core.engine import Engine
-from quire.core.request import Sequence
 from quire.core.scheduler import Scheduler
 from quire.core.validation import EngineLimits
 from quire.errors import InputError, PromptTooLong, StartupError
@@ -21,6 +20,7 @@ from quire.memory.paged import PagedMemory
 from quire.protocol.images import ImageItem, ImagePixels
 from quire.protocol.model_spec import LayerSpec, ModelSpec, VisionSpec
 from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.sequence import Sequence
 from quire.protocol.step_plan import ImageEncoding, StepPlan
 from quire.sim.echo_runner import EchoRunner
 

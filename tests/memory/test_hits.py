@@ -12,7 +12,7 @@ from memories import MEMORIES, Build, admit_one
 from test_invariants import compute, sequence, serve
 from unlike import UNLIKE, Kind, unlike
 
-from quire.core.request import Sequence
+from quire.protocol.sequence import Sequence
 
 RUNS, SIGHTS = st.sampled_from([1, 2, 3, 4, 8, 16]), st.integers(1, 40)
 KINDS = st.one_of(

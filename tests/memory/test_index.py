@@ -12,13 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from memories import MEMORIES, Build, admit_one, reset
 
-from quire.core.request import Sequence
 from quire.memory.answers import DEFERRED
 from quire.memory.page_pool import SCRATCH
-from quire.memory.page_tables import PageTables, Tables
+from quire.memory.page_tables import PageTables
 from quire.memory.paged import PagedMemory
 from quire.memory.prefix_cache import PrefixCache, PrefixHit
-from quire.protocol.model_spec import KVCacheConfig, KVCacheGroup, KVCacheLayout
+from quire.memory.seq_pages import Tables
+from quire.protocol.kv_cache_config import KVCacheConfig, KVCacheGroup, KVCacheLayout
+from quire.protocol.sequence import Sequence
 
 # Two kinds of tokens, so that prefixes share long beginnings; a run of equal ones makes pages of equal content.
 PROMPTS = st.lists(st.sampled_from((7, 7, 7, 8)), min_size=1, max_size=20)

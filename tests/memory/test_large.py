@@ -10,7 +10,7 @@ import pytest
 from quire.memory.jenga.shared_pool import PoolView, SharedPool
 from quire.memory.jenga.two_level_pool import TwoLevelPagePool
 from quire.memory.page_pool import WATERMARK_DIVISOR
-from quire.protocol.model_spec import KVCacheConfig, KVCacheGroup, KVCacheLayout
+from quire.protocol.kv_cache_config import KVCacheConfig, KVCacheGroup, KVCacheLayout
 
 
 def take(pages: TwoLevelPagePool, group: int, count: int, owner: int | None = None) -> list[int]:

@@ -9,11 +9,11 @@ import pytest
 from memories import Build, paged
 from test_invariants import sequence, serve
 
-from quire.core.request import Sequence
 from quire.errors import StartupError
 from quire.memory.paged import PagedMemory
 from quire.memory.policies import ChunkedPolicy, FullPolicy, LayerPolicy, WindowPolicy
 from quire.protocol.model_spec import LayerSpec
+from quire.protocol.sequence import Sequence
 
 PACKAGE = """
 from quire.memory.policies import FullPolicy

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from quire.core.request import Sequence
 from quire.memory.policies import POLICIES, BudgetPolicy, LayerPolicy, max_pages_at_once, peak_pages
-from quire.protocol.model_spec import KVCacheConfig, KVCacheGroup, KVCacheLayout
+from quire.protocol.kv_cache_config import KVCacheConfig, KVCacheGroup, KVCacheLayout
+from quire.protocol.sequence import Sequence
 
 SIZES = [(1, 1), (3, 1), (4, 1), (16, 1), (16, 15), (3, 2), (5, 7)]  # so many tokens fill so many pages
 WINDOWS = [None, 1, 2, 4, 5, 7, 16, -1, -4, -5, -12]

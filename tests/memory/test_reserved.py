@@ -14,7 +14,6 @@ from traces import Asked, Trace, run_trace
 
 from quire.bench import main as bench
 from quire.config import RESERVED_MEMORIES, EngineConfig
-from quire.core.request import Sequence
 from quire.errors import StartupError
 from quire.llm import LLM
 from quire.memory.baselines.buddy import BuddyAllocator
@@ -22,6 +21,7 @@ from quire.memory.baselines.reserved import RESERVATION_RULES, ReservedMemory
 from quire.memory.build import build_memory
 from quire.memory.page_layout import MemorySize
 from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.sequence import Sequence
 from quire.protocol.step_plan import PageCopy
 from quire.startup.build import build
 

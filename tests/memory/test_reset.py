@@ -9,9 +9,10 @@ from memories import MEMORIES, VOCAB, Build
 from test_gallery import Served, memory, picture, prompt
 from traces import Asked, Trace
 
-from quire.core.request import Request, RequestStatus, Sequence
+from quire.core.request import Request, RequestStatus
 from quire.memory.paged import PagedMemory
 from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.sequence import Sequence
 
 PROMPT = tuple(random.Random(7).choices(range(1, VOCAB), k=37))
 NAMES = ("paged-4", "poisoned", "mixed", "large-16", "large-poisoned", "boundary", "states", "virtual-4")

@@ -10,8 +10,8 @@ from memories import Build, admit_one
 from test_invariants import compute, serve
 from unlike import KNOWN, Kind, unlike
 
-from quire.core.request import Sequence
 from quire.memory.paged import PagedMemory
+from quire.protocol.sequence import Sequence
 
 PAGE, WINDOW, SLACK = 4, 8, 8
 

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from quire.config import EngineConfig
-from quire.core.request import Sequence
 from quire.errors import StartupError
 from quire.memory.build import build_memory
 from quire.memory.page_layout import MemorySize, tokens_for_bytes
-from quire.protocol.model_spec import KVCacheConfig, LayerSpec, ModelSpec, StateTensor
+from quire.protocol.kv_cache_config import KVCacheConfig
+from quire.protocol.model_spec import LayerSpec, ModelSpec, StateTensor
+from quire.protocol.sequence import Sequence
 from quire.startup import memory_plan
 from quire.startup.memory_plan import GIB, describe_pages, plan_memory
 

@@ -9,10 +9,10 @@ from test_invariants import serve
 from unlike import Kind, unlike
 
 from quire.config import EngineConfig
-from quire.core.request import Sequence
 from quire.memory.build import build_memory
 from quire.memory.page_layout import MemorySize
 from quire.memory.paged import PagedMemory
+from quire.protocol.sequence import Sequence
 
 
 def resident(memory: PagedMemory, id: int, length: int) -> Sequence:

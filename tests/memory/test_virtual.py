@@ -6,9 +6,9 @@ from __future__ import annotations
 import pytest
 from memories import Build, contiguous
 
-from quire.core.request import Sequence
 from quire.memory.virtual import virtual_memory
 from quire.memory.virtual.virtual_memory import VirtualMemory
+from quire.protocol.sequence import Sequence
 from quire.protocol.step_plan import PageOps, TableWrite
 
 TOKENS = 4  # of a page

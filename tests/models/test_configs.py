@@ -13,8 +13,7 @@ import transformers
 from quire.errors import StartupError
 from quire.models import ARCHITECTURES, read_spec, resolve_model_class
 from quire.models.gemma_settings import GemmaSettings
-from quire.models.named_configs import CONFIGS, named_config
-from quire.models.vision_language_configs import VISION_LANGUAGE_CONFIGS
+from quire.models.named_configs import CONFIGS, VISION_LANGUAGE_CONFIGS, named_config
 
 # Counted from the published checkpoints (tied weights once).
 PUBLISHED = {

@@ -14,7 +14,7 @@ BUGS: dict[str, Bug] = {
         r"DID NOT RAISE .*WireError",
     ),
     "an engine that sleeps is read as one that is awake": bug(
-        "ipc/stepped.py",
+        "ipc/frames.py",
         'float(data["seconds"]), mapped, ranks, asleep\n',
         'float(data["seconds"]), mapped, ranks\n',
         "tests/ipc/test_frames.py::test_the_first_frames",

@@ -180,7 +180,7 @@ def sampling(chance: random.Random) -> dict[str, Any]:
 class Server(Served):
     def mib(self) -> tuple[float, float]:
         """Resident memory of the front, and of its engine's process; 0 without one."""
-        engines = [one for one in self.processes() if "quire.ipc.engine_server" in one.cmdline()]
+        engines = [one for one in self.processes() if "quire.startup.engine_program" in one.cmdline()]
         held = sum(one.memory_info().rss for one in engines)
         return round(self.process.memory_info().rss / 2**20, 1), round(held / 2**20, 1)
 

@@ -31,8 +31,9 @@ from quire.async_llm import AsyncLLM
 from quire.bench.machine import machine
 from quire.core.outputs import BranchOutput
 from quire.ipc.garbage_collection import freeze_loaded_objects
-from quire.server.api_server import ServeOptions, bind
+from quire.server.api_server import bind
 from quire.server.app import create_app
+from quire.server.options import ServeOptions
 from quire.server.web_server import WebServer
 from quire.text.output_stream import OutputStream
 

@@ -13,9 +13,9 @@ from asking import TALK, connect
 from echo_service import Running
 from starlette.types import Receive, Scope, Send
 
-from quire.server.api_server import ServeOptions
 from quire.server.connections import BoundedProtocol, ConnectionLimits, LogThrottle
 from quire.server.direct_writer import DIRECT_EXTENSION, DirectWriter
+from quire.server.options import ServeOptions
 from quire.server.web_server import WebServer
 
 

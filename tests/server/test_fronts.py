@@ -23,8 +23,9 @@ from waiting import wait_until
 from quire.config import EngineConfig
 from quire.errors import StartupError
 from quire.ipc.child_process import ChildProcess
-from quire.server.api_server import ServeOptions, serve
+from quire.server.api_server import serve
 from quire.server.frontend_manager import FrontendManager
+from quire.server.options import ServeOptions
 
 pytestmark = pytest.mark.xdist_group(name="fronts")
 
@@ -43,7 +44,7 @@ class Server(Served):
         self.port = int(self.url.rpartition(":")[2])
         self.parts = self.processes()
         self.fronts = [part for part in self.parts if "quire.server.frontend_worker" in part.cmdline()]
-        [self.engine] = [part for part in self.parts if "quire.ipc.engine_server" in part.cmdline()]
+        [self.engine] = [part for part in self.parts if "quire.startup.engine_program" in part.cmdline()]
         return self
 
     def spread(self) -> list[int]:

@@ -13,8 +13,8 @@ from asking import HERMES, MARKERS, SAID, saying
 from echo_service import Running, Saying
 
 from quire.server.adapter import parse_partial_arguments
-from quire.server.anthropic.models import MessageError, MessagesResponse
 from quire.server.anthropic.render import MessageBlocks
+from quire.server.response_models import MessageError, MessagesResponse
 
 pytestmark = pytest.mark.xdist_group(name="messages")
 

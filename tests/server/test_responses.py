@@ -16,10 +16,10 @@ from openai import APIStatusError
 from pydantic import BaseModel
 
 from quire.errors import InputError, StartupError
-from quire.server.api_server import ServeOptions, _check_options
 from quire.server.errors import UnknownResponse
+from quire.server.options import ServeOptions, _check_options
+from quire.server.response_models import ResponsesResponse
 from quire.server.responses import store as response_store
-from quire.server.responses.models import ResponsesResponse
 from quire.server.responses.render import ResponseItems
 from quire.server.responses.store import ResponseStore
 

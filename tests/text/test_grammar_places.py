@@ -35,7 +35,7 @@ def go(place: GrammarMatcher, text: str) -> str:
 
 @pytest.fixture
 def few_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(quire.text.grammars.compiler.PARSER_LIMITS, "max_lexer_states", STATES)
+    monkeypatch.setitem(quire.text.grammars.backend.PARSER_LIMITS, "max_lexer_states", STATES)
 
 
 def grammars() -> GrammarCompiler:
@@ -121,7 +121,7 @@ LONG = form({"type": "array", "items": {"type": "string", "maxLength": 400}}, co
 @pytest.fixture
 def counting(monkeypatch: pytest.MonkeyPatch) -> GrammarCompiler:
     """Over a vocabulary in which strings of counted characters have masks of their own."""
-    monkeypatch.setitem(quire.text.grammars.compiler.PARSER_LIMITS, "max_lexer_states", LARGE)
+    monkeypatch.setitem(quire.text.grammars.backend.PARSER_LIMITS, "max_lexer_states", LARGE)
     return grammars_of(made_up(MIN_VOCAB), MIN_VOCAB)
 
 

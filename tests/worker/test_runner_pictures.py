@@ -10,7 +10,8 @@ from torch import Tensor
 
 from quire.protocol.image_tiling import TileGrid
 from quire.protocol.images import ImageItem, ImagePixels
-from quire.protocol.model_spec import KVCacheConfig, KVCacheGroup, KVCacheLayout, LayerSpec, ModelSpec, VisionSpec
+from quire.protocol.kv_cache_config import KVCacheConfig, KVCacheGroup, KVCacheLayout
+from quire.protocol.model_spec import LayerSpec, ModelSpec, VisionSpec
 from quire.protocol.step_plan import ImageEncoding, SlotInit, TableWrite
 from quire.worker.image_inputs import ImageInputs
 from quire.worker.store import Store

@@ -27,8 +27,7 @@ from quire.protocol.seeds import branch_seed
 from quire.protocol.step_plan import DeviceSamplingParams, SeqSlice, SliceResult, SlotInit, TokenBitmask
 from quire.worker import penalties
 from quire.worker.inverse_cdf import WEIGHT_SCALE, draw, token_weights, uniform_noise
-from quire.worker.sampler import PendingSamples, Sampler
-from quire.worker.sampling_rules import LogitRules
+from quire.worker.sampler import LogitRules, PendingSamples, Sampler
 from quire.worker.token_bitmasks import TokenBitmasks
 
 VOCAB = 500  # not a multiple of the block that draws are searched in

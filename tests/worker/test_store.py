@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quire.errors import StartupError
-from quire.protocol.model_spec import KVCacheConfig, KVCacheGroup, KVCacheLayout, LayerSpec, ModelSpec, StateTensor
+from quire.protocol.kv_cache_config import KVCacheConfig, KVCacheGroup, KVCacheLayout
+from quire.protocol.model_spec import LayerSpec, ModelSpec, StateTensor
 from quire.protocol.step_plan import PageCopy, PageOp, PageOps, Poison, SeqSlice, SwapIn, SwapOut, TableWrite
 from quire.worker import hazards, host_pool
 from quire.worker import store as module

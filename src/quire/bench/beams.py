@@ -21,9 +21,9 @@ from quire.bench.workloads import Job, parse
 from quire.cli.flags import config_from
 from quire.config import EngineConfig
 from quire.core.engine import Engine
-from quire.core.request import Sequence as Seq
 from quire.errors import StartupError
 from quire.memory.paged import PagedMemory
+from quire.protocol.sequence import Sequence as Seq
 from quire.startup.build import BuiltEngine
 
 WIDTH = 4

@@ -17,9 +17,9 @@ import numpy as np
 
 from quire.core.engine import Engine
 from quire.core.preemption_costs import PreemptionCosts
-from quire.core.request import Sequence as Seq
-from quire.protocol.model_spec import KVCacheConfig
+from quire.protocol.kv_cache_config import KVCacheConfig
 from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.sequence import Sequence as Seq
 
 REPEATS = 7
 FIRST = 16  # tokens of the shortest sample

@@ -16,7 +16,6 @@ from quire.bench.latency import spread
 from quire.bench.machine import Others
 from quire.config import EngineConfig
 from quire.core.request import Request
-from quire.core.request import Sequence as Seq
 from quire.core.scheduler import Scheduler
 from quire.errors import StartupError
 from quire.ipc.garbage_collection import freeze_loaded_objects
@@ -25,6 +24,7 @@ from quire.memory.page_layout import MemorySize
 from quire.protocol.method import Advance, Branch, Choice, Context
 from quire.protocol.model_spec import LayerSpec, ModelSpec
 from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.sequence import Sequence as Seq
 from quire.protocol.step_plan import SliceResult, StepPlan, StepResult, TopLogprobs
 from quire.sim.echo_runner import EchoRunner
 

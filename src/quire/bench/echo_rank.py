@@ -7,10 +7,10 @@ from collections import deque
 
 import numpy as np
 
-from quire.distributed import rank_worker
 from quire.distributed.rank_queries import RANK_QUERIES
 from quire.protocol.seq_slices import SeqSlices
 from quire.protocol.step_plan import SliceResult, StepPlan, StepResult
+from quire.startup import rank_program
 
 ARRIVED = "arrived"
 """What is asked: the clock (CLOCK_MONOTONIC, the engine's too), in nanoseconds, when the last order was there."""
@@ -50,4 +50,4 @@ class StampedRunner:
 def main() -> None:
     """See quire.distributed.rank_worker."""
     RANK_QUERIES[ARRIVED] = lambda runner: runner.arrived
-    rank_worker.main(lambda hello: StampedRunner())
+    rank_program.main(lambda hello: StampedRunner())

@@ -14,7 +14,6 @@ from quire.bench.document import short, table
 from quire.bench.machine import Others
 from quire.config import EngineConfig
 from quire.core.request import Request
-from quire.core.request import Sequence as Seq
 from quire.core.scheduler import Scheduler
 from quire.errors import StartupError
 from quire.ipc.garbage_collection import freeze_loaded_objects
@@ -23,6 +22,7 @@ from quire.memory.interface import KVMemory
 from quire.memory.page_layout import MemorySize
 from quire.protocol.model_spec import LayerSpec, ModelSpec
 from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.sequence import Sequence as Seq
 from quire.sim.echo_runner import EchoRunner
 
 BRANCHES, LONG = 128, 32768

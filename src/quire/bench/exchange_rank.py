@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from quire.bench.exchange import OURS, SHOTS, WAYS
-from quire.distributed import rank_worker as rank
 from quire.distributed.nccl import NcclCommunicator
 from quire.distributed.rank_messages import InitMessage
 from quire.distributed.rank_queries import RANK_QUERIES
@@ -25,6 +24,7 @@ from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
 from quire.layers.prepare import connect_ranks
 from quire.layers.sharding import shard_columns
+from quire.startup import rank_program
 
 SIZE = 8192  # numbers of a row, as Llama-3-70B's have
 DTYPE = torch.bfloat16
@@ -376,4 +376,4 @@ def _bits(*tensors: Tensor) -> int:
 def main() -> None:
     """See quire.distributed.rank_worker."""
     RANK_QUERIES["found"] = lambda runner: runner.found
-    rank.main(Timed)
+    rank_program.main(Timed)

@@ -18,7 +18,7 @@ from quire.memory.page_layout import MemorySize
 from quire.memory.virtual.virtual_memory import build_virtual_kv_config
 from quire.protocol.model_spec import ModelSpec
 from quire.protocol.step_plan import TableWrite
-from quire.worker.virtual.opening import open_store
+from quire.worker.virtual.store import open_store
 
 Found = TypeVar("Found")
 

@@ -116,7 +116,7 @@ def _metric(port: int, name: str) -> float:
 def ranks_of(server: subprocess.Popen[bytes]) -> list[psutil.Process]:
     """A server's ranks. QuireError if it has none."""
     every = psutil.Process(server.pid).children(recursive=True)
-    ranks = [one for one in every if "quire.distributed.rank_worker" in one.cmdline()]
+    ranks = [one for one in every if "quire.startup.rank_program" in one.cmdline()]
     if not ranks:
         raise QuireError("the server has no ranks")
     return ranks

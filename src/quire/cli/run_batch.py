@@ -12,9 +12,9 @@ from starlette.types import ASGIApp
 
 from quire.cli.flags import config_from
 from quire.errors import StartupError
-from quire.server.api_server import read_chat_template, set_chat_template
 from quire.server.batch import MAX_IN_FLIGHT
 from quire.server.batch import run_batch as run
+from quire.server.options import read_chat_template, set_chat_template
 
 if TYPE_CHECKING:
     from quire.async_llm import AsyncLLM

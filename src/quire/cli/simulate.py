@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.bench.calibrate import shape_of
 from quire.bench.document import document, short, table, write
@@ -25,12 +25,14 @@ from quire.cli.flags import add_engine_flags, config_from
 from quire.cli.parser import Parser
 from quire.config import EngineConfig
 from quire.errors import InputError, StartupError
+from quire.memory.answers import Usage
 from quire.memory.build import max_seq_len
 from quire.memory.page_layout import MemorySize, tokens_for_bytes
 from quire.models.named_configs import CONFIGS
 from quire.models.quantization import resolve_fp8_scheme
 from quire.protocol.model_spec import ModelSpec
 from quire.protocol.sampling_params import SamplingParams
+from quire.reproduce.plots import COLOURS, figure
 from quire.sim.cost_model import Calibration, CostModel, calibration_names, load_calibration
 from quire.sim.runner import DrawFunction
 from quire.sim.simulation import (
@@ -48,6 +50,10 @@ from quire.sim.simulation import (
 from quire.startup.checkpoint import DEFAULT_MODEL, Checkpoint, read_checkpoint
 from quire.startup.dtypes import ITEMSIZE
 from quire.startup.memory_plan import activation_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 DEFAULT_SECONDS = 600.0  # of a trace that is made here
 MIN_RATE, MAX_RATE = 1e-6, 1e5
@@ -107,7 +113,6 @@ def main(args: list[str]) -> int:
         write(Path(given.out), {**content, "calibration": plant.calibration._asdict()})
     print(format_results(results, plant))
     if given.plot:
-        from quire.cli.simulated import plot_results
         from quire.reproduce.plots import save
 
         save(plot_results(results), Path(given.plot))
@@ -365,3 +370,48 @@ def format_results(results: Sequence[dict[str, Any]], plant: SimulatedDeployment
 
 def _ms(spread: dict[str, float] | None, which: str) -> str:
     return short(spread[which] * 1000) if spread else "-"
+
+
+CATEGORIES = [name for name in Usage._fields if name != "free"]
+
+
+def plot_results(results: Sequence[dict[str, Any]]) -> Figure:
+    """Two panels: normalised latency (of one run: requests), and memory (over time, or by rate)."""
+    fig = figure(11, 4)
+    left, right = fig.subplots(1, 2)
+    if len(results) == 1:
+        _plot_requests(left, results[0]["moments"])
+        _plot_memory(right, [m["time"] for m in results[0]["moments"]], results[0]["moments"], "seconds")
+    else:
+        runs = [run for run in results if run["normalised_s"] is not None]
+        for which, colour in zip(("mean", "p99"), COLOURS):
+            values = [1000 * run["normalised_s"][which] for run in runs]
+            left.plot([run["rate"] for run in runs], values, "o-", color=colour, label=which)
+        if max(run["normalised_s"]["p99"] for run in runs) > 10 * min(run["normalised_s"]["mean"] for run in runs):
+            left.set_yscale("log")
+        left.set_xlabel("requests/s")
+        left.set_ylabel("normalised latency, ms a token")
+        left.set_title("Latency of requests that ended")
+        left.legend()
+        _plot_memory(right, [run["rate"] for run in runs], [run["memory_bytes"] for run in runs], "requests/s")
+    return fig
+
+
+def _plot_requests(axes: Axes, moments: Sequence[dict[str, Any]]) -> None:
+    times = [moment["time"] for moment in moments]
+    for name, colour in zip(("running", "waiting"), COLOURS):
+        axes.plot(times, [moment[name] for moment in moments], color=colour, label=name)
+    axes.set_xlabel("seconds")
+    axes.set_ylabel("requests")
+    axes.set_title("Requests over time")
+    axes.legend()
+
+
+def _plot_memory(axes: Axes, at: Sequence[float], usages: Sequence[dict[str, Any]], label: str) -> None:
+    shares = [[100 * usage[name] / sum(usage[key] for key in Usage._fields) for usage in usages] for name in CATEGORIES]
+    axes.stackplot(at, shares, labels=CATEGORIES, colors=COLOURS)
+    axes.set_ylim(0, 100)
+    axes.set_xlabel(label)
+    axes.set_ylabel("% of the KV memory")
+    axes.set_title("Memory by category")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncol=len(CATEGORIES), frameon=False)

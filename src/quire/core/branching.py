@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 from quire.core.checked_method import MethodError, ReadOnlyTokens
 from quire.core.decoding import method_context
-from quire.core.request import Request, RequestStatus, Sequence
+from quire.core.request import Request, RequestStatus
 from quire.protocol.method import Branch, Choice, Ending
+from quire.protocol.sequence import Sequence
 from quire.protocol.step_plan import SliceResult, TopLogprobs
 
 ForkPair = tuple[Sequence, Sequence]

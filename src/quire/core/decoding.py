@@ -9,9 +9,10 @@ from collections.abc import Sequence as Seq
 from operator import add
 
 from quire.core.grammar_masks import advance_grammar, append_forced_tokens
-from quire.core.request import Request, Sequence
+from quire.core.request import Request
 from quire.protocol.method import Advance, Branch, Choice, Context, Ending, Method
 from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.sequence import Sequence
 from quire.protocol.step_plan import SeqSlice, SliceResult
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from quire.core.request import Sequence
 from quire.memory.interface import KVMemory
 from quire.protocol.model_spec import max_parts_per_step
+from quire.protocol.sequence import Sequence
 
 
 class EncoderBudget:

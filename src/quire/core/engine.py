@@ -18,7 +18,7 @@ from quire.core.grammar_masks import build_masks
 from quire.core.image_registry import ImageRegistry
 from quire.core.outputs import BranchOutput, EngineStats, OutputBuilder
 from quire.core.recovery import RunnerRestarter, recover
-from quire.core.request import Request, Sequence
+from quire.core.request import Request
 from quire.core.runner import DeferredMaskRunner, Runner
 from quire.core.scheduler import Scheduler
 from quire.core.shared_memory import SharedMemoryGroup
@@ -30,6 +30,7 @@ from quire.protocol.image_tiling import ImageTiling
 from quire.protocol.images import ImageItem, ImagePixels
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.seeds import branch_seed
+from quire.protocol.sequence import Sequence
 from quire.protocol.step_plan import StepPlan
 from quire.protocol.structured_output import GrammarCompiler
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from quire.core.request import Request, Sequence
+from quire.core.request import Request
+from quire.protocol.sequence import Sequence
 from quire.protocol.step_plan import SeqSlice, TokenBitmask
 from quire.protocol.structured_output import GrammarMatcher
 

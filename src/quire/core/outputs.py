@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from quire.core.request import Request, RequestStatus, SeqEvent, Sequence
+from quire.core.request import Request, RequestStatus, SeqEvent
+from quire.protocol.sequence import Sequence
 from quire.protocol.step_plan import TopLogprobs
 
 

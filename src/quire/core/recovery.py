@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 
 from quire.core.encoder_budget import EncoderBudget
 from quire.core.outputs import BranchOutput
-from quire.core.request import Request, RequestStatus, SeqEvent, Sequence
+from quire.core.request import Request, RequestStatus, SeqEvent
 from quire.core.scheduler import Scheduler
 from quire.core.sleep import PREFIX_PARAMS
 from quire.errors import EngineDead, RanksLost, StartupError
 from quire.memory.interface import KVMemory
+from quire.protocol.sequence import Sequence
 
 if TYPE_CHECKING:
     from quire.core.engine import Engine

@@ -15,11 +15,12 @@ from quire.core.decoding import append_token, record_pooled, record_prompt_logpr
 from quire.core.encoder_budget import EncoderBudget
 from quire.core.grammar_masks import build_masks, must_wait_for_token
 from quire.core.preemption_costs import DEFAULT_COSTS, PreemptionCosts
-from quire.core.request import Request, RequestStatus, SeqEvent, Sequence
+from quire.core.request import Request, RequestStatus, SeqEvent
 from quire.core.request_queue import RequestQueue
 from quire.memory.answers import Deferred
 from quire.memory.interface import KVMemory
 from quire.protocol.seeds import branch_seed
+from quire.protocol.sequence import Sequence
 from quire.protocol.step_plan import LAST_SAMPLED, SeqSlice, SliceResult, SlotInit, StepPlan, StepResult
 
 

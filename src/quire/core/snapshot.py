@@ -10,7 +10,7 @@ from quire.core.engine import Engine
 from quire.core.request import Request
 from quire.core.request_queue import ORDER_STEP
 from quire.memory.page_tables import PageTables
-from quire.protocol.model_spec import KVCacheGroup
+from quire.protocol.kv_cache_config import KVCacheGroup
 
 FREE, CACHED, SHARED, PINNED, FIRST_OWNER = range(5)
 """What a page is, in a scene: free, or of another group; found by prefixes, used by nobody; named by several tables; a

@@ -13,14 +13,13 @@ from typing import NamedTuple
 from quire.errors import InputError, Overloaded, PromptTooLong, short_repr
 from quire.protocol.image_tiling import MAX_IMAGE_SIDE, ImageTiling, TileGrid
 from quire.protocol.images import ImageItem, ImagePixels
-from quire.protocol.model_spec import KVCacheConfig
+from quire.protocol.kv_cache_config import KVCacheConfig
 from quire.protocol.sampling_params import SamplingParams
 
 MAX_SALT = 1024
 PROMPTS_PER_REQUEST = 16  # of the requests that wait, on an average
-EXTRA_TOKEN_IDS = (
-    8  # ids behind the vocabulary, which stand for pictures alone: an embedding has rows for so many (Mllama)
-)
+# ids behind the vocabulary, which stand for pictures alone: an embedding has rows for so many (Mllama)
+EXTRA_TOKEN_IDS = 8
 
 FitsFunction = Callable[[list[int], int], bool]
 """Whether branches that reach these lengths, with a common prompt of so many tokens, fit into an empty memory."""

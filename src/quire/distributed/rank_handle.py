@@ -17,7 +17,7 @@ from quire.ipc.frames import Frame, FrameCodec
 from quire.protocol.columns import WireError
 
 KILL_WAIT_SECONDS = 5.0  # seconds for a process to go that was killed
-RANK_PROGRAM = program_arguments("quire.distributed.rank_worker")
+RANK_PROGRAM = program_arguments("quire.startup.rank_program")
 
 RankLauncher = Callable[[int, Sequence[int]], ChildProcess]  # of a rank's number, and the descriptors that it inherits
 

@@ -17,8 +17,7 @@ from quire.ipc.frames import Frame, read_field, read_json, read_uint32, write_js
 from quire.ipc.image_frames import read_pixels, write_pixels
 from quire.protocol.columns import FrameReader, WireError
 from quire.protocol.images import ImagePixels
-from quire.protocol.kv_cache_config_json import kv_cache_config_from_json, kv_cache_config_to_json
-from quire.protocol.model_spec import KVCacheConfig
+from quire.protocol.kv_cache_config import KVCacheConfig, kv_cache_config_from_json, kv_cache_config_to_json
 from quire.protocol.parallel_layout import MOST_RANKS, Shard
 from quire.protocol.wire import KEY_BYTES
 

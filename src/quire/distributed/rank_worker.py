@@ -4,22 +4,16 @@ Started by quire.distributed.remote_runner. It decides nothing, and ends with th
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import hashlib
 import logging
-import os
 import select
-import signal
 import socket
 import struct
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 from quire.distributed.rank_messages import (
@@ -55,12 +49,9 @@ from quire.distributed.rank_messages import (
 )
 from quire.distributed.rank_queries import RANK_QUERIES
 from quire.distributed.shared_ring import RingReader
-from quire.distributed.triton_cache import triton_cache_environment
 from quire.errors import PeerLost, StartupError
 from quire.ipc.channel import READ_SIZE
-from quire.ipc.child_process import exit_now, ignore_signals
 from quire.ipc.frames import Frame, FrameCodec, read_json, write_json
-from quire.ipc.garbage_collection import freeze_loaded_objects
 from quire.protocol.columns import WireError
 from quire.protocol.step_plan import StepPlan, StepResult
 from quire.protocol.wire import decode_frame, encode_frame
@@ -76,7 +67,6 @@ NO_MULTICAST_ENVIRONMENT = {
 }
 """What keeps libraries from NVLink's multicast objects."""
 log = logging.getLogger("quire.distributed")
-
 RunnerBuilder = Callable[..., Any]  # of a Hello, and of a `seat` if there is one: a Runner of control.engine
 
 
@@ -253,40 +243,3 @@ def _to_failure(error: BaseException) -> RankFailure:
         return RankFailure(error.cause, error.remedy)
     said = next(iter(str(error).splitlines()), "")
     return RankFailure(f"{type(error).__name__}{': ' * bool(said)}{said}"[:300], "", isinstance(error, PeerLost))
-
-
-def build_runner(hello: InitMessage, device: Any = None) -> Any:
-    """The runner of a part of a model."""
-    from quire.startup.loader import build_rank_runner
-
-    return build_rank_runner(hello, device)
-
-
-def open_device(hello: InitMessage) -> Any:
-    """The GPU that a rank will use."""
-    from quire.distributed.rank_devices import RankDevice
-
-    os.environ.update(triton_cache_environment())
-    return RankDevice(hello)
-
-
-def main(build: RunnerBuilder | None = None, device_opener: Callable[[InitMessage], Any] | None = None) -> None:
-    """The arguments are the rank's number, and descriptors: of the connection, of the ring, of its event. Without a
-    `build` of its own it's a model's: torch is imported while the engine's process reads what it needs of that."""
-
-    def built(hello: InitMessage, **seat: Any) -> Any:
-        runner = (build or build_runner)(hello, **seat)
-        freeze_loaded_objects()
-        return runner
-
-    gc.disable()  # until all is loaded
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    with suppress(AttributeError, OSError):  # a process that is stopped ends too
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    ignore_signals()
-    if build is None:
-        threading.Thread(target=import_module, args=("torch",), name="quire-imports", daemon=True).start()
-    os.environ.update(NO_MULTICAST_ENVIRONMENT)
-    rank, connection, ring, event = map(int, sys.argv[1:5])
-    reader = RingReader(ring, event, rank)
-    exit_now(serve(built, socket.socket(fileno=connection), reader, partial(os._exit, 1), device_opener or open_device))

@@ -57,8 +57,8 @@ from quire.ipc.frames import Frame, FrameCodec, read_json, write_json
 from quire.ipc.heartbeat import SILENCE_SECONDS
 from quire.protocol.columns import WireError
 from quire.protocol.images import ImagePixels
-from quire.protocol.model_spec import KVCacheConfig
-from quire.protocol.model_spec import KVCacheLayout as Addresses
+from quire.protocol.kv_cache_config import KVCacheConfig
+from quire.protocol.kv_cache_config import KVCacheLayout as Addresses
 from quire.protocol.parallel_layout import ParallelLayout
 from quire.protocol.step_plan import MappingStats, RankUsage, StepPlan, StepResult
 from quire.protocol.wire import decode_frame, encode_frame

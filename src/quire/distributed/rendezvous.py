@@ -16,9 +16,8 @@ from quire.protocol.parallel_layout import ParallelLayout, Shard
 
 SLOT_BYTES = 1 << 20  # bytes that a rank tells at once; larger tensors go in pieces
 COUNTER_BYTES = 4096  # bytes for counts
-COUNTER_STRIDE = (
-    8  # words from a rank's count to the next one's, of which the second says that it waits for another stage
-)
+# words from a rank's count to the next one's, of which the second says that it waits for another stage
+COUNTER_STRIDE = 8
 
 
 class RankFds(NamedTuple):

@@ -5,7 +5,6 @@ none is left. Started by quire.ipc.process_client, over sockets that have no nam
 from __future__ import annotations
 
 import faulthandler
-import gc
 import logging
 import os
 import select
@@ -14,13 +13,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 from quire.core.engine import Engine
 from quire.errors import InputError, StartupError
 from quire.ipc.channel import MAX_QUEUED_BYTES, READ_SIZE, Channel
-from quire.ipc.child_process import exit_now, ignore_signals
+from quire.ipc.child_process import ignore_signals
 from quire.ipc.engine_loop import ClientLeft, EngineLoop
 from quire.ipc.frames import (
     INIT,
@@ -40,21 +38,17 @@ from quire.ipc.garbage_collection import freeze_loaded_objects
 from quire.ipc.grammar_queue import GrammarQueue
 from quire.ipc.handshake import EngineInitMessage, read_engine_init, write_heartbeat, write_ready
 from quire.ipc.heartbeat import SILENCE_SECONDS
-from quire.ipc.messages import EngineExited, EngineMessage, EngineReady, Reply, StepOutputs, engine_ready
+from quire.ipc.messages import EngineExited, EngineMessage, EngineReady, Reply, StepOutputs
 from quire.ipc.output_buffer import OutputBuffer
 from quire.ipc.thread_stacks import format_thread_stacks
 from quire.protocol.columns import WireError
-from quire.protocol.structured_output import Grammar, Structured
 
 if TYPE_CHECKING:
-    from quire.config import EngineConfig
-    from quire.startup.checkpoint import Checkpoint
-    from quire.text.grammars.compiler import GrammarCompiler
+    pass
 
 LAG_BYTES = 1 << 22  # bytes that wait for a front: from then on its outputs are merged, until none wait
 END_SECONDS = 20.0  # for the end once no front is left; then it is forced
 log = logging.getLogger("quire.ipc")
-
 EngineBuilder = Callable[[EngineInitMessage], tuple[Engine, EngineReady]]
 
 
@@ -237,68 +231,3 @@ def _exit_after_clients(readers: list[threading.Thread]) -> None:
     for reader in readers:
         reader.join()
     faulthandler.dump_traceback_later(END_SECONDS, exit=True, file=sys.__stderr__ or sys.stderr)
-
-
-def build_model(hello: EngineInitMessage) -> tuple[Engine, EngineReady]:
-    """The engine of a model."""
-    from quire.startup.build import build_engine
-    from quire.startup.checkpoint import read_checkpoint
-    from quire.startup.prealloc import preallocate_weights
-
-    config = hello.config
-    source = read_checkpoint(config)
-    preallocate_weights(config, source)
-    engine, plan, notices = build_engine(config, source, hello.named, hello.progress)
-    engine.grammar_compiler = LazyGrammars(config, source, engine)
-    return engine, engine_ready(engine, plan.to_lines(), notices)
-
-
-class LazyGrammars:
-    """Makes grammars in the engine's process: fronts send the forms of outputs, which they have checked and tried. The
-    tokenizer is read with the first."""
-
-    def __init__(self, config: EngineConfig, source: Checkpoint, engine: Engine) -> None:
-        self._config, self._source, self._engine = config, source, engine
-        self._lock = threading.Lock()
-        self._grammars: GrammarCompiler | None = None
-
-    def get_cached(self, structured: Structured) -> Grammar | None:
-        """The grammar, if it costs nothing to get it."""
-        return None if self._grammars is None else self._grammars.get_cached(structured)
-
-    def get(self, structured: Structured) -> Grammar:
-        """Its grammar."""
-        with self._lock:
-            if self._grammars is None:
-                self._grammars = self._load()
-        return self._grammars.get(structured)
-
-    def _load(self) -> GrammarCompiler:
-        from quire.startup.checkpoint import read_tokenizer
-        from quire.text.grammars.compiler import GrammarCompiler
-
-        tokenizer = read_tokenizer(self._config, self._source)
-        if tokenizer is None:
-            raise InputError("structured output needs a tokenizer to make a grammar of it", "structured_outputs")
-        return GrammarCompiler(
-            tokenizer, self._engine.limits.vocab_size, tuple(self._engine.scheduler.eos_ids), trusted=True
-        )
-
-
-def import_torch() -> None:
-    """What goes wrong is in the log: who imports it again may fail of what the first time left behind."""
-    try:
-        import_module("torch")
-    except Exception:
-        log.warning("torch can't be imported", exc_info=True)
-
-
-def main(build: EngineBuilder | None = None) -> None:
-    """The arguments are the numbers of the connections' file descriptors. Without a `build` of its own it's a model's:
-    torch is imported while the front finds out what it wants."""
-    gc.disable()  # until all is loaded
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    if build is None:
-        threading.Thread(target=import_torch, name="quire-imports", daemon=True).start()
-    connections = [socket.socket(fileno=int(number)) for number in sys.argv[1:]]
-    exit_now(serve_clients(build or build_model, connections))

@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 from quire.config import EngineConfig
 from quire.core.validation import EngineLimits
 from quire.errors import StartupError
-from quire.ipc.frames import Frame, read_field, read_json, read_uint32, write_json
+from quire.ipc.frames import Frame, metrics_from_json, metrics_to_json, read_field, read_json, read_uint32, write_json
 from quire.ipc.heartbeat import Health
 from quire.ipc.messages import EngineReady
-from quire.ipc.stepped import metrics_from_json, metrics_to_json
 from quire.protocol.columns import FrameReader, WireError
 
 HEARTBEAT = struct.Struct("<BdI")  # stalled, seconds since the loop's last turn, bytes of why

@@ -6,15 +6,16 @@ A front numbers its requests; numbers are its own. `key` names a question: its A
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from quire.core.engine import Engine
 from quire.core.outputs import BranchOutput, EngineStats
 from quire.core.validation import EngineLimits
-from quire.ipc.cache_info import kv_cache_info
 from quire.memory.answers import Account
 from quire.protocol.images import ImageItem, ImagePixels
+from quire.protocol.kv_cache_config import KVCacheConfig
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.step_plan import MappingStats, RankUsage
 
@@ -22,8 +23,6 @@ MAX_NUMBER = 2**32 - 1  # of a request or a question
 MAX_REQUESTS = 1 << 16  # of one message
 MAX_ID_CHARS = 1024  # characters of a request's name
 MAX_TAGS = 16  # of a wake-up
-
-# From a front
 
 
 class NewRequest(NamedTuple):
@@ -116,8 +115,6 @@ ClientMessage = (
     | SnapshotRequest
     | AdminRequest
 )
-
-# From the engine
 
 
 class Reply(NamedTuple):
@@ -218,3 +215,31 @@ def engine_ready(engine: Engine, lines: list[str], notices: tuple[str, ...]) -> 
     memory = engine.scheduler.memory
     cache = kv_cache_info(memory.kv_config, engine.limits.max_len, memory.account())
     return EngineReady(engine.limits, tuple(lines), notices, cache, collect_metrics(engine))
+
+
+def kv_cache_info(geometry: KVCacheConfig, max_len: int, account: Account) -> dict[str, object]:
+    """vLLM's names, and ours: `num_blocks` and `page_bytes` of each pool of pages, or of each group of layers where all
+    have all of the memory in common, in large pages of `large_page_bytes`. `num_gpu_blocks` times `block_size`
+    is the size in tokens, of which every layer takes a place."""
+    pools = {group.ids: group for group in geometry.groups}  # unlike pages have one each
+    users = Counter(group.ids for group in geometry.groups)
+    shape = {
+        "block_size": [group.run_tokens for group in pools.values()],
+        "num_blocks": [len(ids) for ids in pools],
+        "page_bytes": [group.page_bytes for group in pools.values()],
+    }
+    if geometry.large_bytes:
+        tokens = geometry.tokens_in_large_pages()
+    else:
+        tokens = min(len(ids) // users[ids] // group.run_pages * group.run_tokens for ids, group in pools.items())
+    facts: dict[str, object] = {name: ",".join(map(str, dict.fromkeys(sizes))) for name, sizes in shape.items()}
+    if geometry.large_bytes:
+        facts["large_page_bytes"] = geometry.large_bytes
+    return facts | {
+        "layout": geometry.layout.value,
+        "num_gpu_blocks": tokens // min(shape["block_size"]),
+        "num_cpu_blocks": account.sharing.host_pages,
+        "kv_cache_size_tokens": tokens,
+        "kv_cache_max_concurrency": f"{tokens / max_len:.2f}",
+        "kv_cache_memory_bytes": account.usage.total,
+    }

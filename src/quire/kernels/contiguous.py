@@ -15,7 +15,7 @@ from torch import Tensor
 from quire.kernels.forward_batch import ForwardBatch, LayerCache, to_device
 from quire.kernels.limits import MAX_SCORES, QUERY_TILE
 from quire.kernels.reference import write_pages
-from quire.protocol.model_spec import KVCacheLayout
+from quire.protocol.kv_cache_config import KVCacheLayout
 
 
 @dataclass(slots=True)

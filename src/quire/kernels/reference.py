@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.forward_batch import ForwardBatch, LayerCache
-from quire.protocol.model_spec import KVCacheLayout
+from quire.protocol.kv_cache_config import KVCacheLayout
 
 
 def paged_attention(

@@ -20,7 +20,7 @@ from quire.kernels.forward_batch import ForwardBatch, LayerCache, to_device
 from quire.kernels.limits import MAX_INDEX_ROWS, MAX_SCORES, QUERY_TILE
 from quire.kernels.onednn import round_up_bits
 from quire.kernels.reference import write_pages
-from quire.protocol.model_spec import KVCacheLayout
+from quire.protocol.kv_cache_config import KVCacheLayout
 
 
 @dataclass(slots=True)

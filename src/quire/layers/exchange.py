@@ -57,3 +57,15 @@ def gather_logits(logits: Tensor, vocabulary: ShardRange, exchange: Exchange | N
     ranks = vocabulary.shard.tp_size
     own = [len(Shard(rank, ranks).vocab_range(vocabulary.total)) for rank in range(ranks)]
     return torch.cat([rows[:, :count] for rows, count in zip(exchange.all_gather(logits), own, strict=True)], dim=1)
+
+
+class StageNeighbours(Protocol):
+    """A stage's way to those before and behind it."""
+
+    def send(self, x: Tensor, delta: Tensor | None) -> None:
+        """x [T, hidden], and what is to be added to it before the next layer (of several ranks a part of that)."""
+        ...
+
+    def receive(self, rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """The same of the stage before's next step, which has so many rows."""
+        ...

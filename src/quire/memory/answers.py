@@ -6,7 +6,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import NamedTuple
 
-from quire.core.request import Sequence
+from quire.protocol.sequence import Sequence
 
 
 class Admission(NamedTuple):

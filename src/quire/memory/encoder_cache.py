@@ -13,37 +13,16 @@ from collections.abc import Sequence as Seq
 from operator import add
 from typing import TYPE_CHECKING, NamedTuple
 
-from quire.core.request import Sequence
 from quire.memory.page_pool import SCRATCH
 from quire.memory.policies import ImagePolicy, ImageSpan, InlineImagePolicy
+from quire.memory.seq_pages import EncodingState, ImageRef
 from quire.protocol.images import ImageItem
+from quire.protocol.sequence import Sequence
 from quire.protocol.step_plan import ImageEncoding, TableWrite
 
 if TYPE_CHECKING:
-    from quire.memory.page_tables import PageTables, SeqPages, Tables
-
-ImageRef = tuple[int, int]
-"""A group, and which picture of a sequence."""
-
-
-class EncodingState:
-    """A picture on its way: `parts_done` of its `num_parts`, by the sequence in slot `assigned_to[0]`, whose picture
-    `assigned_to[1]` it is. The
-    sequences that need it, `num_waiting` of them, all name its `pages`; with them it is forgotten, unless it was
-    kept."""
-
-    __slots__ = ("assigned_to", "is_closed", "num_parts", "num_waiting", "pages", "parts_done")
-
-    def __init__(self, num_parts: int, pages: Seq[int] = ()) -> None:
-        self.num_parts, self.pages = num_parts, pages
-        self.parts_done = self.num_waiting = 0
-        self.assigned_to: ImageRef | None = None
-        self.is_closed = False
-
-    @property
-    def is_complete(self) -> bool:
-        """All of it is encoded by the time of the next step's rows."""
-        return self.parts_done == self.num_parts
+    from quire.memory.page_tables import PageTables
+    from quire.memory.seq_pages import SeqPages, Tables
 
 
 class ImageNeeds(NamedTuple):

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
-from quire.core.request import Sequence
 from quire.memory.answers import Account, Admission, Deferred, Placement
 from quire.memory.prefix_cache import PrefixCache
 from quire.protocol.images import ImageItem
-from quire.protocol.model_spec import KVCacheConfig
+from quire.protocol.kv_cache_config import KVCacheConfig
+from quire.protocol.sequence import Sequence
 from quire.protocol.step_plan import PageOps
 
 

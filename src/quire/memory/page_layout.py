@@ -20,7 +20,8 @@ from quire.memory.jenga.page_sizes import (
 )
 from quire.memory.page_pool import WATERMARK_DIVISOR
 from quire.memory.requirements import check_int8_kv_cache, check_states, check_vision
-from quire.protocol.model_spec import KVCacheConfig, KVCacheGroup, KVCacheLayout, ModelSpec, VisionSpec, place_page_ids
+from quire.protocol.kv_cache_config import KVCacheConfig, KVCacheGroup, KVCacheLayout
+from quire.protocol.model_spec import ModelSpec, VisionSpec, place_page_ids
 
 PAGE_SIZE_HINT = "Use --page-sizes max, or another --page-size"
 

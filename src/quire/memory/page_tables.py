@@ -7,12 +7,10 @@ written to a journal, which the runner replays.
 from __future__ import annotations
 
 from bisect import bisect
-from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 
-from quire.core.request import Sequence
-from quire.memory.encoder_cache import EncoderCache, EncodingState
+from quire.memory.encoder_cache import EncoderCache
 from quire.memory.jenga.shared_pool import PoolView
 from quire.memory.jenga.two_level_pool import TwoLevelPagePool
 from quire.memory.page_pool import ALIGNED_PAGES, SCRATCH, EmptyPages, PagePool
@@ -26,56 +24,10 @@ from quire.memory.policies import (
     drops_pages,
     grows_with_length,
 )
-from quire.protocol.images import ImageItem
-from quire.protocol.model_spec import KVCacheConfig
+from quire.memory.seq_pages import SeqPages, Tables
+from quire.protocol.kv_cache_config import KVCacheConfig
+from quire.protocol.sequence import Sequence
 from quire.protocol.step_plan import PageCopy, PageOp, Poison, TableWrite
-
-Tables = list[list[int]]
-"""Page ids, a list a group; SCRATCH where a page was dropped or is not needed."""
-
-
-class SeqPages:
-    """A sequence in memory: its slot, its tables, and cursors over them."""
-
-    __slots__ = (
-        "capacity",
-        "drops_at",
-        "first_page",
-        "images",
-        "is_stale",
-        "needs_cow_check",
-        "owner",
-        "pending_encodings",
-        "pending_key_range",
-        "prefix_ends",
-        "pruned_tokens",
-        "published_tokens",
-        "recent_drops",
-        "requested_tokens",
-        "slot",
-        "tables",
-    )  # fmt: skip
-
-    def __init__(self, slot: int, tables: Tables, owner: int) -> None:
-        self.slot, self.tables = slot, tables
-        self.images: tuple[ImageItem, ...] = ()
-        self.owner = owner  # whose pages these are, for the ledger: a sequence of its request
-        # The first logical page still held, a group
-        self.first_page = [next((i for i, page in enumerate(table) if page), len(table)) for table in tables]
-        self.capacity = 0  # tokens that all tables have pages for
-        self.requested_tokens = 0  # tokens that are or will be written, as far as asked for
-        self.published_tokens = 0  # tokens whose pages were published
-        self.drops_at = 0  # computed tokens from which on a page more is of no use
-        self.pruned_tokens = [0] * len(tables)  # tokens of its prompt that have no place any more, a group
-        self.pending_key_range = (0, 0)  # keys of its prompt that others may wait for
-        self.needs_cow_check = False  # a page that will be written may be shared, or a picture's be missing
-        self.is_stale = False  # prefixes were forgotten since it came: nobody else finds what it holds
-        self.pending_encodings: dict[
-            tuple[int, int], EncodingState
-        ] = {}  # by group and which one it is: those that aren't confirmed
-        # See quire.memory.jenga.retention
-        self.prefix_ends: tuple[int, ...] = ()
-        self.recent_drops: dict[int, deque[tuple[int, int, bytes]]] = {}
 
 
 class PageTables:

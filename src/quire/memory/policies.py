@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.metadata import entry_points
 from typing import NamedTuple
 
-from quire.core.request import Sequence
 from quire.errors import StartupError
 from quire.protocol.images import ImageItem
-from quire.protocol.model_spec import KVCacheGroup
+from quire.protocol.kv_cache_config import KVCacheGroup
+from quire.protocol.sequence import Sequence
 
 FAR = 2**40  # tokens: further than any sequence gets
 

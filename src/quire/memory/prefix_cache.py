@@ -18,12 +18,12 @@ from collections.abc import Sequence as Seq
 from operator import add, sub
 from typing import NamedTuple
 
-from quire.core.request import Sequence, common_prefix_len
 from quire.memory.jenga.compaction import compact
 from quire.memory.page_pool import SCRATCH
-from quire.memory.page_tables import PageTables, Tables
+from quire.memory.page_tables import PageTables
 from quire.memory.policies import FAR, LayerPolicy
-from quire.memory.prefix_index import PrefixEnd, PrefixIndex
+from quire.memory.seq_pages import Tables
+from quire.protocol.sequence import Sequence, common_prefix_len
 from quire.protocol.step_plan import PageCopy
 
 MAX_PREFIXES = 1024
@@ -390,3 +390,61 @@ class PrefixCache:
 
 def _pinned_pages(prefix: RegisteredPrefix) -> Iterable[tuple[int, int]]:
     return ((group, page) for group, table in enumerate(prefix.tables) for page in table if page != SCRATCH)
+
+
+class PrefixEnd(NamedTuple):
+    """A place in a prefix: after the whole pages that `key` names, and after `tail`, fewer tokens than a page. Not
+    `is_usable` if pages before it are gone; then it only leads to the stops behind it."""
+
+    key: bytes
+    tail: tuple[int, ...]
+    is_usable: bool
+
+
+class PrefixIndex:
+    """Names of prefixes by their stops. The cost of a lookup depends on the prefix found, not on how many there are."""
+
+    def __init__(self, page_tokens: int) -> None:
+        self.page_tokens = page_tokens
+        self.names_by_end: dict[
+            tuple[bytes, tuple[int, ...]], dict[str, None]
+        ] = {}  # usable stops; the oldest name first
+        self.tail_lengths: dict[bytes, Counter[int]] = {}  # lengths of the tails behind a key, how many stops each
+
+    def __contains__(self, key: bytes) -> bool:
+        """Some prefix has the whole pages that `key` names."""
+        return key in self.tail_lengths
+
+    def add(self, name: str, ends: Iterable[PrefixEnd]) -> None:
+        """Index a prefix by all of its stops."""
+        for key, tail, usable in ends:
+            self.tail_lengths.setdefault(key, Counter())[len(tail)] += 1
+            if usable:
+                self.names_by_end.setdefault((key, tail), {})[name] = None
+
+    def remove(self, name: str, ends: Iterable[PrefixEnd]) -> None:
+        """Undo `add` of the same stops."""
+        for key, tail, usable in ends:
+            lengths = self.tail_lengths[key]
+            lengths[len(tail)] -= 1
+            if not lengths[len(tail)]:
+                del lengths[len(tail)]
+            if not lengths:
+                del self.tail_lengths[key]
+            if usable:
+                names = self.names_by_end[key, tail]
+                del names[name]
+                if not names:
+                    del self.names_by_end[key, tail]
+
+    def find(self, keys: Seq[bytes], tokens: Seq[int], limit: int) -> str | None:
+        """The prefix with the furthest usable stop within tokens[:limit]; of several the oldest. keys[i] names the
+        first i pages of `tokens`, for as many pages as some prefix has."""
+        for i in range(len(keys) - 1, -1, -1):
+            start = i * self.page_tokens
+            for length in sorted(self.tail_lengths[keys[i]], reverse=True):
+                if start + length <= limit:
+                    names = self.names_by_end.get((keys[i], tuple(tokens[start : start + length])))
+                    if names is not None:
+                        return next(iter(names))
+        return None

@@ -4,9 +4,9 @@ that one comes by: before it drops any of these pages, or when the other one's t
 
 from __future__ import annotations
 
-from quire.core.request import Sequence
 from quire.memory.page_pool import SCRATCH
 from quire.memory.page_tables import PageTables
+from quire.protocol.sequence import Sequence
 from quire.protocol.step_plan import TableWrite
 
 

@@ -11,12 +11,13 @@ from collections.abc import Sequence as Seq
 from itertools import groupby
 from operator import add, itemgetter
 
-from quire.core.request import Sequence
 from quire.memory.jenga.shared_pool import PoolView
 from quire.memory.jenga.two_level_pool import TwoLevelPagePool
 from quire.memory.page_pool import SCRATCH, PagePool
-from quire.memory.page_tables import PageTables, SeqPages, Tables, build_page_pool
+from quire.memory.page_tables import PageTables, build_page_pool
 from quire.memory.prefix_cache import PrefixCache
+from quire.memory.seq_pages import SeqPages, Tables
+from quire.protocol.sequence import Sequence
 from quire.protocol.step_plan import Poison, SwapIn, SwapOut
 
 PageMoves = dict[tuple[int, int], int]

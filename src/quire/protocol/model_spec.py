@@ -9,24 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
-from fractions import Fraction
 from typing import NamedTuple
 
 STATE_ALIGNMENT = 16
 """Bytes of one access: where tensors of a state begin."""
-
 SCALE_BYTES = 4
 """What numbers of 8 bits are multiplied by, in fp32."""
-
-
-class KVCacheLayout(Enum):
-    """Where a memory puts a sequence's tokens: `PAGED`, wherever page tables say, or `CONTIGUOUS`, one after another in
-    addresses, so that position p is p strides behind the first one. A kernel that needs the latter is refused over the
-    former; one that reads page tables works over both."""
-
-    PAGED = "paged"
-    CONTIGUOUS = "contiguous"
 
 
 class StateTensor(NamedTuple):
@@ -228,145 +216,6 @@ class ModelSpec:
     def kv_layers(self) -> list[int]:
         """The layers that keep keys and values of their own, in order."""
         return [i for i, layer in enumerate(self.layers) if layer.kv_source_layer is None]
-
-
-@dataclass(frozen=True, slots=True)
-class KVCacheGroup:
-    """Layers that share page tables: how large their pages are, how many tokens fill them, which pages are theirs.
-
-    A page of `page_bytes` holds a run of tokens of all the layers, one layer after another. `run_tokens` tokens fill
-    `run_pages` pages: 16 and 1, say, or 256 and 15 where a page is so many bytes that its tokens aren't whole; then a
-    token's `token_bytes` may lie in two pages. Page `id` is at byte id * page_bytes of the memory; `ids` may be given
-    to this group, or to another one with the same `ids`, and so may `host_ids` in host memory, whose page `id` is at
-    byte (id - 1) * page_bytes. `layers` are those that keep keys and values: one that shares another's is in none.
-    `table_width` is how many pages a sequence has at most. `kind` says what is kept (see
-    quire.memory.policies): "full", "window", "chunked", "budget" (`budget` tokens of a prompt), "uniform" (all,
-    where layers have budgets, the least of which is `budget`), "state" (a page is the running state after the latest of
-    the tokens of its run, of `token_bytes` however many these are), and two whose runs are of the rows that a
-    sequence's pictures are encoded to, each picture in pages of its own: "cross" (keys and values of them) and "vision"
-    (the rows themselves; of no layer). Where a sequence's tokens are contiguous in addresses, a page is `parts` equal
-    pages of the device, one in each buffer of the group's keys and values.
-    """
-
-    layers: tuple[int, ...]
-    page_bytes: int
-    token_bytes: int
-    table_width: int
-    ids: range
-    host_ids: range = range(0)
-    run_tokens: int = 16
-    run_pages: int = 1
-    window: int | None = None
-    kind: str = "full"
-    parts: int = 1
-    chunk: int | None = None
-    budget: int | None = None
-
-    def first_visible(self, position: int) -> int:
-        """The first position that the token at `position` sees."""
-        if self.chunk is not None:
-            return position - position % self.chunk
-        return 0 if self.window is None else max(0, position - self.window + 1)
-
-    def num_pages(self, tokens: int) -> int:
-        """Pages that hold `tokens` tokens, the last one perhaps in part."""
-        return -(-tokens * self.run_pages // self.run_tokens)
-
-    def num_full_pages(self, tokens: int) -> int:
-        """Pages that `tokens` tokens fill."""
-        return tokens * self.run_pages // self.run_tokens
-
-    def tokens_in_pages(self, pages: int) -> int:
-        """Tokens that lie in the first `num_pages` pages, whole ones only."""
-        return pages * self.run_tokens // self.run_pages
-
-    @property
-    def payload_bytes(self) -> int:
-        """Bytes of what fills a page: of one that isn't padded, all."""
-        return self.token_bytes if self.kind == "state" else self.run_tokens * self.token_bytes // self.run_pages
-
-    def payload_of_page(self, page: int, tokens: int) -> int:
-        """Bytes of the first `tokens` tokens of a sequence that lie in its page `page`."""
-        if self.kind == "state":
-            return self.token_bytes if self.num_pages(tokens) > page else 0
-        return min(max(tokens * self.token_bytes - page * self.payload_bytes, 0), self.payload_bytes)
-
-    @property
-    def page_tokens(self) -> int:
-        """Tokens of a page, where they are whole."""
-        assert self.run_pages == 1, f"{self.run_tokens} tokens fill {self.run_pages} pages: a page has no whole tokens"
-        return self.run_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class KVCacheConfig:
-    """What the runner must allocate: one buffer of `bytes`, `host_bytes` of host memory where swapped sequences wait,
-    and for each group a table of `slots` x `table_width` page ids. Slot 0 and every group's page 0 are scratch: padding
-    resolves to them and no sequence owns them.
-
-    With `large_bytes` the groups' pages are parts of large pages of so many bytes (Jenga §4), and all groups have all
-    of the memory in common: page `id` of a group is in large page id * page_bytes // large_bytes, and large page 0 is
-    scratch. With 0 each size of pages has a run of ids, and a part of the memory, of its own.
-
-    Of a prompt of more than `budget` tokens some layer keeps a part (0: of none), which its last `queries` tokens
-    choose: one step computes all of these, and nothing behind them.
-
-    `sight` says where the rows lie that take the places of a picture's tokens ("pages", "inside" or "off": see
-    plan.Encode); "" if none do. They have `row_bytes` bytes; `part_tokens`, `part_rows` and `most_rows` say how many
-    parts of pictures a step encodes (see `max_parts_per_step`). With `both_ways` one step computes all of a prompt
-    that isn't
-    there yet, and what follows it another.
-    """
-
-    layout: KVCacheLayout
-    bytes: int
-    slots: int
-    groups: tuple[KVCacheGroup, ...]
-    itemsize: int
-    host_bytes: int = 0
-    large_bytes: int = 0
-    budget: int = 0
-    queries: int = 0
-    sight: str = ""
-    row_bytes: int = 0
-    part_tokens: int = 0
-    part_rows: int = 0
-    most_rows: int = 0
-    both_ways: bool = False
-
-    @property
-    def has_images(self) -> bool:
-        """There are pictures among the prompts."""
-        return bool(self.sight) or any(group.kind == "cross" and group.layers for group in self.groups)
-
-    @property
-    def image_embed_group(self) -> int:
-        """The group in whose pages rows lie that take tokens' places, where `sight` is "inside": a page has room for as
-        many of them as of tokens."""
-        hosts = (g for g, one in enumerate(self.groups) if one.kind == "full" and one.run_pages == 1)
-        return next(g for g in hosts if self.groups[g].page_bytes >= self.row_bytes * self.groups[g].run_tokens)
-
-    def clip_chunk(self, prompt_len: int, planned: int, count: int) -> int:
-        """How many of a sequence's next `count` tokens one step may compute, behind the `planned` first ones;
-        `prompt_len`
-        is the length of its prompt."""
-        rest = prompt_len - planned
-        if self.both_ways:
-            return count if rest <= 0 else rest if count >= rest else 0
-        if not 0 < self.budget < prompt_len or rest <= 0:
-            return count
-        return rest if count >= rest else max(min(count, rest - self.queries), 0)
-
-    def tokens_in_large_pages(self, on_host: bool = False) -> int:
-        """Tokens that every group of tokens holds at once in large pages, on the device or on the host."""
-        groups = [group for group in self.groups if group.kind not in ("cross", "vision")]
-        ratios = [self.large_bytes // group.page_bytes for group in groups]
-        count = len(groups[0].host_ids if on_host else groups[0].ids) // ratios[0]
-        runs = sum(Fraction(group.run_pages, group.run_tokens * ratio) for group, ratio in zip(groups, ratios))
-        tokens = int(count / runs)
-        while sum(-(-group.num_pages(tokens) // ratio) for group, ratio in zip(groups, ratios)) > count:
-            tokens -= 1
-        return tokens
 
 
 def place_page_ids(sizes: Sequence[tuple[int, int]], scratch: int) -> tuple[list[range], int]:

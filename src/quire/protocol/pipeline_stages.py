@@ -9,7 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 from quire.errors import StartupError
-from quire.protocol.model_spec import KVCacheConfig, LayerSpec, ModelSpec
+from quire.protocol.kv_cache_config import KVCacheConfig
+from quire.protocol.model_spec import LayerSpec, ModelSpec
 from quire.protocol.parallel_layout import Shard
 
 GroupKey = tuple[Any, ...]  # see LayerSpec.kept

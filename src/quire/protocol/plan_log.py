@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 
 from quire.errors import LogError, StartupError
 from quire.protocol.columns import MAX_FRAME_BYTES, WireError
-from quire.protocol.kv_cache_config_json import (
+from quire.protocol.kv_cache_config import (
+    KVCacheConfig,
     check_replay_size,
     kv_cache_config_from_json,
     kv_cache_config_to_json,
     parse_count,
 )
-from quire.protocol.model_spec import KVCacheConfig
 from quire.protocol.step_plan import StepPlan, StepResult, TokenBitmask
 from quire.protocol.wire import decode_frame, encode_frame
 

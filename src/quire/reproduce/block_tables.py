@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from quire.bench.document import table
 from quire.config import EngineConfig
-from quire.core.request import Request, Sequence
+from quire.core.request import Request
 from quire.core.scheduler import Scheduler
 from quire.memory.page_layout import MemorySize, build_kv_config
 from quire.memory.paged import PagedMemory
 from quire.protocol.model_spec import LayerSpec, ModelSpec
 from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.sequence import Sequence
 from quire.protocol.step_plan import SliceResult, StepResult
 from quire.reproduce.result import Reproduction, Result, equal
 

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.bench.document import table
-from quire.core.request import Sequence as Seq
 from quire.memory.paged import PagedMemory
-from quire.protocol.model_spec import KVCacheConfig, KVCacheGroup, KVCacheLayout
+from quire.protocol.kv_cache_config import KVCacheConfig, KVCacheGroup, KVCacheLayout
+from quire.protocol.sequence import Sequence as Seq
 from quire.reproduce.result import DIFFERS, HOLDS, Reproduction, Result, equal, measured
 from quire.reproduce.unlike_serving import H100, Case, assumed, burst, serve
 

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from quire.bench.document import table
-from quire.core.request import Sequence as Seq
 from quire.jenga import Evictor, LayerSupportsPrefixCache, Request, access, longest_prefix, policy_of
 from quire.memory.paged import PagedMemory
 from quire.memory.policies import POLICIES
-from quire.protocol.model_spec import KVCacheConfig, KVCacheGroup, KVCacheLayout
+from quire.protocol.kv_cache_config import KVCacheConfig, KVCacheGroup, KVCacheLayout
+from quire.protocol.sequence import Sequence as Seq
 from quire.reproduce.result import DIFFERS, HOLDS, Reproduction, Result, equal, measured
 
 if TYPE_CHECKING:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.bench.document import table
 from quire.memory.jenga.page_sizes import wasted_fraction
-from quire.protocol.model_spec import KVCacheConfig, KVCacheGroup, KVCacheLayout, LayerSpec, ModelSpec
+from quire.protocol.kv_cache_config import KVCacheConfig, KVCacheGroup, KVCacheLayout
+from quire.protocol.model_spec import LayerSpec, ModelSpec
 from quire.reproduce.closed_forms import bars, spec_of
 from quire.reproduce.layer_kinds import GEMMA2_9B, GEMMA2_27B, MLLAMA, Kind, named
 from quire.reproduce.result import DIFFERS, HOLDS, Reproduction, Result, equal, measured

@@ -23,7 +23,8 @@ from quire.memory.policies import POLICIES
 from quire.models import read_spec
 from quire.models.named_configs import named_config
 from quire.protocol.images import ImagePixels
-from quire.protocol.model_spec import KVCacheGroup, LayerSpec, ModelSpec
+from quire.protocol.kv_cache_config import KVCacheGroup
+from quire.protocol.model_spec import LayerSpec, ModelSpec
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.step_plan import StepPlan, StepResult
 from quire.sim.cost_model import calibration_names, load_calibration

@@ -161,9 +161,8 @@ class BoundedProtocol(H11Protocol):
         super().__init__(config, state, app_state)
         self.conn, self._limits, self._connections, self._refused = BoundedParser(), limits, connections, refused
         self.app = self._app_with_direct
-        self._waiting_since: float | None = (
-            None  # when the client began to owe a head, or a body that was answered already
-        )
+        # when the client began to owe a head, or a body that was answered already
+        self._waiting_since: float | None = None
         self._refused_at: float | None = None  # when it was told to go
         self._unsent, self._unsent_changed = (
             0,

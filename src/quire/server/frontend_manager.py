@@ -28,7 +28,7 @@ from quire.server.server_group import ServerGroup
 if TYPE_CHECKING:
     from quire.async_llm import AsyncLLM
     from quire.config import EngineConfig
-    from quire.server.api_server import ServeOptions
+    from quire.server.options import ServeOptions
 
 WORKER_PROGRAM = program_arguments("quire.server.frontend_worker")
 START_SECONDS = 120.0  # for a front to be ready once the engine is

@@ -17,23 +17,23 @@ from quire.config import EngineConfig
 from quire.errors import APIServerDead, Overloaded, StartupError
 from quire.ipc.child_process import exit_now, ignore_signals
 from quire.ipc.garbage_collection import freeze_loaded_objects
-from quire.ipc.process_client import ProcessEngineClient, join_engine_process
+from quire.ipc.process_client import ProcessEngineClient
 from quire.protocol.columns import WireError
 from quire.server.accept_slots import AcceptSlots
 from quire.server.api_server import (
     DEATH_NOTICE_SECONDS,
     SHUTDOWN_MARGIN_SECONDS,
-    ServeOptions,
     close_engine,
     import_libraries,
     make_app,
     run_loop,
-    set_chat_template,
 )
 from quire.server.control_channel import ControlChannel, receive_blocking, send_blocking
 from quire.server.frontend_manager import BEAT_SECONDS, EXTRA_SECONDS, GATHER_SECONDS, MAX_MISSED_BEATS
 from quire.server.logs import MAX_INT_DIGITS, configure_logging
+from quire.server.options import ServeOptions, set_chat_template
 from quire.server.server_group import ServerGroup
+from quire.startup.engine_process import join_engine_process
 
 if TYPE_CHECKING:
     from quire.async_llm import AsyncLLM

@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from quire.server.api_server import ServeOptions
+    from quire.server.options import ServeOptions
 
 MAX_INT_DIGITS = 640  # of an integer in JSON, the least that Python allows to set; reading it costs their square
 

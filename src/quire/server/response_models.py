@@ -11,11 +11,245 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from quire.core.sleep import MEMORY_TAGS, SLEEP_LEVELS
 from quire.ipc.messages import MAX_TAGS, SLEEP_MODES
-from quire.server.anthropic.models import CountTokensResponse, MessageError, MessagesResponse
-from quire.server.embedding_models import EmbeddingResponse, RerankResponse, ScoreResponse
 from quire.server.errors import MESSAGES_PATH
-from quire.server.exact import StrictModel
-from quire.server.responses.models import DeletedResponse, ResponsesResponse
+
+
+class StrictModel(BaseModel):
+    """All fields, and no others. Those that have a default may be left out."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class TextContent(StrictModel):
+    type: Literal["text"]
+    text: str
+
+
+class ThinkingContent(StrictModel):
+    type: Literal["thinking"]
+    thinking: str
+    signature: Literal[""]
+
+
+class ToolUse(StrictModel):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class ThinkingTokens(StrictModel):
+    thinking_tokens: int
+
+
+class MessageUsage(StrictModel):
+    input_tokens: int
+    cache_creation_input_tokens: Literal[0]
+    cache_read_input_tokens: int
+    output_tokens: int
+    output_tokens_details: ThinkingTokens
+
+
+class MessagesResponse(StrictModel):
+    """A message. A stream's events are Anthropic's: message_start, those of the content blocks, message_delta and
+    message_stop, or an error."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[TextContent | ThinkingContent | ToolUse]
+    stop_reason: Literal["end_turn", "max_tokens", "model_context_window_exceeded", "stop_sequence", "tool_use"]
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class CountTokensResponse(StrictModel):
+    input_tokens: int
+
+
+class MessageErrorInfo(StrictModel):
+    type: str
+    message: str
+    details: dict[str, Any] = Field({})
+
+
+class MessageError(StrictModel):
+    type: Literal["error"]
+    error: MessageErrorInfo
+
+
+Status = Literal["in_progress", "completed", "incomplete", "failed"]
+
+
+class OutputText(StrictModel):
+    type: Literal["output_text"]
+    text: str
+    annotations: list[str]
+    logprobs: list[str]
+
+
+class OutputMessage(StrictModel):
+    id: str
+    type: Literal["message"]
+    status: Status
+    role: Literal["assistant"]
+    content: list[OutputText]
+
+
+class FunctionCall(StrictModel):
+    id: str
+    type: Literal["function_call"]
+    status: Status
+    call_id: str
+    name: str
+    arguments: str
+
+
+class ReasoningText(StrictModel):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class OutputReasoning(StrictModel):
+    id: str
+    type: Literal["reasoning"]
+    status: Status
+    summary: list[str]
+    content: list[ReasoningText]
+
+
+class ResponseError(StrictModel):
+    code: Literal["server_error"]
+    message: str
+
+
+class IncompleteDetails(StrictModel):
+    reason: Literal["max_output_tokens"]
+
+
+class InputTokensDetails(StrictModel):
+    cached_tokens: int
+
+
+class OutputTokensDetails(StrictModel):
+    reasoning_tokens: int
+
+
+class ResponseUsage(StrictModel):
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class ResponseReasoning(StrictModel):
+    effort: str | None
+    summary: None
+
+
+class ResponseText(StrictModel):
+    format: dict[str, Any]
+
+
+class ResponseTool(StrictModel):
+    type: Literal["function"]
+    name: str
+    description: str | None
+    parameters: dict[str, Any] | None
+    strict: bool | None
+
+
+class ResponsesResponse(StrictModel):
+    """A response. `store`: whether it is kept. A stream's events are OpenAI's, response.created to response.completed,
+    .incomplete or .failed."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    completed_at: int | None
+    status: Status
+    background: Literal[False]
+    error: ResponseError | None
+    incomplete_details: IncompleteDetails | None
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    model: str
+    output: list[OutputMessage | FunctionCall | OutputReasoning]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    reasoning: ResponseReasoning
+    store: bool
+    temperature: float
+    text: ResponseText
+    tool_choice: str | dict[str, Any]
+    tools: list[ResponseTool]
+    top_logprobs: int
+    top_p: float
+    truncation: Literal["disabled"]
+    usage: ResponseUsage | None
+    user: None
+
+
+class DeletedResponse(StrictModel):
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
+class EmbeddingUsage(StrictModel):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingData(StrictModel):
+    """Base64 is of little-endian float32."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingResponse(StrictModel):
+    object: Literal["list"]
+    model: str
+    data: list[EmbeddingData]
+    usage: EmbeddingUsage
+
+
+class ScoreData(StrictModel):
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class ScoreResponse(StrictModel):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[ScoreData]
+    usage: EmbeddingUsage
+
+
+class RerankDocument(StrictModel):
+    text: str
+
+
+class RerankResult(StrictModel):
+    index: int
+    relevance_score: float
+    document: RerankDocument | None = None
+
+
+class RerankResponse(StrictModel):
+    id: str
+    model: str
+    results: list[RerankResult]
+    usage: EmbeddingUsage
+
 
 FinishReason = Literal["stop", "length", "tool_calls", "abort", "error"] | None
 

@@ -19,7 +19,7 @@ from quire.server.errors import CatchAllMiddleware
 from quire.server.shutdown import LAST_RESPONSES_SECONDS
 
 if TYPE_CHECKING:
-    from quire.server.api_server import ServeOptions
+    from quire.server.options import ServeOptions
 
 LOW_CONNECTIONS = 256  # connections
 log = logging.getLogger("quire.server")

@@ -9,7 +9,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 from quire.protocol.images import ImageItem
-from quire.protocol.model_spec import KVCacheConfig, KVCacheGroup
+from quire.protocol.kv_cache_config import KVCacheConfig, KVCacheGroup
 from quire.protocol.step_plan import ImageEncoding
 from quire.sim.echo_pages import STATE_BYTES, Bytes, EchoPages, state_digest
 

@@ -19,8 +19,8 @@ import numpy as np
 
 from quire.core.decoding import new_method
 from quire.protocol.images import ImageItem, ImagePixels
+from quire.protocol.kv_cache_config import KVCacheConfig, KVCacheGroup
 from quire.protocol.method import Branch, Context
-from quire.protocol.model_spec import KVCacheConfig, KVCacheGroup
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.seeds import branch_seed
 from quire.protocol.step_plan import (  # fmt: skip

@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 from quire.protocol.images import ImageItem
-from quire.protocol.model_spec import KVCacheConfig, LayerSpec, ModelSpec
+from quire.protocol.kv_cache_config import KVCacheConfig
+from quire.protocol.model_spec import LayerSpec, ModelSpec
 from quire.protocol.plan_log import LoggedStep, PlanLog
 from quire.protocol.step_plan import (
     LAST_SAMPLED,

@@ -11,12 +11,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from quire.protocol.images import ImageItem, ImagePixels
-from quire.protocol.model_spec import KVCacheConfig
+from quire.protocol.kv_cache_config import KVCacheConfig
 from quire.protocol.sampling_params import MAX_N
 from quire.protocol.step_plan import SeqSlice, SliceResult, SlotInit, StepPlan, StepResult
 from quire.sim.clock import VirtualClock
 from quire.sim.cost_model import CostModel, StepWork, add_padding, step_work
-from quire.sim.padding import PaddingCounts
 
 FIRST_TOKEN = 7
 DrawFunction = Callable[[SeqSlice, SlotInit], SliceResult]
@@ -110,3 +109,11 @@ class SimRunner:
     def close(self) -> None:
         """Forget what is in flight."""
         self.in_flight.clear()
+
+
+class PaddingCounts(NamedTuple):
+    """In one step: tokens that pad prompts to the longest of their batch, and rows of members that ended, which the
+    others still need."""
+
+    prompt: int
+    rows: int

@@ -15,6 +15,7 @@ import numpy as np
 
 from quire.config import EngineConfig
 from quire.core.assembly import assemble
+from quire.core.scheduler import Scheduler
 from quire.core.validation import EngineLimits
 from quire.errors import StartupError
 from quire.memory.answers import Usage
@@ -23,9 +24,9 @@ from quire.memory.page_layout import MemorySize
 from quire.protocol.images import ImageItem, ImagePixels
 from quire.protocol.model_spec import ModelSpec
 from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.step_plan import StepPlan
 from quire.sim.clock import VirtualClock
 from quire.sim.cost_model import CostModel
-from quire.sim.padding import StaticBatchPadding
 from quire.sim.runner import DrawFunction, SimRunner
 
 MIN_TIMELINE_SAMPLES = 400  # of the memory, in a run
@@ -348,3 +349,29 @@ def highest_rate(
         middle = math.sqrt(low * high)
         low, high = (middle, high) if sustains(middle) else (low, middle)
     return low
+
+
+class PaddingCounts(NamedTuple):
+    """In one step: tokens that pad prompts to the longest of their batch, and rows of members that ended, which the
+    others still need."""
+
+    prompt: int
+    rows: int
+
+
+class StaticBatchPadding:
+    """Watches a scheduler of static batches, in which all members of a batch come in one step."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.batch_size = 0  # sequences of the batch under way, those to be forked included
+
+    def __call__(self, plan: StepPlan) -> PaddingCounts:
+        """What is computed for nothing in the step that was just planned."""
+        by_slot = self.scheduler.by_slot
+        prompts = [birth.prompt_len for birth in plan.new_slots if birth.parent_slot < 0]
+        branches = sum(seq.num_forks for _, seq in by_slot.values())
+        if prompts:
+            self.batch_size = len(by_slot) + branches
+        prompt = len(prompts) * max(prompts, default=0) - sum(prompts)
+        return PaddingCounts(prompt, max(self.batch_size - len(by_slot) - branches, 0))

@@ -31,7 +31,8 @@ from quire.kernels.cpu.weight_arena import weight_arena
 from quire.memory.build import build_memory
 from quire.memory.page_layout import MemorySize
 from quire.memory.virtual.virtual_memory import virtual_capacity_tokens
-from quire.protocol.model_spec import KVCacheConfig, ModelSpec
+from quire.protocol.kv_cache_config import KVCacheConfig
+from quire.protocol.model_spec import ModelSpec
 from quire.protocol.parallel_layout import ParallelLayout, Shard
 from quire.protocol.pipeline_stages import check_pp_division, has_uneven_stages
 from quire.protocol.plan_log import with_plan_log

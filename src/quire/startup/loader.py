@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 
     from quire.distributed.rank_devices import RankDevice
     from quire.distributed.rank_messages import InitMessage
-    from quire.layers.exchange import Exchange
-    from quire.worker.stage_runner import StageNeighbours
+    from quire.layers.exchange import Exchange, StageNeighbours
 
 
 def build_rank_runner(init_message: InitMessage, seat: RankDevice | None = None) -> Any:

@@ -9,10 +9,11 @@ from collections.abc import Sequence as Seq
 from types import TracebackType
 
 from quire.core.engine import Engine
-from quire.core.request import Request, RequestStatus, Sequence
+from quire.core.request import Request, RequestStatus
 from quire.errors import EngineDead, InputError
 from quire.protocol.method import Advance, Branch, Context
 from quire.protocol.sampling_params import MAX_N, SamplingParams
+from quire.protocol.sequence import Sequence
 from quire.protocol.step_plan import TopLogprobs
 
 MAX_TOP = 4096

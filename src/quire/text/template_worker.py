@@ -24,9 +24,8 @@ from quire.text.template_sandbox import RenderBudget, Sandbox
 MAX_MEMORY = 224 << 20  # bytes of addresses beyond those of the start, so that in all it stays below 256 MiB
 SPARE_SECONDS = 1.0  # seconds beyond those after which whoever asks ends this process
 MAX_REASON = 200
-WARM_UP = (
-    r"{% for m in messages %}{{ m.role | striptags ~ '\u00e9' ~ strftime_now('%d') }}{% endfor %}"  # loads the rest
-)
+# loads the rest
+WARM_UP = r"{% for m in messages %}{{ m.role | striptags ~ '\u00e9' ~ strftime_now('%d') }}{% endfor %}"
 
 
 def main() -> None:

@@ -18,14 +18,8 @@ from quire.errors import StartupError
 from quire.kernels.forward_batch import LayerCache
 from quire.kernels.limits import MAX_INDEX_ROWS
 from quire.kernels.mamba_states import StateCache
-from quire.protocol.model_spec import (
-    STATE_ALIGNMENT,
-    KVCacheConfig,
-    KVCacheGroup,
-    KVCacheLayout,
-    ModelSpec,
-    StateTensor,
-)
+from quire.protocol.kv_cache_config import KVCacheConfig, KVCacheGroup, KVCacheLayout
+from quire.protocol.model_spec import STATE_ALIGNMENT, ModelSpec, StateTensor
 
 USE_OTHER_PAGE_SIZE = "Use another --page-size or --table-scope"
 

@@ -8,11 +8,13 @@ last samples) or is one small copy: each row's token, slot and position.
 
 from __future__ import annotations
 
+import gc
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,7 +25,6 @@ from quire.kernels.triton.backend import TritonBackend
 from quire.kernels.triton.decode import SplitScratch, choose_splits, decode_scratch, multiprocessors
 from quire.protocol.seq_slices import SeqSlices
 from quire.protocol.step_plan import LAST_SAMPLED
-from quire.worker.graph_recorder import CapturedGraph, GraphCapturer
 from quire.worker.staging_buffer import StagingBuffer
 from quire.worker.step_context import make_decode_context
 from quire.worker.store import Store
@@ -158,3 +159,42 @@ class DecodeGraphs:
             assert self.image_inputs is not None, "nobody sees what no layer attends to"
             step.cross_attention = self.image_inputs.decode_cross_context(slots, self.backend, self.split_scratch)
         return self.logits(self.model(tokens, step))
+
+
+class CapturedGraph(NamedTuple):
+    """What was captured, and what it leaves on the device."""
+
+    graph: torch.cuda.CUDAGraph
+    result: Any
+
+
+class GraphCapturer:
+    """Captures graphs on a stream of its own. They share one pool of memory, so no two may be under way at once, and
+    what one leaves is valid until the next is replayed."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.memory_pool = torch.cuda.graph_pool_handle()
+        self.stream = torch.cuda.Stream(device)
+
+    def capture(self, step: Callable[[], Any]) -> CapturedGraph:
+        """What `step` enqueues."""
+        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(current)
+        collecting = gc.isenabled()
+        gc.disable()  # a tensor that is freed while a stream is captured would spoil the capture
+        try:
+            with torch.cuda.stream(self.stream):
+                graph.capture_begin(pool=self.memory_pool, capture_error_mode="thread_local")
+                try:
+                    result = step()
+                except BaseException:
+                    with suppress(RuntimeError):  # of a capture that failed: what failed is said instead
+                        graph.capture_end()
+                    raise
+                graph.capture_end()
+        finally:
+            if collecting:
+                gc.enable()
+        current.wait_stream(self.stream)
+        return CapturedGraph(graph, result)

@@ -5,9 +5,12 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -18,22 +21,25 @@ from torch import Tensor
 from quire.errors import StartupError
 from quire.kernels.contiguous import ContiguousBackend
 from quire.kernels.cpu.library_loader import library
+from quire.kernels.cpu.weight_arena import weight_arena
 from quire.kernels.forward_batch import ForwardBatch, to_device
 from quire.kernels.limits import MAX_GRAPH_ROWS
 from quire.kernels.reference import ReferenceBackend
 from quire.kernels.sdpa import SdpaBackend
 from quire.layers.sharding import shard_vocab
 from quire.protocol.images import ImagePixels
-from quire.protocol.model_spec import KVCacheConfig, KVCacheLayout, ModelSpec
+from quire.protocol.kv_cache_config import KVCacheConfig, KVCacheLayout
+from quire.protocol.model_spec import ModelSpec
 from quire.protocol.sampling_params import MAX_LOGPROBS
 from quire.protocol.seq_slices import SeqSlices
 from quire.protocol.step_plan import ImageEncoding, MappingStats, SeqSlice, StepPlan, StepResult, TokenBitmask
+from quire.weights.mapped_files import trim_memory
 from quire.worker.cross_attention import CrossAttentionImages
 from quire.worker.idle_timer import IdleTimer, StepEvents
 from quire.worker.image_inputs import ImageInputs
 from quire.worker.inputs import FlatInputs, build_flat_batch
-from quire.worker.lifetime import RunnerLifecycle
 from quire.worker.logprobs import prompt_logprob_details, to_top_logprobs
+from quire.worker.offloaded_weights import OffloadedWeights
 from quire.worker.pending_samples import PendingSamples
 from quire.worker.pooler import Pooler, pooled_result
 from quire.worker.prompt_lengths import PromptLengths
@@ -42,6 +48,111 @@ from quire.worker.state_checker import StateChecker
 from quire.worker.step_context import StepContext
 from quire.worker.store import Store
 from quire.worker.vocab_parallel_sampler import VocabParallelSampler, VocabParallelTritonSampler
+from quire.worker.warmup import warm_up
+
+
+class RunnerLifecycle:
+    """The part of a ModelRunner that outlives its pages. `make_model` makes its model anew: None where nobody can."""
+
+    model: Any
+    device: torch.device
+    image_inputs: Any
+    prompt_lengths: Any
+    state_checker: Any
+    decode_graphs: Any
+    mixed_graphs: Any
+    make_model: Callable[[], Any] | None = None
+    offloaded_weights: OffloadedWeights | None = None  # weights that are in host memory
+    kv_config: KVCacheConfig | None = None  # of the pages that it had when it fell asleep
+    warmup_args: tuple[int, int] | None = None  # what it was warmed up for
+
+    def warm_up(self, tokens: int, max_len: int) -> None:
+        """On a GPU, run every kind of step once, the largest of `tokens` tokens in sequences of up to `max_len`: then
+        no request waits for a kernel to be compiled or a graph to be captured. After `bind`, before the first step."""
+        self.warmup_args = tokens, max_len
+        if self.device.type == "cuda":
+            warm_up(self, tokens, max_len)  # type: ignore[arg-type]
+
+    def sleep(self, level: int) -> None:
+        """See control.runners.Sleeping. One that sleeps already sleeps deeper."""
+        store = getattr(self, "store", None)
+        if store is not None:
+            self.kv_config = store.kv_config
+            del store
+        self._release_pages()
+        if level == 2:
+            assert self.make_model is not None, "a model that can be made again"
+            self.model, self.offloaded_weights = None, None
+        elif self.device.type == "cuda" and self.offloaded_weights is None and self.model is not None:
+            self.offloaded_weights = OffloadedWeights(self.model, self.device)
+        self._release_memory()
+
+    def wake(self, tags: Sequence[str]) -> None:
+        """See control.runners.Sleeping. If there is no room, it sleeps on as before."""
+        if "weights" in tags:
+            if self.offloaded_weights is not None:
+                self.offloaded_weights.restore()
+                self.offloaded_weights = None
+            if self.model is None:
+                assert self.make_model is not None, "a model that can be made again"
+                self.model = self.make_model()
+        if "kv_cache" in tags:
+            assert self.kv_config is not None, "it fell asleep"
+            try:
+                self.bind(self.kv_config)
+                if self.warmup_args is not None:
+                    self.warm_up(*self.warmup_args)
+            except BaseException:
+                self._release_pages()
+                self._release_memory()
+                raise
+        if self.device.type == "cpu":
+            trim_memory()
+
+    def bind(self, kv_config: KVCacheConfig) -> None:
+        """See ModelRunner."""
+        raise NotImplementedError
+
+    def _release_pages(self) -> None:
+        """Of the pages, once nothing moves them any more, and of all that was made over them."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        store = getattr(self, "store", None)
+        self.image_inputs = self.prompt_lengths = self.state_checker = self.decode_graphs = self.mixed_graphs = (
+            None  # they hold the store too
+        )
+        for name in ("sampler", "last_sampled"):
+            if hasattr(self, name):
+                delattr(self, name)
+        if store is not None:
+            store.close()
+            del self.store, store
+
+    def _release_memory(self) -> None:
+        """What nobody holds any more goes back to the system."""
+        frozen = gc.get_freeze_count() > 0  # what was loaded is spared by the collector, in programs of our own
+        gc.unfreeze()
+        gc.collect()
+        if frozen:
+            gc.freeze()
+        weight_arena().drop_block()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        else:
+            trim_memory()
+
+    def close(self) -> None:
+        """Let go of the pages."""
+        self._release_pages()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # another engine may follow
+
+    def __del__(self) -> None:
+        """Ordinary tensors go with whoever holds them; mapped pages are given back by somebody."""
+        if hasattr(getattr(self, "store", None), "driver") and not sys.is_finalizing():
+            with suppress(Exception):
+                self.close()
+
 
 TORCH_BACKENDS = {"reference": ReferenceBackend, "sdpa": SdpaBackend, "contiguous": ContiguousBackend}
 
@@ -125,9 +236,8 @@ class ModelRunner(RunnerLifecycle):
         self.state_checker: StateChecker | None = None  # in debug mode, where layers have states
         self.image_inputs: ImageInputs | None = None  # where the model sees
         self.pooler = Pooler()
-        self.bidirectional_lens: np.ndarray | None = (
-            None  # by slot, the length of a prompt whose tokens attend both ways
-        )
+        # by slot, the length of a prompt whose tokens attend both ways
+        self.bidirectional_lens: np.ndarray | None = None
         self.last_sampled: Tensor
         self.decode_graphs: Any = None  # of decode steps
         self.mixed_graphs: Any = None  # of steps with prompts
@@ -189,7 +299,7 @@ class ModelRunner(RunnerLifecycle):
                 self.shared_buffer,
                 state_dtype=self.state_dtype,
             )
-        from quire.worker.virtual.opening import open_store
+        from quire.worker.virtual.store import open_store
 
         return open_store(
             kv_config,
@@ -213,8 +323,7 @@ class ModelRunner(RunnerLifecycle):
                     self.model, self.store, self.backend, self.last_sampled, max_rows, tails, found
                 )
             return
-        from quire.worker.cuda_graphs import DecodeGraphs
-        from quire.worker.graph_recorder import GraphCapturer
+        from quire.worker.cuda_graphs import DecodeGraphs, GraphCapturer
         from quire.worker.mixed_graphs import MixedGraphs
 
         tails, recorder, logits = self._graph_epilogues(max_rows), GraphCapturer(self.device), self._logits_fn()

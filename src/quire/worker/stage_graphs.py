@@ -16,7 +16,7 @@ from quire.worker.cuda_graphs import DecodeGraphs
 from quire.worker.step_context import StepContext
 
 if TYPE_CHECKING:
-    from quire.worker.stage_runner import StageNeighbours
+    from quire.layers.exchange import StageNeighbours
 
 
 class StageGraphs(DecodeGraphs):

@@ -8,13 +8,14 @@ the scheduler plans no sequence whose sample it waits for, so a row's tokens are
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from quire.layers.exchange import StageNeighbours
 from quire.protocol.images import ImagePixels
-from quire.protocol.model_spec import KVCacheConfig
+from quire.protocol.kv_cache_config import KVCacheConfig
 from quire.protocol.parallel_layout import Shard
 from quire.protocol.pipeline_stages import kv_config_of_stage
 from quire.protocol.seq_slices import SeqSlices
@@ -23,18 +24,6 @@ from quire.worker.inputs import FlatInputs
 from quire.worker.model_runner import ModelRunner, Ticket
 from quire.worker.pending_samples import PendingSamples
 from quire.worker.step_context import StepContext
-
-
-class StageNeighbours(Protocol):
-    """A stage's way to those before and behind it."""
-
-    def send(self, x: Tensor, delta: Tensor | None) -> None:
-        """x [T, hidden], and what is to be added to it before the next layer (of several ranks a part of that)."""
-        ...
-
-    def receive(self, rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        """The same of the stage before's next step, which has so many rows."""
-        ...
 
 
 class NullSampler:
@@ -89,7 +78,7 @@ class StageRunner(ModelRunner):
 
     def _prepare_graphs(self, max_rows: int) -> None:
         """Of steps in which every sequence computes one token; others are launched one by one."""
-        from quire.worker.graph_recorder import GraphCapturer
+        from quire.worker.cuda_graphs import GraphCapturer
         from quire.worker.stage_graphs import StageGraphs
 
         ends, store = self.shard.is_last_stage, self.store

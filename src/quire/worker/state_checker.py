@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from numpy import ndarray
 
-from quire.protocol.model_spec import KVCacheConfig
+from quire.protocol.kv_cache_config import KVCacheConfig
 from quire.protocol.step_plan import PageCopy, PageOps, Poison, SeqSlice, SwapIn, SwapOut
 
 

@@ -15,7 +15,8 @@ import torch
 
 from quire.kernels.forward_batch import LayerCache
 from quire.kernels.mamba_states import StateCache
-from quire.protocol.model_spec import KVCacheConfig, ModelSpec
+from quire.protocol.kv_cache_config import KVCacheConfig
+from quire.protocol.model_spec import ModelSpec
 from quire.protocol.step_plan import PageCopy, PageOps, Poison, SwapIn, SwapOut, TableWrite
 from quire.worker.cache_views import check_kv_cache_config, cross_caches, layer_caches, pages_by_size, state_caches
 from quire.worker.hazards import PageMoves, PageOpBatch, batch_page_ops
@@ -45,9 +46,8 @@ class Store:
     ) -> None:  # fmt: skip
         check_kv_cache_config(kv_config, spec)
         self.kv_config, self.device, self.shared_buffer = kv_config, device, shared_buffer
-        self.op_checksum: int | None = (
-            None  # of a rank: a checksum over all that journals changed, and graphs, in order
-        )
+        # of a rank: a checksum over all that journals changed, and graphs, in order
+        self.op_checksum: int | None = None
         self.staging = StagingBuffer(device)
         self.buffer = self._allocate_pages(dtype)
         self.page_sizes = tuple(group.page_bytes for group in kv_config.groups)

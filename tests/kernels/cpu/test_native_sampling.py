@@ -16,9 +16,9 @@ from torch import Tensor
 from quire.kernels.cpu.library_loader import library
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.step_plan import SliceResult, SlotInit
-from quire.worker.cpu_sampling_kernels import NativeSampling
 from quire.worker.inverse_cdf import draw, token_weights
 from quire.worker.sampler import Sampler
+from quire.worker.sampling_kernels import NativeSampling
 
 pytestmark = pytest.mark.skipif(not VARIANTS, reason=NONE)
 SHAPES = [

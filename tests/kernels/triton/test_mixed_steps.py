@@ -21,12 +21,11 @@ from quire.kernels.triton.backend import TritonBackend
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.seq_slices import SeqSlices
 from quire.protocol.step_plan import LAST_SAMPLED, SeqSlice, SlotInit, StepPlan, TableWrite
-from quire.worker import mixed_graphs, padded_steps
-from quire.worker.graph_recorder import CapturedGraph
+from quire.worker import mixed_graphs
+from quire.worker.cuda_graphs import CapturedGraph
 from quire.worker.inputs import FlatInputs
-from quire.worker.mixed_graphs import MixedGraphs
+from quire.worker.mixed_graphs import MixedGraphInputs, MixedGraphs, PaddedSizes
 from quire.worker.model_runner import ModelRunner
-from quire.worker.padded_steps import MixedGraphInputs, PaddedSizes
 
 CPU = torch.device("cpu")
 SLOTS = 9
@@ -63,7 +62,7 @@ def test_every_token_is_one_rows_or_padding(deterministic: bool, chunks: list[Ch
     flat = FlatInputs.from_slices(rows)
     sizes = inputs.choose_sizes(flat)
     total, prompts = sum(count for _, count in chunks), sum(count > 1 for _, count in chunks)
-    if total > 1024 or prompts > padded_steps.MAX_PROMPT_ROWS or len(chunks) <= unsampled:
+    if total > 1024 or prompts > mixed_graphs.MAX_PROMPT_ROWS or len(chunks) <= unsampled:
         assert sizes is None
         return
     assert sizes is not None
@@ -146,9 +145,9 @@ def with_graphs(runner: ModelRunner, patch: pytest.MonkeyPatch, chosen: bool = T
     """Steps with prompts are replayed, their logits kept. Small sizes, so that all of them are met. As on a device of
     several multiprocessors; where parts are `chosen` here, contexts of few rows have four."""
     for module, name, value in (
-        (padded_steps, "TOKEN_SIZES", [4, 8, 16, 24]), (padded_steps, "MAX_PROMPT_ROWS", 2), (padded_steps,
+        (mixed_graphs, "TOKEN_SIZES", [4, 8, 16, 24]), (mixed_graphs, "MAX_PROMPT_ROWS", 2), (mixed_graphs,
         "SMALL_DECODE_ROWS", 1),
-        (padded_steps, "MEDIUM_DECODE_ROWS", 3),
+        (mixed_graphs, "MEDIUM_DECODE_ROWS", 3),
         (mixed_graphs, "SMALL_DECODE_ROWS", 1), (mixed_graphs, "MEDIUM_DECODE_ROWS", 3),
         *((module, "multiprocessors", lambda device: 9) for module in (mixed_graphs, backend)),
         *[(mixed_graphs, "choose_splits", lambda rows, *_: 4 if rows < 3 else 1)] * chosen,

@@ -16,11 +16,10 @@ from torch import Tensor
 from quire.layers.sharding import ShardRange, shard_vocab
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.step_plan import SliceResult, SlotInit
-from quire.worker import vocab_parallel_kernels
+from quire.worker import vocab_parallel_sampler
 from quire.worker.sampler import Sampler
 from quire.worker.sampling_kernels import TritonSampling
-from quire.worker.vocab_parallel_kernels import VocabParallelTritonSampling
-from quire.worker.vocab_parallel_sampler import VocabParallelTritonSampler
+from quire.worker.vocab_parallel_sampler import VocabParallelTritonSampler, VocabParallelTritonSampling
 
 T = TypeVar("T")
 
@@ -147,7 +146,7 @@ def test_many_rows_draw_the_tokens_of_all_logits(seed: int) -> None:
 @pytest.mark.parametrize("few", [0, 16])
 def test_several_draws_of_a_row(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Outside of a graph: greedy rows alone, and beside rows that are drawn; the first draw of a row is its last."""
-    monkeypatch.setattr(vocab_parallel_kernels, "MAX_GATHERED_ROWS", few)
+    monkeypatch.setattr(vocab_parallel_sampler, "MAX_GATHERED_ROWS", few)
     vocab, slots = 150, np.array([3, 1, 4])
     logits = 2 * torch.randn(3, vocab, generator=torch.Generator().manual_seed(3)).to(DEVICE)
     owner, chance = np.array([0, 0, 0, 1, 2, 2]), np.random.default_rng(1).random(6)
@@ -177,7 +176,7 @@ KINDS: tuple[dict[str, Any], ...] = (
 @pytest.mark.parametrize("kinds", [[0, 1, 2], [0, 3], [2, 4]])
 def test_the_sampler_of_a_rank_equals_that_of_all_logits(kinds: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole logits are gathered where some row asks for more than draws, and else not."""
-    monkeypatch.setattr(vocab_parallel_kernels, "MAX_GATHERED_ROWS", 0)
+    monkeypatch.setattr(vocab_parallel_sampler, "MAX_GATHERED_ROWS", 0)
     vocab, slots = 300, len(KINDS)
     logits = 2 * torch.randn(len(kinds), vocab, generator=torch.Generator().manual_seed(4)).to(DEVICE)
 

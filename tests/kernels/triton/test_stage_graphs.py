@@ -22,7 +22,7 @@ from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.step_plan import SeqSlice, SlotInit, StepPlan
 from quire.startup.loader import meta_model
 from quire.weights.dummy import fill_dummy_weights
-from quire.worker import cuda_graphs, graph_recorder
+from quire.worker import cuda_graphs
 from quire.worker.model_runner import ModelRunner
 from quire.worker.stage_runner import StageRunner
 
@@ -89,7 +89,7 @@ def answers(runners: list[ModelRunner]) -> list[list[int]]:
 @pytest.mark.parametrize("name", ["llama-125m", "opt-125m"])
 def test_stages_replay_what_one_computes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     again = Again()
-    monkeypatch.setattr(graph_recorder, "GraphCapturer", lambda device: again)
+    monkeypatch.setattr(cuda_graphs, "GraphCapturer", lambda device: again)
     for module in (cuda_graphs, backend):
         monkeypatch.setattr(module, "multiprocessors", lambda device: 9)
     pipes = [deque[Any]() for _ in range(STAGES + 1)]

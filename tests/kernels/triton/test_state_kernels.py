@@ -19,8 +19,8 @@ from torch import Tensor
 from quire.kernels import mamba_states
 from quire.kernels.mamba_states import StatePlan
 from quire.kernels.triton import mamba_conv as conv
+from quire.kernels.triton import mamba_scan
 from quire.kernels.triton import mamba_scan as scan
-from quire.kernels.triton import mamba_scan_prefill
 
 KERNELS: dict[str, Any] = {
     "torch": (mamba_states.causal_conv, mamba_states.selective_scan),
@@ -89,7 +89,7 @@ def test_runs(rows: list[tuple[int, int]], shape: Shape) -> None:
 def test_rows_in_parts() -> None:
     """Long rows, beside short ones: each part goes on from what the parts before it leave."""
     made = step([Row(3, 290), Row(0, 64), Row(41, 1), Row(79, 65)], Shape(6, 4, 3, 40))
-    assert mamba_scan_prefill.scan_part_tokens(made.plan, len(made.x), 6) == 64
+    assert mamba_scan.scan_part_tokens(made.plan, len(made.x), 6) == 64
     check(made, "Triton")
 
 

@@ -21,11 +21,11 @@ from quire.kernels.triton.backend import TritonBackend
 from quire.memory.build import build_memory
 from quire.memory.page_layout import MemorySize
 from quire.models.named_configs import named_config
-from quire.protocol.model_spec import KVCacheConfig
+from quire.protocol.kv_cache_config import KVCacheConfig
 from quire.protocol.step_plan import TableWrite
 from quire.worker.inputs import FlatInputs
+from quire.worker.mixed_graphs import MixedGraphInputs
 from quire.worker.model_runner import ModelRunner
-from quire.worker.padded_steps import MixedGraphInputs
 
 LENGTH, RUN = 32, 4
 SMALL: dict[str, tuple[str, dict[str, Any]]] = {

@@ -31,8 +31,7 @@ from quire.protocol.model_spec import LayerSpec, ModelSpec
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.step_plan import TableWrite
 from quire.startup import build, loader
-from quire.worker.virtual.opening import open_store
-from quire.worker.virtual.store import VirtualStore
+from quire.worker.virtual.store import VirtualStore, open_store
 
 DEVICE = torch.device("cuda", 0) if CUDA else torch.device("cpu")
 DTYPE = torch.bfloat16 if CUDA else torch.float32

@@ -16,7 +16,7 @@ from quire.kernels.cpu.library import SCRATCH, Argument, Library
 from quire.kernels.cpu.library_loader import library, missing_reason
 from quire.kernels.forward_batch import ForwardBatch, LayerCache
 from quire.kernels.limits import MAX_CPU_SPLITS
-from quire.protocol.model_spec import KVCacheLayout
+from quire.protocol.kv_cache_config import KVCacheLayout
 
 QUERY_SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "f32"}
 """Of kernels, by the dtype of queries; "_int8" follows where pages are in 8 bits."""

@@ -20,7 +20,7 @@ from quire.kernels.triton.decode import SplitScratch, choose_splits, decode, dec
 from quire.kernels.triton.launch import supports_hopper_kernel, supports_pdl
 from quire.kernels.triton.prefill import make_prefill_tiles, prefill, tile_queries
 from quire.kernels.triton.rope_write import rope_write
-from quire.protocol.model_spec import KVCacheLayout
+from quire.protocol.kv_cache_config import KVCacheLayout
 
 
 class RotaryTable(Protocol):

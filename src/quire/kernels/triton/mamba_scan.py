@@ -7,23 +7,297 @@ in both kernels here; the sums over them are taken in another order, which may c
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.mamba_states import StateCache, StatePlan
+from quire.kernels.mamba_states import CONV_TILE, StateCache, StatePlan
 from quire.kernels.triton.fast_launch import fast_launch
 from quire.kernels.triton.launch import cdiv, power_of_2
-from quire.kernels.triton.mamba_scan_prefill import (
-    LOG2E,
-    MAX_UNROLLED_STATES,
-    advance_state,
-    scan_part_tokens,
-    scan_prefill,
-    silu_gate,
-    softplus,
-)
+
+MAX_UNROLLED_STATES = 32
+"""States of a channel, at most, that a thread holds all of."""
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def softplus(x):
+    """log(1 + exp(x)), fp32, within 3e-7 of itself, also where it is small: the steps of slow channels are. By a
+    polynomial in exp(-|x|), so that of the few special functions that a GPU has a second one is left to the states."""
+    e = tl.exp2(-tl.abs(x) * LOG2E)
+    part = tl.fma(e, 0.00510582561, -0.0289919563)
+    part = tl.fma(e, tl.fma(e, tl.fma(e, part, 0.0773807392), -0.135905996), 0.190713093)
+    part = tl.fma(e, tl.fma(e, tl.fma(e, tl.fma(e, part, -0.248339459), 0.333179355), -0.499994367), 0.99999994)
+    return tl.fma(e, part, tl.maximum(x, 0.0))
+
+
+@triton.jit
+def silu_gate(y, z):
+    return y * (z / (1.0 + tl.exp2(-z * LOG2E)))
+
+
+@triton.jit
+def advance_state(h, decay, delta, moved, b):
+    """A state after the next token. What is fused with what is said, so that its bits are the same everywhere."""
+    return tl.fma(tl.exp2(delta * decay), h, moved * b)
+
+
+@triton.jit
+def _split_columns(numbers, BLOCK: tl.constexpr, WIDE: tl.constexpr):
+    """The columns of [BLOCK, WIDE], of which a thread holds whole rows: nothing moves."""
+    if WIDE == 1:
+        return (tl.reshape(numbers, (BLOCK,)),)
+    elif WIDE == 2:
+        return tl.split(numbers)
+    else:  # the compiler checks what follows a return, also where it is never reached
+        even, odd = tl.split(tl.reshape(numbers, (BLOCK, 2, 2)))
+        first, third = tl.split(even)
+        second, fourth = tl.split(odd)
+        return first, second, third, fourth
+
+
+@triton.jit
+def _join_columns(columns, BLOCK: tl.constexpr, WIDE: tl.constexpr):
+    """[BLOCK, WIDE] of these columns."""
+    if WIDE == 1:
+        return tl.reshape(columns[0], (BLOCK, 1))
+    elif WIDE == 2:
+        return tl.join(columns[0], columns[1])
+    else:
+        return tl.reshape(tl.join(tl.join(columns[0], columns[2]), tl.join(columns[1], columns[3])), (BLOCK, 4))
+
+
+@triton.jit
+def _load_channels(place, mask, SIZE: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr):
+    """SIZE numbers of each channel from `place` [BLOCK] on, fp32, WIDE in a load."""
+    numbers = ()
+    for n in tl.static_range(0, SIZE, WIDE):
+        wide = tl.load(place[:, None] + n + tl.arange(0, WIDE)[None, :], mask=mask[:, None], other=0.0)
+        numbers += _split_columns(wide.to(tl.float32), BLOCK, WIDE)
+    return numbers
+
+
+@triton.jit
+def _store_states(
+    place, channel, inside, h, SIZE: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr, WIDE: tl.constexpr
+):  # fmt: skip
+    """All channels' states are, from `place` on."""
+    for k in tl.static_range(GROUPS):
+        for n in tl.static_range(0, SIZE, WIDE):
+            some = ()
+            for m in tl.static_range(WIDE):
+                some += (h[k * SIZE + n + m],)
+            target = place + (channel[k] * SIZE)[:, None] + n + tl.arange(0, WIDE)[None, :]
+            tl.store(target, _join_columns(some, BLOCK, WIDE).to(place.dtype.element_ty), mask=inside[k][:, None])
+
+
+@triton.jit
+def _load_tokens(base, stride, channel, inside, TILE: tl.constexpr, GROUPS: tl.constexpr):
+    """The channels' numbers of TILE tokens from `base` on."""
+    numbers = ()
+    for i in tl.static_range(TILE):
+        for k in tl.static_range(GROUPS):
+            numbers += (tl.load(base + i * stride + channel[k], mask=inside[k], other=0.0),)
+    return numbers
+
+
+@triton.jit
+def _step_states(
+    h, decays, v, delta, skip, both,
+    FIRST: tl.constexpr, SIZE: tl.constexpr, ENDS: tl.constexpr,
+):  # fmt: skip
+    """(A channel's states after a token, h from FIRST on before it; its output before the gate)."""
+    moved, y, states = delta * v, skip * v, ()
+    for n in tl.static_range(SIZE):
+        state = advance_state(h[FIRST + n], decays[FIRST + n], delta, moved, both[n])
+        if not ENDS:
+            y = tl.fma(state, both[SIZE + n], y)
+        states += (state,)
+    return states, y
+
+
+@triton.jit
+def _scan_tile(
+    h, totals, tokens, bc, out, channel, inside, decays, skips, shifts, INNER: tl.constexpr, SIZE: tl.constexpr,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, GROUPS: tl.constexpr, WIDE: tl.constexpr, ENDS: tl.constexpr,
+):  # fmt: skip
+    """(States after TILE tokens, sums of steps with theirs). Their outputs are written, unless ENDS, after the last
+    token, since the compiler moves no load in front of a store: B and C may be loaded before their turn then, if there
+    are registers."""
+    vs, ds, gs = tokens
+    ys = ()
+    everywhere = tl.full((BLOCK,), True, tl.int1)
+    for i in tl.static_range(TILE):
+        same = bc + i * 2 * SIZE + tl.zeros((BLOCK,), tl.int32)
+        both = _load_channels(same, everywhere, SIZE if ENDS else 2 * SIZE, BLOCK, WIDE)
+        states, sums = (), ()
+        for k in tl.static_range(GROUPS):
+            delta = softplus(ds[i * GROUPS + k].to(tl.float32) + shifts[k])
+            left, y = _step_states(
+                h, decays, vs[i * GROUPS + k].to(tl.float32), delta, skips[k], both, k * SIZE, SIZE, ENDS
+            )
+            states += left
+            sums += (totals[k] + delta,)
+            if not ENDS:
+                ys += (silu_gate(y, gs[i * GROUPS + k].to(tl.float32)).to(out.dtype.element_ty),)
+        h, totals = states, sums
+    if not ENDS:
+        for i in tl.static_range(TILE):
+            for k in tl.static_range(GROUPS):
+                tl.store(out + i * INNER + channel[k], ys[i * GROUPS + k], mask=inside[k])
+    return h, totals
+
+
+@fast_launch
+@triton.jit(do_not_specialize_on_alignment=["offsets", "lengths", "starts", "reads", "writes", "tiles"])
+def _unrolled(
+    x, dt, A, bc, D, z, bias, out, states, ends, totals, offsets, lengths, starts, reads, writes, tiles,
+    x_stride, dt_stride, z_stride, page_stride, width,
+    RUN: tl.constexpr, INNER: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    BIAS: tl.constexpr, TILE: tl.constexpr, GROUPS: tl.constexpr, WIDE: tl.constexpr, PART: tl.constexpr,
+    ENDS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """As `_scan`, and each thread holds all SIZE states of its GROUPS channels: no sum crosses threads. TILE tokens are
+    computed while the next ones are loaded. `bc`: B and C side by side, fp32.
+
+    PART: tokens of a part of a row, which has a program of its own; 0: rows are whole. A part starts from what those
+    before it leave, which another launch, with ENDS, has found and written: their last states when they start from
+    none (the first one: from the row's), and the sums of their steps."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    row = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    begin = 0
+    if PART:
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        begin = tl.load(tiles + 2 * row + 1)
+        row = tl.load(tiles + 2 * row).to(tl.int64)
+        if begin % PART != 0:
+            return
+    channel, inside, skips, shifts, decays, sums = (), (), (), (), (), ()
+    for k in tl.static_range(GROUPS):
+        c = (tl.program_id(0) % BLOCKS * GROUPS + k) * BLOCK + tl.arange(0, BLOCK)
+        there = c < INNER if INNER % (BLOCK * GROUPS) else tl.full((BLOCK,), True, tl.int1)
+        channel += (c,)
+        inside += (there,)
+        skips += (tl.load(D + c, mask=there, other=0.0),)
+        shifts += (tl.load(bias + c, mask=there, other=0.0) if BIAS else 0.0,)
+        slopes = _load_channels(A + c * SIZE, there, SIZE, BLOCK, WIDE)
+        for n in tl.static_range(SIZE):
+            decays += (slopes[n] * LOG2E,)
+        sums += (tl.zeros((BLOCK,), tl.float32),)
+    if PDL and not PART:
+        tl.extra.cuda.gdc_wait()
+    offset, length = tl.load(offsets + row), tl.load(lengths + row)
+    start, read = tl.load(starts + row), tl.load(reads + row)
+    stop, slot, h = length, 0, ()
+    if PART:
+        stop, slot = tl.minimum(length, begin + PART), offset // PART
+        if ENDS and begin + PART >= length:
+            return
+    for k in tl.static_range(GROUPS):
+        old, known = states + read * page_stride + channel[k] * SIZE, inside[k] & (read >= 0) & (begin == 0)
+        h += _load_channels(old, known, SIZE, BLOCK, WIDE)
+    if PART and not ENDS:
+        for part in range(begin // PART):
+            place, left = (slot + part) * INNER, ()
+            for k in tl.static_range(GROUPS):
+                delta = tl.load(totals + place + channel[k], mask=inside[k], other=0.0)
+                found = _load_channels(ends + (place + channel[k]) * SIZE, inside[k], SIZE, BLOCK, WIDE)
+                for n in tl.static_range(SIZE):
+                    left += (tl.fma(tl.exp2(delta * decays[k * SIZE + n]), h[k * SIZE + n], found[n]),)
+            h = left
+    tl.debug_barrier()  # what is written may be what another thread reads
+    x, dt, z, bc = x + offset * x_stride, dt + offset * dt_stride, z + offset * z_stride, bc + offset * (2 * SIZE)
+    out += offset * INNER
+    final = tl.where(stop > begin, (start + stop - 1) // RUN + 1, (start + begin) // RUN)
+    for run in range((start + begin) // RUN, final):
+        first = tl.maximum(run * RUN - start, begin)
+        end = tl.minimum((run + 1) * RUN - start, stop)
+        whole = first + (end - first) // TILE * TILE
+        if whole > first:
+            vs = _load_tokens(x + first * x_stride, x_stride, channel, inside, TILE, GROUPS)
+            ds = _load_tokens(dt + first * dt_stride, dt_stride, channel, inside, TILE, GROUPS)
+            gs = vs
+            if not ENDS:
+                gs = _load_tokens(z + first * z_stride, z_stride, channel, inside, TILE, GROUPS)
+            for t in range(first, whole, TILE):
+                then = tl.minimum(t + TILE, whole - TILE)  # behind the last tile that one again
+                later_vs = _load_tokens(x + then * x_stride, x_stride, channel, inside, TILE, GROUPS)
+                later_ds = _load_tokens(dt + then * dt_stride, dt_stride, channel, inside, TILE, GROUPS)
+                later_gs = later_vs
+                if not ENDS:
+                    later_gs = _load_tokens(z + then * z_stride, z_stride, channel, inside, TILE, GROUPS)
+                h, sums = _scan_tile(
+                    h, sums, (vs, ds, gs), bc + t * (2 * SIZE), out + t * INNER, channel, inside, decays, skips,
+                    shifts, INNER, SIZE, BLOCK, TILE, GROUPS, WIDE, ENDS,
+                )  # fmt: skip
+                vs, ds, gs = later_vs, later_ds, later_gs
+        for t in range(whole, end):
+            vs = _load_tokens(x + t * x_stride, x_stride, channel, inside, 1, GROUPS)
+            ds = _load_tokens(dt + t * dt_stride, dt_stride, channel, inside, 1, GROUPS)
+            gs = _load_tokens(z + t * z_stride, z_stride, channel, inside, 1, GROUPS)
+            h, sums = _scan_tile(
+                h, sums, (vs, ds, gs), bc + t * (2 * SIZE), out + t * INNER, channel, inside, decays, skips, shifts,
+                INNER, SIZE, BLOCK, 1, GROUPS, WIDE, ENDS,
+            )  # fmt: skip
+        if not ENDS and ((start + end) % RUN == 0 or end == length):
+            page = tl.load(writes + row * width + run - start // RUN)
+            _store_states(states + page * page_stride, channel, inside, h, SIZE, BLOCK, GROUPS, WIDE)
+    if ENDS:
+        place = (slot + begin // PART) * INNER
+        for k in tl.static_range(GROUPS):
+            tl.store(totals + place + channel[k], sums[k], mask=inside[k])
+        _store_states(ends + place * SIZE, channel, inside, h, SIZE, BLOCK, GROUPS, WIDE)
+
+
+TILE = 4
+"""Tokens of a prompt that are computed while as many are loaded."""
+GROUPS, WARPS, REGISTERS = 2, 1, 255
+"""Channels of a thread, warps of a program, and registers that a thread may have."""
+BUSY_WARPS = 2048
+"""Warps that an H200 computes at once, of these registers, 16 to a multiprocessor."""
+
+
+def scan_part_tokens(plan: StatePlan, tokens: int, inner: int) -> int:
+    """Tokens of the parts that rows are cut into, such that a long row keeps the GPU busy, where that is at least twice
+    as quick for all that parts but the last are computed twice; 0 where it isn't. No less than a run: a row's page that
+    is read and written is in its first part then."""
+    if plan.tiles is None or plan.write_pages.shape[1] < 4:
+        return 0
+    fair = tokens * cdiv(inner, 32) // BUSY_WARPS  # tokens of a warp if all were as busy
+    part = power_of_2(max(CONV_TILE, plan.page_tokens, fair))
+    return part if plan.write_pages.shape[1] * plan.page_tokens >= 4 * part else 0
+
+
+def scan_prefill(
+    x: Tensor, dt: Tensor, A: Tensor, bc: Tensor, D: Tensor, z: Tensor, bias: Tensor | None, out: Tensor,
+    states: Tensor, plan: StatePlan, part: int, options: dict[str, Any],
+) -> None:  # fmt: skip
+    """Rows whole, or in parts: their ends first."""
+    (tokens, inner), size, ends, totals = x.shape, A.shape[1], None, None
+    block = 32 * WARPS
+    blocks, wide = cdiv(inner, block * GROUPS), min(4, size & -size)
+    programs = len(plan.offsets)
+    if part:
+        assert plan.tiles is not None, "rows of one token each are whole"
+        assert part % CONV_TILE == 0, "a part starts where a tile does"
+        assert part >= plan.page_tokens, "a row's page that is read and written is in its first part"
+        programs = len(plan.tiles)
+        ends = torch.empty((tokens // part + 1, inner, size), dtype=torch.float32, device=x.device)
+        totals = torch.empty((tokens // part + 1, inner), dtype=torch.float32, device=x.device)
+    for only_ends in (True, False) if part else (False,):
+        _unrolled[(programs * blocks,)](
+            x, dt, A, bc, D, z, bias, out, states, ends, totals,
+            plan.offsets, plan.lengths, plan.starts, plan.read_pages, plan.write_pages, plan.tiles,
+            x.stride(0), dt.stride(0), z.stride(0), states.stride(0), plan.write_pages.stride(0),
+            BLOCK=block, BLOCKS=blocks, TILE=TILE, GROUPS=GROUPS, WIDE=wide, PART=part,
+            ENDS=only_ends, **options, num_warps=WARPS, maxnreg=REGISTERS,
+        )  # fmt: skip
+
 
 SINGLE_STATES, SINGLE_WARPS = 1024, 2
 """States of a program that has one row's single token, and its warps."""

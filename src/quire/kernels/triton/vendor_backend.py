@@ -13,7 +13,7 @@ from quire.errors import StartupError
 from quire.kernels import vendor
 from quire.kernels.forward_batch import ForwardBatch, LayerCache
 from quire.kernels.triton.backend import TritonAttentionPlan, TritonBackend
-from quire.protocol.model_spec import KVCacheLayout
+from quire.protocol.kv_cache_config import KVCacheLayout
 
 
 class VendorBackend(TritonBackend):

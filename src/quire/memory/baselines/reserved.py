@@ -13,12 +13,13 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 from quire.config import EngineConfig
-from quire.core.request import Sequence
 from quire.memory.answers import Account, Admission, Deferred, Placement, Sharing, Usage
 from quire.memory.baselines.buddy import BuddyAllocator, block_units
 from quire.memory.page_layout import MemorySize, build_kv_config
 from quire.protocol.images import ImageItem
-from quire.protocol.model_spec import KVCacheConfig, KVCacheLayout, ModelSpec
+from quire.protocol.kv_cache_config import KVCacheConfig, KVCacheLayout
+from quire.protocol.model_spec import ModelSpec
+from quire.protocol.sequence import Sequence
 from quire.protocol.step_plan import PageCopy, PageOp, PageOps, Poison, TableWrite
 
 ReservationRule = Callable[[int, int, int], int]

@@ -17,12 +17,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence as Seq
 
-from quire.core.request import Sequence
 from quire.memory.jenga.shared_pool import PoolView
 from quire.memory.jenga.two_level_pool import TwoLevelPagePool
 from quire.memory.page_pool import PagePool
-from quire.memory.page_tables import SeqPages, Tables
 from quire.memory.policies import LayerPolicy
+from quire.memory.seq_pages import SeqPages, Tables
+from quire.protocol.sequence import Sequence
 
 DEFAULT_SLACK = 512  # tokens
 MAX_CACHED_WINDOWS = 4096  # windows that are remembered, a group

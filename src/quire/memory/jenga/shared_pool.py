@@ -12,7 +12,7 @@ from typing import Protocol
 from quire.memory.answers import LargePageStats
 from quire.memory.jenga.two_level_pool import TwoLevelPagePool
 from quire.memory.page_pool import NO_CACHED_HITS, CachedHits, PagePool, UnusedBytes
-from quire.protocol.model_spec import KVCacheConfig
+from quire.protocol.kv_cache_config import KVCacheConfig
 
 
 class Holder(Protocol):

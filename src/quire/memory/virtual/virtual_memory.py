@@ -20,16 +20,17 @@ from operator import eq
 from typing import Any, NamedTuple
 
 from quire.config import EngineConfig
-from quire.core.request import Sequence
 from quire.errors import StartupError
 from quire.memory.answers import Usage
 from quire.memory.page_layout import GroupAllocation, MemorySize, assign_pages
 from quire.memory.page_pool import EmptyPageQueue, EmptyPages, PagePool, TablePosition
-from quire.memory.page_tables import SeqPages, Tables
 from quire.memory.paged import PagedMemory
 from quire.memory.policies import policies_for
+from quire.memory.seq_pages import SeqPages, Tables
 from quire.memory.virtual.buffers import BufferLayout, plan_buffers
-from quire.protocol.model_spec import KVCacheConfig, KVCacheLayout, ModelSpec
+from quire.protocol.kv_cache_config import KVCacheConfig, KVCacheLayout
+from quire.protocol.model_spec import ModelSpec
+from quire.protocol.sequence import Sequence
 from quire.protocol.step_plan import PageOps, TableWrite
 
 MAX_SLOTS_COMPARED = 32

@@ -19,7 +19,7 @@ from quire.text.grammars.strings import UNBOUNDED, StringDetector
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-    from quire.text.grammars.compiler import GrammarBackend
+    from quire.text.grammars.backend import GrammarBackend
 
 MAX_RENEWALS = 2  # times that an output may go on in its grammar made anew
 MAX_RENEWAL_SECONDS = 0.05  # that making one may take where outputs wait for it

@@ -22,9 +22,8 @@ if TYPE_CHECKING:
 
 PLAIN_CHARS = re.compile(r'[^"\\\x00-\x1F\x7F]+')  # characters that stand for themselves in a JSON string
 OPEN_ESCAPE = re.compile(rb"(?<!\\)\\(\\\\)*(u[0-9A-Fa-f]{0,3})?$")  # an escape that isn't whole
-MAX_COUNTED_CHARS = (
-    512  # characters that counted strings of a schema may have, each kind once: for each llguidance's lexer makes
-)
+# characters that counted strings of a schema may have, each kind once: for each llguidance's lexer makes
+MAX_COUNTED_CHARS = 512
 # a state, and of these only so many before the next mask is made (strings of 256 take a third of what it is given)
 MAX_DEPTH = 64  # of a schema, as far as it is looked into here
 UNBOUNDED = 1 << 30  # characters: any number

@@ -96,9 +96,8 @@ class ToolCallParser(OutputParser):
         self.pending: list[str] = []  # read, and either text or a part of a call
         self._pending_space: list[str] = []  # white space that is text if text follows
         self._matched = 0  # characters of the marker that were read
-        self._call_text: list[str] | None = (
-            None  # the text of the call that is read, its marker and the white space before
-        )
+        # the text of the call that is read, its marker and the white space before
+        self._call_text: list[str] | None = None
         self._arguments: list[str] = []  # of that call
         self._mark = self.events.mark()  # of that call's events
         assert not self.marker or self.marker[0] not in self.marker[1:], "matching never goes back"

@@ -41,9 +41,8 @@ class FakeDriver:
         self._next_address, self._map_attempts = FIRST_ADDRESS, 0
         self._pins: dict[int, tuple[int, int]] = {}  # token -> first address, end
         self._pin_ids = numbers(1)
-        self._kernel_accesses: dict[int, list[tuple[ByteSpan, int, bool]]] | None = (
-            None  # by a kernel: bytes, through where, written
-        )
+        # by a kernel: bytes, through where, written
+        self._kernel_accesses: dict[int, list[tuple[ByteSpan, int, bool]]] | None = None
         self._is_closed = False
 
     def reserve(self, nbytes: int) -> int:

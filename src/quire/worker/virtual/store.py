@@ -13,8 +13,10 @@ slot, or that it is behind the end of the slot's tokens, where kernels read noth
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -22,10 +24,12 @@ from torch import Tensor
 
 from quire.errors import StartupError
 from quire.kernels.forward_batch import LayerCache
-from quire.protocol.model_spec import KVCacheConfig, KVCacheGroup, ModelSpec
+from quire.protocol.kv_cache_config import KVCacheConfig, KVCacheGroup
+from quire.protocol.model_spec import ModelSpec
 from quire.protocol.step_plan import MappingStats, PageOps, TableWrite
 from quire.worker.cache_views import add_shared_layers, attention_settings
 from quire.worker.store import Store
+from quire.worker.virtual import DriverError, open_driver
 from quire.worker.virtual.driver import Driver, PageRun, map_all
 
 
@@ -203,3 +207,33 @@ class VirtualStore(Store):
             if hasattr(self, name):
                 delattr(self, name)
         self.driver.close()
+
+
+def open_store(
+    kv_config: KVCacheConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device, debug: bool, *,
+    is_contiguous: bool,
+    map_in_background: bool = False,
+) -> VirtualStore:  # fmt: skip
+    """StartupError where the device has no virtual memory to be managed, or not enough of it."""
+    page = kv_config.groups[0].page_bytes // kv_config.groups[0].parts
+    driver = open_driver(str(device), page)
+    try:
+        if device.type == "cpu":
+            from quire.worker.virtual.memfd import check_map_count
+
+            check_map_count(sum(kv_config.slots * group.parts * (group.table_width + 1) for group in kv_config.groups))
+        return VirtualStore(
+            kv_config,
+            spec,
+            dtype,
+            device,
+            driver,
+            debug,
+            is_contiguous=is_contiguous,
+            map_in_background=map_in_background,
+        )
+    except BaseException as error:
+        traceback.clear_frames(error.__traceback__)  # they hold tensors over what is given back
+        with suppress(DriverError):
+            driver.close()
+        raise

@@ -1,0 +1,63 @@
+"""The program of a rank: it builds its part of a model, and runs the steps that the engine sends."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+from quire.distributed.rank_messages import (
+    InitMessage,
+)
+from quire.distributed.rank_worker import NO_MULTICAST_ENVIRONMENT, PR_SET_PDEATHSIG, RunnerBuilder, serve
+from quire.distributed.shared_ring import RingReader
+from quire.distributed.triton_cache import triton_cache_environment
+from quire.ipc.child_process import exit_now, ignore_signals
+from quire.ipc.garbage_collection import freeze_loaded_objects
+
+
+def build_runner(hello: InitMessage, device: Any = None) -> Any:
+    """The runner of a part of a model."""
+    from quire.startup.loader import build_rank_runner
+
+    return build_rank_runner(hello, device)
+
+
+def open_device(hello: InitMessage) -> Any:
+    """The GPU that a rank will use."""
+    from quire.distributed.rank_devices import RankDevice
+
+    os.environ.update(triton_cache_environment())
+    return RankDevice(hello)
+
+
+def main(build: RunnerBuilder | None = None, device_opener: Callable[[InitMessage], Any] | None = None) -> None:
+    """The arguments are the rank's number, and descriptors: of the connection, of the ring, of its event. Without a
+    `build` of its own it's a model's: torch is imported while the engine's process reads what it needs of that."""
+
+    def built(hello: InitMessage, **seat: Any) -> Any:
+        runner = (build or build_runner)(hello, **seat)
+        freeze_loaded_objects()
+        return runner
+
+    gc.disable()  # until all is loaded
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    with suppress(AttributeError, OSError):  # a process that is stopped ends too
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    ignore_signals()
+    if build is None:
+        threading.Thread(target=import_module, args=("torch",), name="quire-imports", daemon=True).start()
+    os.environ.update(NO_MULTICAST_ENVIRONMENT)
+    rank, connection, ring, event = map(int, sys.argv[1:5])
+    reader = RingReader(ring, event, rank)
+    exit_now(serve(built, socket.socket(fileno=connection), reader, partial(os._exit, 1), device_opener or open_device))
