@@ -120,5 +120,5 @@ def test_every_path_is_there() -> None:
 def test_one_that_is_not_is_found() -> None:
     rows = "| a | `core/scheduler.py`, `nowhere.py` | `pytest tests/test_nowhere.py` | `cpu_nowhere_X.json` |"
     assert missing(rows) == ["nowhere.py", "tests/test_nowhere.py", "cpu_nowhere_X.json"]
-    assert not missing("| `memory/jenga/two_level_pool.py`, `pages.py`, `scheduler.py` | `cpu_memory_X.json` |")
-    assert missing("| `pages.py` |") == ["pages.py"]
+    assert not missing("| `memory/jenga/two_level_pool.py`, `page_sizes.py`, `retention.py` | `cpu_memory_X.json` |")
+    assert missing("| `page_sizes.py` |") == ["page_sizes.py"]

@@ -1,7 +1,7 @@
 """A pytest plugin that records where the time of the tests goes, and the summary of what it recorded.
 
-PYTHONPATH=tools TEST_PROFILE=folder pytest -p profile_tests -n 3
-python tools/profile_tests.py folder --out docs/measurements/tests.json
+PYTHONPATH=tools TEST_PROFILE=folder pytest -p profile_tests -n 3 python tools/profile_tests.py folder --out
+docs/measurements/tests.json
 """
 
 from __future__ import annotations

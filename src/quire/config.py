@@ -47,46 +47,42 @@ class EngineConfig:
     `quantization` "fp8" rounds the weights of linear layers to FP8 while they are loaded (quire.weights.fp8); of a
     checkpoint in FP8 it says nothing more. "int8" and "int4" round them to 8 or 4 bits by groups
     (quire.weights.low_bit). `kv_cache_dtype` "int8" keeps keys and values in 8 bits, with a scale for each head and
-    token; "auto" as the model computes.
-    `memory` is how the KV memory is managed: in pages; in pages where every layer keeps every token, whatever it looks
-    at ("uniform": PagedAttention as of vLLM 0.6.3); contiguous in virtual addresses under which pages are mapped
-    (vAttention); or as the baselines of PagedAttention §6.1 did (RESERVED), which share nothing, preempt nobody, and
-    hence ignore the settings of prefix caching and preemption. Of "virtual", `virtual_page_kib` is the size of a page
-    of the device, and `virtual_layout` which layers share a buffer (control.memory.buffers); None: 2048 and "sliced" on
-    a GPU, by control.memory.virtual.cut_of on a CPU. `map_ahead` says whether what the next step needs is mapped while
-    one computes, by whoever launched it or by a thread.
-    Of layers with a running state one is kept after every `state_tokens` tokens: a multiple of `page_size`, behind
-    which prefixes can be found (Jenga §5.3). What it sums up is in `state_dtype`, "auto" being float32.
-    `table_scope` "model" gives all layers one page table, "layer" one each (PagedAttention, footnote 1). `page_sizes`
-    "lcm" cuts large pages, of which any layer type may get any, into pages as large as each type's tokens are (Jenga
-    §4); "max" pads all to one size, "gcd" gives fewer layers a table, so that all pages are equal, and "own" gives each
-    size a share of the memory for good. `association` says which sequences' pages lie in one large page (§4.3): as the
-    "paper" has it, only those of one; whole large pages to one and the rest together ("bulk"); or any ("none").
-    `max_num_batched_tokens` is the budget of tokens computed in one step, prompts in chunks included; it and
-    `max_num_seqs` depend on the device where they are None (MOST, `with_device_defaults`).
-    A request may have `max_images` pictures of `max_image_pixels` pixels, whose files have `max_image_bytes` together.
-    Where their rows take the places of tokens `vision_cache` says where these are until they are used, and whether they
-    stay: in pages of their own ("pages"), among keys and values that aren't written yet ("inside"), or nowhere: each
-    chunk of a prompt encodes its pictures again ("off") (Jenga §6.2).
+    token; "auto" as the model computes. `memory` is how the KV memory is managed: in pages; in pages where every layer
+    keeps every token, whatever it looks at ("uniform": PagedAttention as of vLLM 0.6.3); contiguous in virtual
+    addresses under which pages are mapped (vAttention); or as the baselines of PagedAttention §6.1 did (RESERVED),
+    which share nothing, preempt nobody, and hence ignore the settings of prefix caching and preemption. Of "virtual",
+    `virtual_page_kib` is the size of a page of the device, and `virtual_layout` which layers share a buffer
+    (control.memory.buffers); None: 2048 and "sliced" on a GPU, by control.memory.virtual.cut_of on a CPU. `map_ahead`
+    says whether what the next step needs is mapped while one computes, by whoever launched it or by a thread. Of layers
+    with a running state one is kept after every `state_tokens` tokens: a multiple of `page_size`, behind which prefixes
+    can be found (Jenga §5.3). What it sums up is in `state_dtype`, "auto" being float32. `table_scope` "model" gives
+    all layers one page table, "layer" one each (PagedAttention, footnote 1). `page_sizes` "lcm" cuts large pages, of
+    which any layer type may get any, into pages as large as each type's tokens are (Jenga §4); "max" pads all to one
+    size, "gcd" gives fewer layers a table, so that all pages are equal, and "own" gives each size a share of the memory
+    for good. `association` says which sequences' pages lie in one large page (§4.3): as the "paper" has it, only those
+    of one; whole large pages to one and the rest together ("bulk"); or any ("none"). `max_num_batched_tokens` is the
+    budget of tokens computed in one step, prompts in chunks included; it and `max_num_seqs` depend on the device where
+    they are None (MOST, `with_device_defaults`). A request may have `max_images` pictures of `max_image_pixels` pixels,
+    whose files have `max_image_bytes` together. Where their rows take the places of tokens `vision_cache` says where
+    these are until they are used, and whether they stay: in pages of their own ("pages"), among keys and values that
+    aren't written yet ("inside"), or nowhere: each chunk of a prompt encodes its pictures again ("off") (Jenga §6.2).
     `depth` is how many steps may be in flight (None: what the runner prefers). `preemption` is by swapping to
     `swap_gib` GiB of host memory, by recomputation, or by what `calibration` (a file that `quire bench preemption`
-    wrote) says is cheaper.
-    `prefix_tokens` tokens of the KV memory are kept for prefixes that the operator registers. `retention` says what
-    stays cached behind a window, and of states (quire.memory.jenga.retention). `deterministic` makes a
-    GPU compute each sequence the same whatever else is in its batches; `cuda_graphs` lets it replay steps (a CPU
-    too, as tapes), and `warm_up` makes it compile kernels and capture these graphs at start, not when they are first
-    needed. `log_plans` names a file to write every plan and result to (quire.protocol.plan_log), for debugging.
+    wrote) says is cheaper. `prefix_tokens` tokens of the KV memory are kept for prefixes that the operator registers.
+    `retention` says what stays cached behind a window, and of states (quire.memory.jenga.retention). `deterministic`
+    makes a GPU compute each sequence the same whatever else is in its batches; `cuda_graphs` lets it replay steps (a
+    CPU too, as tapes), and `warm_up` makes it compile kernels and capture these graphs at start, not when they are
+    first needed. `log_plans` names a file to write every plan and result to (quire.protocol.plan_log), for debugging.
     `tp` ranks divide each layer of the model (quire.distributed), and `pp` stages its layers, of so many ranks each;
     `kv_gib` and `swap_gib` are sums over all. `executor` "process" gives a single rank a process of its own too,
     "inline" computes where the engine is, and "ray" has Ray place ranks, in the cluster at `ray_address` ("":
     RAY_ADDRESS, or one for them alone). A rank has `rank_timeout` seconds for a step, and five times as many to start;
     `on_rank_failure` is what follows if it fails: the engine's end, or ranks that are started anew
-    (quire.core.recovery).
-    `pooling` is what embeddings are made of: the hidden states of all tokens or of the last one; "auto": as the
-    checkpoint's 1_Pooling/config.json says, else the last one's.
-    `revision` is of a hub's model. Requests' defaults (GENERATION) come from the model's generation_config.json with
-    `generation_config` "auto" (or True), from nowhere with "vllm" (or False), else from that file in the folder that it
-    names; those in `override_generation_config` win.
+    (quire.core.recovery). `pooling` is what embeddings are made of: the hidden states of all tokens or of the last one;
+    "auto": as the checkpoint's 1_Pooling/config.json says, else the last one's. `revision` is of a hub's model.
+    Requests' defaults (GENERATION) come from the model's generation_config.json with `generation_config` "auto" (or
+    True), from nowhere with "vllm" (or False), else from that file in the folder that it names; those in
+    `override_generation_config` win.
     """
 
     model: str = ""

@@ -74,9 +74,8 @@ def read_bounded(
     path: str | Path, max_bytes: int, display_name: str = "", remedy: str = DOWNLOAD_AGAIN, follow: bool = True
 ) -> bytes:
     """The bytes of a regular file, which StartupError calls `display_name` (or by its path) if it can't be read or has
-    more
-    than `max_bytes`. What a file says of its own size counts for nothing: those of the system say 0. Without `follow`,
-    which is for what `find_checkpoint_file` returned, it must be no link, as it was none then."""
+    more than `max_bytes`. What a file says of its own size counts for nothing: those of the system say 0. Without
+    `follow`, which is for what `find_checkpoint_file` returned, it must be no link, as it was none then."""
     display_name = display_name or str(path)
     data = bytearray()
     try:

@@ -6,8 +6,7 @@
 The load is of the bundled model: requests of random prompts at once, not streamed, so that the engine is nearly all of
 it. Processor time is that of the engine's process and the fronts'; readers are in another one. Where others use the
 machine, seconds by the clock say little, and processor time a few per cent: every round has both, and medians are of
-rounds.
-What an event costs while nothing else is done is less noisy.
+rounds. What an event costs while nothing else is done is less noisy.
 """
 
 from __future__ import annotations

@@ -194,7 +194,7 @@ def test_nothing_is_left() -> None:
 import os, signal, sys
 sys.path.insert(0, {str(TESTS)!r})
 import echo_service
-from quire.text.grammars.compiler.compiler import GrammarCompiler
+from quire.text.grammars.compiler import GrammarCompiler
 from quire.protocol.structured_output import Structured
 grammars = GrammarCompiler(echo_service.tokenizer(), echo_service.VOCAB, (0,))
 grammars.get(Structured("regex", "a"))

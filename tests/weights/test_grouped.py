@@ -111,7 +111,7 @@ def logprobs(folder: Path | str, tokens: list[int], **more: Any) -> Tensor:
 
 
 def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("linear", "quantised"):
+    for module in ("linear", "low_bit_linear"):
         monkeypatch.setattr(f"quire.kernels.cpu.{module}.library", lambda: None)
 
 

@@ -1,9 +1,9 @@
 """What the device's memory went into at the highest, beside what was planned for it (PagedAttention Figure 1, left).
 
 Two loads: as many prompt tokens at once as fill the largest step twice, in as many sequences as may run, every other
-one with sampling parameters that need more memory; then sequences as long as may be. Where the model sees also as
-many pictures as one step encodes. On a GPU memory is what the driver
-says is taken, less what was before; on a CPU the process's resident memory, with all KV pages touched.
+one with sampling parameters that need more memory; then sequences as long as may be. Where the model sees also as many
+pictures as one step encodes. On a GPU memory is what the driver says is taken, less what was before; on a CPU the
+process's resident memory, with all KV pages touched.
 """
 
 from __future__ import annotations

@@ -61,8 +61,7 @@ MIN_RATE, MAX_RATE = 1e-6, 1e5
 
 class SimulatedDeployment(NamedTuple):
     """A model on a device with so much memory for KV: `kv_bytes`, or as `kv_tokens` tokens in every layer need.
-    `image_processor`
-    are a seeing model's."""
+    `image_processor` are a seeing model's."""
 
     config: EngineConfig
     spec: ModelSpec

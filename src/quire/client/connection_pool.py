@@ -23,8 +23,7 @@ class Address(NamedTuple):
 
 class Connection(asyncio.BufferedProtocol):
     """One connection. `request` sends a request and returns when its answer has ended, well or not. What comes is put
-    into
-    `buffer`, which the connections of an event loop share: it is read before another one gets it."""
+    into `buffer`, which the connections of an event loop share: it is read before another one gets it."""
 
     def __init__(self, buffer: memoryview) -> None:
         self._buffer = buffer

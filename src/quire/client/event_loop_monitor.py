@@ -14,8 +14,7 @@ WINDOW_SECONDS = 0.5  # seconds over which the share of a core is taken
 
 class EventLoopMonitor:
     """The lag of the event loop, looked at every BEAT seconds, and the process's CPU time by windows. `on_window` is
-    called
-    once a window, with the time."""
+    called once a window, with the time."""
 
     def __init__(self, on_window: Callable[[float], None] = lambda now: None) -> None:
         self._on_window = on_window

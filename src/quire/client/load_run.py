@@ -34,8 +34,8 @@ class PlannedRequest(NamedTuple):
 
 class LoadPlan(NamedTuple):
     """What one client does in one run. `head` is the request's line and headers, but for its length. With
-    `concurrency`,
-    so many requests of the queue are under way at any time; else `requests` are sent, in order of time."""
+    `concurrency`, so many requests of the queue are under way at any time; else `requests` are sent, in order of
+    time."""
 
     address: Address
     head: bytes

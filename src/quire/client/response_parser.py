@@ -35,8 +35,7 @@ def _check_count(said: object) -> int:
 class ResponseRecord:
     """What came of one request, in seconds on the client's clock: when it was due (in a closed loop: sent), when it was
     sent, and when each chunk with a choice came. `token_counts` is the tokens after each chunk, if the server says
-    them.
-    `error` is None, or why there is no whole answer; `status` is the HTTP status, 0 if none came."""
+    them. `error` is None, or why there is no whole answer; `status` is the HTTP status, 0 if none came."""
 
     def __init__(self, number: int, due: float | None) -> None:
         self.number, self.due_at = number, due
@@ -49,8 +48,7 @@ class ResponseRecord:
 
 class ResponseParser:
     """Feeds one Answer. `feed` returns True when the answer is complete; `keep_alive` then says whether the connection
-    may be
-    used again."""
+    may be used again."""
 
     def __init__(self, record: ResponseRecord) -> None:
         self.record, self.keep_alive = record, False

@@ -19,9 +19,8 @@ from quire.protocol.step_plan import SeqSlice, SliceResult
 def append_token(
     request: Request, seq: Sequence, sampled: SliceResult, sample_index: int, eos_ids: frozenset[int], max_len: int
 ) -> tuple[int, ...]:
-    """Append the token of `sample_index` to `seq` and decide whether it ends there; the same of tokens that its
-    grammar leaves
-    no choice about. What was appended."""
+    """Append the token of `sample_index` to `seq` and decide whether it ends there; the same of tokens that its grammar
+    leaves no choice about. What was appended."""
     token = sampled.tokens[sample_index]
     seq.tokens.append(token)
     if sampled.top_logprobs:

@@ -122,9 +122,9 @@ class Engine:
         client: str = "",
     ) -> None:
         """Queue a request for each (id, prompt), all or none. Raises as `add`. They are one batch of `client`'s: see
-        quire.core.request_queue. `images` are the pictures of each prompt,
-        where there are any, and `pixels` those of all of them; the runner gets what it hasn't. `params` are resolved
-        already (see quire.text.text_backend): words are token ids here."""
+        quire.core.request_queue. `images` are the pictures of each prompt, where there are any, and `pixels` those of
+        all of them; the runner gets what it hasn't. `params` are resolved already (see quire.text.text_backend): words
+        are token ids here."""
         self.sleep_controller.check_awake()
         waiting = self.scheduler.waiting
         self.limits.check_queue(len(prompts), waiting.num_batches, len(waiting))

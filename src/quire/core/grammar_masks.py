@@ -39,8 +39,7 @@ def build_masks(
 
 def must_wait_for_token(request: Request, seq: Sequence, deferred_masks: bool) -> bool:
     """Whether what follows a token that is under way is left until it comes. With masks that may be `deferred_masks`
-    only where
-    a forced run will be appended behind it."""
+    only where a forced run will be appended behind it."""
     assert seq.matcher is not None, "it has a grammar"
     return not deferred_masks or (
         request.num_logprobs == -1 and len(seq.matcher.forced_tokens()) > JUMP_AHEAD_MIN_TOKENS

@@ -2,8 +2,7 @@
 come; those of a method tell what all of them agree on, until the best are known; best_of waits for its end.
 
 Knows tokens alone: text, and what ends a branch for the sake of it, is the readers' (quire.text.request_detokenizer).
-Knows
-neither runner nor memory.
+Knows neither runner nor memory.
 """
 
 from __future__ import annotations

@@ -31,9 +31,9 @@ RunnerFactory = Callable[[], "tuple[Runner, KVMemory]"]
 
 
 class RunnerRestarter:
-    """Has `make_runner` start runners anew, each with a memory that it is bound to: at most `max_restarts` times
-    within `window`
-    seconds, those that fail included. `status` says why nothing is computed, while one starts; any thread may read it.
+    """Has `make_runner` start runners anew, each with a memory that it is bound to: at most `max_restarts` times within
+    `window` seconds, those that fail included. `status` says why nothing is computed, while one starts; any thread may
+    read it.
     """
 
     def __init__(

@@ -26,11 +26,10 @@ from quire.protocol.step_plan import LAST_SAMPLED, SeqSlice, SliceResult, SlotIn
 
 class Scheduler:
     """`token_budget` tokens are computed in a step at most, and `max_seqs` sequences are resident. `preemption` is
-    "swap",
-    "recompute", or "auto": what `costs` says is cheaper for the victim. `static_batching` batches (FasterTransformer)
-    take what
-    the memory holds when nothing runs, whatever the budget, and nobody joins before their last member ends. Where the
-    model has `pp_size`, steps in flight are of different sequences, dealt out so that there are as many of them."""
+    "swap", "recompute", or "auto": what `costs` says is cheaper for the victim. `static_batching` batches
+    (FasterTransformer) take what the memory holds when nothing runs, whatever the budget, and nobody joins before their
+    last member ends. Where the model has `pp_size`, steps in flight are of different sequences, dealt out so that there
+    are as many of them."""
 
     def __init__(
         self,
@@ -301,9 +300,8 @@ class Scheduler:
 
     def _goes_first(self, new: Request, other: Request, freed_slots: int) -> bool:
         """Whether a newcomer goes before another request, whose client and batch have `freed_slots` slots without it:
-        its own
-        client or, of the same client, its batch has less then, too. A batch asks for a client's own slots only as long
-        as it has none: exchanging more of them would cost the client, and gain it nothing."""
+        its own client or, of the same client, its batch has less then, too. A batch asks for a client's own slots only
+        as long as it has none: exchanging more of them would cost the client, and gain it nothing."""
         if (new.client, new.batch_id) == (other.client, other.batch_id):
             return False
         clients, batches = self._slots_in_use()

@@ -21,8 +21,8 @@ PREFIX_PARAMS = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
 
 class SleepController:
     """Whether `engine` sleeps, at which `level` (0: it doesn't), and what of TAGS is `released_tags`. `saved_prefixes`
-    are those that
-    are registered, and computed again at wake-up. `is_sleep_pending`: it will sleep once its requests have ended."""
+    are those that are registered, and computed again at wake-up. `is_sleep_pending`: it will sleep once its requests
+    have ended."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine: Engine = proxy(engine)  # whose memory goes with the last who has it, not with a collection

@@ -150,8 +150,7 @@ def check_images(images: Sequence[ImageItem], tokens: Sequence[int], kv_config: 
 
 def check_pixels(i: int, image: ImageItem, pixels: ImagePixels, tiling: ImageTiling, is_joined: bool) -> None:
     """InputError unless these are the pixels of a picture that `tiling` cuts so, or with `is_joined` of some that are
-    seen
-    as one; and the prompt's picture `i` takes as much as these do."""
+    seen as one; and the prompt's picture `i` takes as much as these do."""
     size, numbers = len(TileGrid._fields), pixels.grid
     grids = [TileGrid(*numbers[at : at + size]) for at in range(0, len(numbers) - size + 1, size)]
     known = 1 <= len(grids) == len(numbers) / size and (is_joined or len(grids) == 1)

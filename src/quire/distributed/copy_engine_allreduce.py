@@ -42,9 +42,8 @@ class CopyEngineAllReduce:
         *self._computed_events, self._sent_event = (_event() for _ in range(copy_engine_pair.MAX_PIECES + 1))
 
     def split_rows(self, rows: int, nbytes: int) -> tuple[slice, ...]:
-        """The rows that are to be computed at a time, for `send_rows`, of so many with `nbytes` in all; none where
-        they are
-        too few for it to be worth it, or too many."""
+        """The rows that are to be computed at a time, for `send_rows`, of so many with `nbytes` in all; none where they
+        are too few for it to be worth it, or too many."""
         size = max(-(-rows // copy_engine_pair.MAX_PIECES), MIN_CHUNK_ROWS, MIN_CHUNK_BYTES * rows // nbytes)
         fits = self._rows_needed(rows, size) * nbytes <= copy_engine_pair.region_capacity(self.peers) * rows
         if rows < 2 * MIN_CHUNK_ROWS or not fits or torch.cuda.is_current_stream_capturing():

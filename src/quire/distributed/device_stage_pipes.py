@@ -31,8 +31,7 @@ class DeviceStagePipes(StagePipes):
         self, shard: Shard, descriptors: Sequence[int], seconds: float, device: torch.device, slot_bytes: int
     ) -> None:
         """`slot_bytes`: bytes of the longest step's rows. StartupError where GPUs don't reach each other's memory.
-        Returns
-        once the stage behind is here too."""
+        Returns once the stage behind is here too."""
         super().__init__(shard, descriptors, seconds)
         self.device, self.slot_bytes, self.acknowledged = device, -(-slot_bytes // 256) * 256, 0
         try:

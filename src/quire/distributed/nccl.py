@@ -20,8 +20,7 @@ SINGLE_HOST_ENVIRONMENT = {"NCCL_SOCKET_IFNAME": "lo", "TORCH_NCCL_ASYNC_ERROR_H
 
 class NcclCommunicator:
     """One rank's end. `is_ordered`: sums are taken here, in rank order and in fp32; else NCCL takes them, in an order
-    that
-    depends on their size, and rounds as it goes."""
+    that depends on their size, and rounds as it goes."""
 
     def __init__(
         self, shard: Shard, store: int, seconds: float, device: torch.device, is_ordered: bool, backend: str = "nccl"

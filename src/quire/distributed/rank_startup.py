@@ -65,10 +65,8 @@ def rebuild_ranks(
     check_memory: Callable[[tuple[int, int, str]], None],
 ) -> tuple[RemoteRunner, KVMemory]:
     """Other ranks like those that have ended, bound to a memory like theirs; `config` is as for `build_ranks`, and
-    `check_memory`
-    raises StartupError where their GPUs, as `open_devices` finds them, lack the room by now. StartupError or RanksLost
-    if they
-    can't be."""
+    `check_memory` raises StartupError where their GPUs, as `open_devices` finds them, lack the room by now.
+    StartupError or RanksLost if they can't be."""
     assert config.max_num_batched_tokens is not None, "a sized config"
     start = launcher_arguments(config, config.device)
     ranks = remote_runner.RemoteRunner(ParallelLayout(config.tp, config.pp), config.rank_timeout, **start)

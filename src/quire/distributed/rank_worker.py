@@ -152,8 +152,7 @@ def serve(
 ) -> int:
     """Build what the HELLO on `connection` says, then obey what comes through the ring. Returns the exit status; `end`
     is called, on another thread, once the other side is gone. Before a HELLO there may be a MEET: what `open_device`
-    makes of
-    it is given to `build` too."""
+    makes of it is given to `build` too."""
     answers, orders = FrameCodec(KINDS), FrameCodec(KINDS)
 
     def send(kind: int, body: bytes) -> None:

@@ -1,7 +1,6 @@
 """Ranks that Ray places (--executor ray): another way to start those of quire.distributed.rank_handle. Ray decides
-where a rank
-is and which GPU it has, and its actor holds the rank's program as a child; ring, sockets and memory are the same as
-elsewhere. All on this host.
+where a rank is and which GPU it has, and its actor holds the rank's program as a child; ring, sockets and memory are
+the same as elsewhere. All on this host.
 """
 
 from __future__ import annotations
@@ -52,8 +51,7 @@ LAUNCHER = ("-I", "-S", str(Path(ray_rank_bootstrap.__file__)))
 
 class RayLauncher:
     """A Start (quire.distributed.rank_handle) of `ranks` with `gpus` of a GPU each (0: on a CPU), in the cluster that
-    `address`
-    names (see ray_address)."""
+    `address` names (see ray_address)."""
 
     def __init__(self, ranks: int, gpus: float, address: str = "", program: Sequence[str] = RANK_PROGRAM) -> None:
         """StartupError where Ray isn't installed, or that cluster isn't to be used."""

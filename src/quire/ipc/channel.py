@@ -22,8 +22,7 @@ log = logging.getLogger("quire.ipc")
 
 class Channel:
     """Sends on `connection`, whose other side is called `name` in the log. Reading is the owner's. `on_drained` is
-    called,
-    on the channel's thread, whenever nothing waits any more."""
+    called, on the channel's thread, whenever nothing waits any more."""
 
     def __init__(self, connection: socket.socket, name: str, on_drained: Callable[[], None] | None = None) -> None:
         self.connection, self.name, self._on_drained = connection, name, on_drained

@@ -22,9 +22,8 @@ from quire.protocol.kv_cache_config import KVCacheLayout
 class QueryTile:
     """Queries that see keys [first, end): [queries, queries + count) of the step in `slot`; or one each of `num_rows`
     sequences of one length in as many slots from that one on, and `first_query` is the first one's place in their
-    order.
-    `mask` [group * count, end - first] is true where one may look, for each of the query heads that share a key head
-    (None: everywhere)."""
+    order. `mask` [group * count, end - first] is true where one may look, for each of the query heads that share a key
+    head (None: everywhere)."""
 
     slot: int
     first_query: int
@@ -38,8 +37,8 @@ class QueryTile:
 @dataclass(slots=True)
 class ContiguousPlan:
     """A step's spans, and where its tokens' keys and values go: slots and positions [T]. `decode_tiles` are those of
-    rows of
-    one query, in the `decode_order` [R] of their slots (None: the step has no others, and they are in order)."""
+    rows of one query, in the `decode_order` [R] of their slots (None: the step has no others, and they are in
+    order)."""
 
     tiles: list[QueryTile]
     decode_tiles: list[QueryTile]

@@ -143,15 +143,11 @@ class LayerCache:
 @dataclass
 class ForwardBatch:
     """T tokens of R rows. Device tensors: `tokens`, `positions` and `token_slots` are int64 [T]; `logits_indices` [S]
-    are the
-    last tokens of the rows that sample. Host arrays, int64 [R]: `slots`, `starts`, `lengths`, and `offsets`, each row's
-    first token; `sampled_rows`, the rows that sample. `tables` are the groups' page tables [slots, logical pages] on
-    the
-    device. `prompt_lens`, where layers have budgets: the lengths of their prompts, of the rows [R] on the host, and of
-    the
-    tokens [T]. `bidirectional` [R], on the host, is true for prompts whose tokens see one another both ways: each of
-    such a row
-    sees all positions up to the row's last one, whatever the layer's window (None: no row is).
+    are the last tokens of the rows that sample. Host arrays, int64 [R]: `slots`, `starts`, `lengths`, and `offsets`,
+    each row's first token; `sampled_rows`, the rows that sample. `tables` are the groups' page tables [slots, logical
+    pages] on the device. `prompt_lens`, where layers have budgets: the lengths of their prompts, of the rows [R] on the
+    host, and of the tokens [T]. `bidirectional` [R], on the host, is true for prompts whose tokens see one another both
+    ways: each of such a row sees all positions up to the row's last one, whatever the layer's window (None: no row is).
     """
 
     tokens: Tensor

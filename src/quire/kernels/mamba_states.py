@@ -56,9 +56,8 @@ class StatePlan:
 
     Row r has `lengths[r]` tokens from `offsets[r]` on in the batch, in front of which its sequence has `starts[r]`. It
     reads page `read_pages[r]`; below 0 nothing is read, and the state is zero. It writes page `write_pages[r, j]` when
-    the j-th
-    of the runs of `page_tokens` that its tokens are of, or the row, ends. No row writes what another one reads or
-    writes, but for padding, whose rows have no tokens, or share scratch page 0.
+    the j-th of the runs of `page_tokens` that its tokens are of, or the row, ends. No row writes what another one reads
+    or writes, but for padding, whose rows have no tokens, or share scratch page 0.
 
     `tiles`, int32 [*, 2], are (row, first token in the row) of all parts of rows, of `CONV_TILE` tokens at most. None:
     each row is one token, and row r's is token r. A tile of a row without tokens does nothing.

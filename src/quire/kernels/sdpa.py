@@ -28,11 +28,9 @@ class Bucket:
     """B tiles of up to Q queries over up to N pages. `queries` [B, Q] are rows of the step's tokens (a short tile
     repeats its last one, and a short bucket its last tile), `pages` [B, N] page ids, `rows` [B, kv_heads, N] the rows
     of their heads (None: there are no LayerCache.head_rows), `masked_out` [B, 1, Q, N * page_tokens] is true where a
-    query
-    may not look (None: nowhere), `unwritten_rows` are rows of the gathered values, as
-    [B * kv_heads * N * page_tokens, dim], that hold no token of the sequence. `valid_queries` are the real ones of [B,
-    Q]
-    (None: all), `output_rows` the rows they answer.
+    query may not look (None: nowhere), `unwritten_rows` are rows of the gathered values, as [B * kv_heads * N *
+    page_tokens, dim], that hold no token of the sequence. `valid_queries` are the real ones of [B, Q] (None: all),
+    `output_rows` the rows they answer.
     """
 
     queries: Tensor

@@ -33,8 +33,7 @@ class Linear(nn.Module):
     """x [..., in_features] -> x weight^T + bias [..., out_features].
 
     `out_features` may be a tuple: the rows of the projections stacked in this weight, kept in `output_sizes`. A
-    `weight` given
-    is shared (a head tied to the embedding), not allocated.
+    `weight` given is shared (a head tied to the embedding), not allocated.
 
     Where ranks share out a layer, it has a Cut of each projection's rows, or of the columns: then what it gives is one
     rank's part of a sum, and only the first rank adds the bias (from `prepare` on).

@@ -16,8 +16,7 @@ from quire.layers.sharding import ParameterShards, ShardRange, as_shard_range
 
 class SparseMLP(nn.Module):
     """x [T, hidden] -> the sum of what its `top_k` likeliest experts make of it, each times its probability; of these,
-    if
-    `renormalize` (Mixtral), the sum is one. Probabilities and sums are taken in fp32.
+    if `renormalize` (Mixtral), the sum is one. Probabilities and sums are taken in fp32.
 
     Experts' weights are stacked, so that a checkpoint's lie one after another: `gate_up` [experts * 2 * intermediate,
     hidden], of each expert the gate's rows and then up's, and `down` [experts * hidden, intermediate]. Where ranks

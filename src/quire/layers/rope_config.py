@@ -13,14 +13,12 @@ class RopeConfig:
     `original_max_len`, the length that the model was trained for. `attention_factor` multiplies cos and sin (YaRN).
 
     LongRoPE divides what pair i turns by its number in `long_factors` where sequences may be longer than
-    `original_max_len`, and in
-    `short_factors` where none is: keys stay as they were rotated, so that it is one or the other for all sequences.
+    `original_max_len`, and in `short_factors` where none is: keys stay as they were rotated, so that it is one or the
+    other for all sequences.
 
     `partial_rotary_factor` is config.json's partial_rotary_factor: only these dimensions of a head are rotated
-    (Phi-4-mini), and their
-    number stands for head_dim. Loading permutes the rows of Q and K (`rotary_order`), which leaves their products
-    unchanged.
-    Kernels rotate whole heads, the other pairs by an angle of 0.
+    (Phi-4-mini), and their number stands for head_dim. Loading permutes the rows of Q and K (`rotary_order`), which
+    leaves their products unchanged. Kernels rotate whole heads, the other pairs by an angle of 0.
     """
 
     kind: str

@@ -12,8 +12,7 @@ from quire.protocol.parallel_layout import UNSHARDED, Shard
 @dataclass(frozen=True, slots=True)
 class ShardRange:
     """`local` of `total` rows or columns, in room for `padded` of them: what is behind its own is padding, zeros.
-    `shard`
-    says whose they are."""
+    `shard` says whose they are."""
 
     local: range
     total: int

@@ -30,8 +30,7 @@ class KVMemory(Protocol):
 
     def fits(self, lengths: Seq[int], shared_prefix_len: int = 0, images: Seq[ImageItem] = ()) -> bool:
         """Could sequences of these lengths, with a common prefix of `shared_prefix_len` tokens and these pictures in
-        it, be held
-        at once if the memory were otherwise idle?"""
+        it, be held at once if the memory were otherwise idle?"""
         ...
 
     def admit(self, seqs: Seq[Sequence], budget: int) -> list[Admission] | Deferred | None:

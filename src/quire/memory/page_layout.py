@@ -108,9 +108,8 @@ def as_uniform(spec: ModelSpec) -> ModelSpec:
 
 
 def plan_page_layout(config: EngineConfig, spec: ModelSpec, itemsize: int, pool_bytes: int = 0) -> PageLayout:
-    """The pages of a memory of `pool_bytes` bytes, as `config.page_sizes` says. StartupError if layers can't be cut
-    so, or if
-    large pages were larger than the pool can have them."""
+    """The pages of a memory of `pool_bytes` bytes, as `config.page_sizes` says. StartupError if layers can't be cut so,
+    or if large pages were larger than the pool can have them."""
     [sheets] = plan_joint_layouts([(config, spec, itemsize)], pool_bytes)
     return sheets
 
@@ -260,8 +259,7 @@ def _plan_large_pages(types: Sequence[LayerType], limit: int) -> tuple[list[int]
 
 class GroupAllocation(NamedTuple):
     """What a group of layers has of a memory: `num_pages` pages, which other groups with pages of that size have too.
-    The
-    rest is as in Group."""
+    The rest is as in Group."""
 
     layers: tuple[int, ...]
     page_bytes: int
@@ -398,9 +396,8 @@ def assign_pages(
 def build_joint_kv_configs(
     models: Sequence[tuple[EngineConfig, ModelSpec, MemorySize]], pool_bytes: int
 ) -> list[KVCacheConfig]:
-    """Geometries of models that have all of one buffer of `pool_bytes` bytes in common (Jenga §8), and host memory
-    each of
-    its own. Their pages are parts of the same large pages, or all of one size: then those are the large pages."""
+    """Geometries of models that have all of one buffer of `pool_bytes` bytes in common (Jenga §8), and host memory each
+    of its own. Their pages are parts of the same large pages, or all of one size: then those are the large pages."""
     cut = plan_joint_layouts([(config, spec, size.itemsize) for config, spec, size in models], pool_bytes)
     sheets = tuple(sheet for one in cut for sheet in one.specs)
     large = cut[0].large_bytes or sheets[0].page_bytes

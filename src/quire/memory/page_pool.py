@@ -56,8 +56,7 @@ TablePosition = tuple[int, int, int]
 class EmptyPageQueue:
     """Empty pages, of which the one that came back first is given out first: so what another place still remembers of a
     page lasts as long as it can. Pages that are `premapped` to a place are given out elsewhere only when no other one
-    is
-    left."""
+    is left."""
 
     def __init__(self, pages: Iterable[int]) -> None:
         self.free: OrderedDict[int, None] = OrderedDict.fromkeys(reversed(list(pages)))
@@ -95,8 +94,7 @@ class EmptyPageQueue:
 
 class SizeClass:
     """Pages `ids` of one size, for some groups. `order` gives the empty pages in the order of first use;
-    `make_empty_pages` makes
-    what keeps them, of the last one first."""
+    `make_empty_pages` makes what keeps them, of the last one first."""
 
     __slots__ = ("cached", "empty", "groups", "ids", "keys", "refs")
 
@@ -122,14 +120,12 @@ class SizeClass:
 class PagePool:
     """The pages of groups whose ids are `ids`, one range a group; groups with the same range share them. `order` and
     `make_empty_pages` as in Pool, the former where there is one. `releases` counts the times that something came back:
-    what was
-    refused once needn't be tried before.
+    what was refused once needn't be tried before.
 
     The pages of a group hold `page_tokens` tokens. All of a pool have one clock, and of pages that were used equally
-    long ago
-    those with the last tokens are evicted first, whatever their group (Jenga §5.1, balanced and aligned eviction). For
-    experiments: not `balanced`, a group that is short evicts pages of its own as long as it has any, however old others
-    are; `aligned_pages` pages of one group are taken to be equally deep, and with 0 all of them."""
+    long ago those with the last tokens are evicted first, whatever their group (Jenga §5.1, balanced and aligned
+    eviction). For experiments: not `balanced`, a group that is short evicts pages of its own as long as it has any,
+    however old others are; `aligned_pages` pages of one group are taken to be equally deep, and with 0 all of them."""
 
     def __init__(
         self, ids: Sequence[range], order: Iterable[int] | None = None,
@@ -159,8 +155,7 @@ class PagePool:
         assume_empty: bool = False,
     ) -> bool:
         """Could needs[g] pages be given to each group g, or, of cached pages, be used again (`cached_hits` of them)?
-        With
-        `margin` a little stays free. `assume_empty`: were the memory otherwise empty."""
+        With `margin` a little stays free. `assume_empty`: were the memory otherwise empty."""
         for pool in self.size_classes:
             room = len(pool.ids) if assume_empty else pool.available
             if margin:

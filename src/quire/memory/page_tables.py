@@ -33,8 +33,7 @@ from quire.protocol.step_plan import PageCopy, PageOp, Poison, TableWrite
 class PageTables:
     """The slots and page tables of resident sequences. See KVMemory for the methods that it has too; `order`,
     `balanced` and `aligned_pages` as in Ledger, `association` as in LargePages. With `debug` pages are poisoned when
-    they are
-    given out. `view` is that of the model in a ledger which it has in common with others."""
+    they are given out. `view` is that of the model in a ledger which it has in common with others."""
 
     make_empty_pages: Callable[[Iterable[int]], EmptyPages] = list
 

@@ -48,8 +48,7 @@ if TYPE_CHECKING:
 
 class PagedMemory(PageTables):
     """See KVMemory. `max_step_tokens` is the largest number of tokens computed in one step, `prefix_tokens` are kept
-    for
-    registered prefixes, `retention`, `slack` and `every_tokens` say what is kept behind windows (see Retention)."""
+    for registered prefixes, `retention`, `slack` and `every_tokens` say what is kept behind windows (see Retention)."""
 
     def __init__(
         self,
@@ -449,10 +448,9 @@ class AdmissionPlan(NamedTuple):
     """How a sequence would come in: with `hit_tokens` tokens that it needn't compute, and room for `target_len`.
 
     The first `shared_tokens` of them it has in common with an earlier sequence of its request, `sibling_index` by its
-    place among
-    them, and names the same pages; `hit_tables` is the pages of the others, a table a group. `ready_tokens` of them
-    are computed.
-    `full_hit_tokens` is as in Reuse. One that `waits_for_sibling` has no pages yet, see Followers.
+    place among them, and names the same pages; `hit_tables` is the pages of the others, a table a group. `ready_tokens`
+    of them are computed. `full_hit_tokens` is as in Reuse. One that `waits_for_sibling` has no pages yet, see
+    Followers.
     """
 
     hit_tokens: int

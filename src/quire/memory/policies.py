@@ -305,9 +305,8 @@ def grows_with_length(policy: LayerPolicy) -> bool:
 
 def max_pages_at_once(policy: LayerPolicy, max_step_tokens: int, drop_delay: int = 0) -> int:
     """The most pages that a sequence holds, however long it is, when it grows by up to `max_step_tokens` tokens a step
-    and a step
-    may be planned before the one before it is confirmed, and pages are held `drop_delay` tokens longer than they are
-    read."""
+    and a step may be planned before the one before it is confirmed, and pages are held `drop_delay` tokens longer than
+    they are read."""
     if not drops_pages(policy):
         return FAR
     return max(
@@ -319,8 +318,7 @@ def max_pages_at_once(policy: LayerPolicy, max_step_tokens: int, drop_delay: int
 
 def find_contradictions(policy: LayerPolicy, max_step_tokens: int, max_pages: int) -> Iterator[str]:
     """What a policy says that can't be, of steps of one token and of `max_step_tokens` at places all along a table.
-    `max_pages` as
-    `max_pages_at_once` says."""
+    `max_pages` as `max_pages_at_once` says."""
     group = policy.group
     longest = group.tokens_in_pages(group.table_width)
     spread = [int(64 * 1.2**i) + 1 for i in range(80)]

@@ -65,9 +65,8 @@ ImageRef = tuple[int, int]
 
 class EncodingState:
     """A picture on its way: `parts_done` of its `num_parts`, by the sequence in slot `assigned_to[0]`, whose picture
-    `assigned_to[1]` it is. The
-    sequences that need it, `num_waiting` of them, all name its `pages`; with them it is forgotten, unless it was
-    kept."""
+    `assigned_to[1]` it is. The sequences that need it, `num_waiting` of them, all name its `pages`; with them it is
+    forgotten, unless it was kept."""
 
     __slots__ = ("assigned_to", "is_closed", "num_parts", "num_waiting", "pages", "parts_done")
 

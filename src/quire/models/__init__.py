@@ -49,11 +49,11 @@ ARCHITECTURES: dict[str, tuple[Settings, str]] = {
     "MambaForCausalLM": (MambaSettings, "mamba:Mamba"),
     "FalconMambaForCausalLM": (MambaSettings, "mamba:Mamba"),
     "MllamaForConditionalGeneration": (MllamaSettings, "mllama:Mllama"),
-    "LlavaOnevisionForConditionalGeneration": (VisionLanguageSettings, "seeing:VisionLanguageModel"),
-    "InternVLForConditionalGeneration": (VisionLanguageSettings, "seeing:VisionLanguageModel"),
-    "InternVLChatModel": (VisionLanguageSettings, "seeing:VisionLanguageModel"),
-    "Phi3VForCausalLM": (VisionLanguageSettings, "seeing:VisionLanguageModel"),
-    "PaliGemmaForConditionalGeneration": (VisionLanguageSettings, "seeing:VisionLanguageModel"),
+    "LlavaOnevisionForConditionalGeneration": (VisionLanguageSettings, "vision_language:VisionLanguageModel"),
+    "InternVLForConditionalGeneration": (VisionLanguageSettings, "vision_language:VisionLanguageModel"),
+    "InternVLChatModel": (VisionLanguageSettings, "vision_language:VisionLanguageModel"),
+    "Phi3VForCausalLM": (VisionLanguageSettings, "vision_language:VisionLanguageModel"),
+    "PaliGemmaForConditionalGeneration": (VisionLanguageSettings, "vision_language:VisionLanguageModel"),
 }
 
 

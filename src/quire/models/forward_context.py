@@ -27,9 +27,8 @@ class ForwardContext(Protocol):
         `layer`; then each token attends to its own sequence up to itself, as the layer's LayerSpec says (window,
         chunk, scale, softcap). A layer that shares another's keys and values gives queries alone, [T, heads, head_dim].
 
-        -> [T, heads, head_dim], where the model says that this is its `last` attention only of the
-        `select_logits_rows` tokens.
-        Rotation and writing are asked for here because a GPU does them in one launch.
+        -> [T, heads, head_dim], where the model says that this is its `last` attention only of the `select_logits_rows`
+        tokens. Rotation and writing are asked for here because a GPU does them in one launch.
         """
         ...
 

@@ -31,8 +31,7 @@ STATE_ITEMSIZE = 4
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixerSettings:
     """One Mamba layer's mixer: `d_inner` channels, of `d_state` numbers each, a convolution over `d_conv` tokens, and
-    step
-    sizes of rank `dt_rank`. `norms`: step sizes, B and C are normalised, with weights ("learned", Jamba), without
+    step sizes of rank `dt_rank`. `norms`: step sizes, B and C are normalised, with weights ("learned", Jamba), without
     ("plain", FalconMamba), or not ("none"), with `norm_eps`."""
 
     hidden: int
@@ -151,9 +150,8 @@ class MambaSettings:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JambaSettings:
     """Jamba: Mamba layers with some of attention between them (`is_attention_layer`, one entry a layer), which have no
-    rotary
-    embedding, and a feed-forward block in each, of which some (`is_moe_layer`) have `experts`, `experts_per_token` of
-    them a token."""
+    rotary embedding, and a feed-forward block in each, of which some (`is_moe_layer`) have `experts`,
+    `experts_per_token` of them a token."""
 
     vocab_size: int
     hidden: int

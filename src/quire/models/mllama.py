@@ -99,10 +99,8 @@ class CrossAttentionLayer(nn.Module):
 
 
 class Mllama(nn.Module):
-    """The model, its weights uninitialised: fill them (quire.weights), then `prepare`, then `forward`.
-    `vision_encoder` is
-    an Encoder (quire.models.vision), which whoever runs the model asks; `project_kv` makes of its rows what a
-    layer
+    """The model, its weights uninitialised: fill them (quire.weights), then `prepare`, then `forward`. `vision_encoder`
+    is an Encoder (quire.models.vision), which whoever runs the model asks; `project_kv` makes of its rows what a layer
     attends to."""
 
     weight_prefixes: ClassVar[tuple[str, ...]] = (

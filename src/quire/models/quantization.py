@@ -31,8 +31,8 @@ MAX_REPEATS = 4  # in one pattern: matching it takes at most so high a power of 
 class FP8Scheme(NamedTuple):
     """Linear layers in FP8. `stored`: the checkpoint has their numbers and scales; else they are made while loading,
     with a scale a row. `blocks`: a scale for every block of BLOCK x BLOCK, not for all of a row or all rows.
-    `ignored_modules`
-    names modules that aren't in FP8, as the checkpoint calls them, or by regular expressions behind "re:"."""
+    `ignored_modules` names modules that aren't in FP8, as the checkpoint calls them, or by regular expressions behind
+    "re:"."""
 
     stored: bool
     blocks: bool = False

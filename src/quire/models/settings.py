@@ -25,9 +25,8 @@ WEIGHT_FORMATS = {"InternLM2ForCausalLM": "internlm2", "Phi3ForCausalLM": "phi3"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaSettings:
     """LLaMA and its relatives. `attention_kinds` has one entry a layer; `max_len` counts what a rope scaling adds.
-    `weight_format` names
-    how checkpoints call and stack the weights, where that isn't as LLaMA's do. Of a shard, here and below, heads and
-    `intermediate` are its own, and so are `parameters`."""
+    `weight_format` names how checkpoints call and stack the weights, where that isn't as LLaMA's do. Of a shard, here
+    and below, heads and `intermediate` are its own, and so are `parameters`."""
 
     vocab_size: int
     hidden: int

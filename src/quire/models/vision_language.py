@@ -23,9 +23,8 @@ TEXT_PREFIXES = ("model.language_model.", "language_model.model.", "language_mod
 
 
 class VisionLanguageModel(nn.Module):
-    """The model, its weights uninitialised: fill them (quire.weights), then `prepare`, then `forward`.
-    `vision_encoder` is
-    an Encoder (quire.models.vision), which whoever runs the model asks before it."""
+    """The model, its weights uninitialised: fill them (quire.weights), then `prepare`, then `forward`. `vision_encoder`
+    is an Encoder (quire.models.vision), which whoever runs the model asks before it."""
 
     @staticmethod
     def spec(config: dict[str, Any]) -> ModelSpec:

@@ -102,9 +102,8 @@ class SingleTile:
 @dataclass(frozen=True, slots=True)
 class ClosestAspectTiling:
     """The grid of `min_tiles` to `max_tiles` tiles whose shape is closest to the picture's, which is stretched to fill
-    it; and,
-    if that is more than one, the whole picture in a last tile (InternVL 1.5, §3.2). A row for `merge` x `merge` of the
-    `patches_per_side` x `patches_per_side` patches of a tile."""
+    it; and, if that is more than one, the whole picture in a last tile (InternVL 1.5, §3.2). A row for `merge` x
+    `merge` of the `patches_per_side` x `patches_per_side` patches of a tile."""
 
     tile_size: int
     patches_per_side: int
@@ -145,10 +144,8 @@ class ClosestAspectTiling:
 @dataclass(frozen=True, slots=True)
 class FittedCanvasTiling:
     """The smallest canvas of up to `max_tiles` tiles that holds the picture without shrinking it, else the one that
-    shrinks
-    it least (Llama 3.2 Vision). A row for each of `patches_per_side` x `patches_per_side` patches and for each tile's
-    class token. Tiles see
-    one another, so that all of them are one part."""
+    shrinks it least (Llama 3.2 Vision). A row for each of `patches_per_side` x `patches_per_side` patches and for each
+    tile's class token. Tiles see one another, so that all of them are one part."""
 
     tile_size: int
     patches_per_side: int
@@ -195,10 +192,9 @@ class FittedCanvasTiling:
 
 @dataclass(frozen=True, slots=True)
 class HDTiling:
-    """The widest grid of up to `max_tiles` tiles in the shape of the picture, which is padded above and below, lying
-    on its
-    side if it is higher than wide; and the whole picture in one more tile, which the encoder makes (Phi-3-Vision). A
-    row for 2 x 2 of the `patches_per_side` x `patches_per_side` patches of a tile, one at each line's end, and one
+    """The widest grid of up to `max_tiles` tiles in the shape of the picture, which is padded above and below, lying on
+    its side if it is higher than wide; and the whole picture in one more tile, which the encoder makes (Phi-3-Vision).
+    A row for 2 x 2 of the `patches_per_side` x `patches_per_side` patches of a tile, one at each line's end, and one
     between the two."""
 
     tile_size: int
@@ -244,11 +240,9 @@ class HDTiling:
 @dataclass(frozen=True, slots=True)
 class AnyResTiling:
     """The one of `canvas_sizes` (height, width) that shows most of the picture, which is padded to it; and before it
-    the whole
-    picture in one tile (LLaVA-OneVision). A row for each patch that isn't all padding, of those of the grid at most
-    some 1.21 `max_area_tiles` tiles' worth (more are interpolated), and one at each line's end. A picture that isn't
-    its prompt's
-    only one is padded to a square, in one tile with one row behind it."""
+    the whole picture in one tile (LLaVA-OneVision). A row for each patch that isn't all padding, of those of the grid
+    at most some 1.21 `max_area_tiles` tiles' worth (more are interpolated), and one at each line's end. A picture that
+    isn't its prompt's only one is padded to a square, in one tile with one row behind it."""
 
     tile_size: int
     patches_per_side: int

@@ -10,9 +10,8 @@ class ImageItem(NamedTuple):
     tenant's salt; what was made of a picture is found again by it.
 
     It stands at positions start .. start + tokens - 1. Its encoder makes `num_embeds` rows of numbers: as many as
-    tokens,
-    where they take the place of these tokens' embeddings; or others, where layers of their own attend to them (cross
-    attention). `num_parts` equal shares (tiles) of a picture can be encoded one after another.
+    tokens, where they take the place of these tokens' embeddings; or others, where layers of their own attend to them
+    (cross attention). `num_parts` equal shares (tiles) of a picture can be encoded one after another.
     """
 
     key: bytes

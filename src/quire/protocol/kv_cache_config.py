@@ -163,9 +163,8 @@ class KVCacheConfig:
 
     `sight` says where the rows lie that take the places of a picture's tokens ("pages", "inside" or "off": see
     plan.Encode); "" if none do. They have `row_bytes` bytes; `part_tokens`, `part_rows` and `most_rows` say how many
-    parts of pictures a step encodes (see `max_parts_per_step`). With `both_ways` one step computes all of a prompt
-    that isn't
-    there yet, and what follows it another.
+    parts of pictures a step encodes (see `max_parts_per_step`). With `both_ways` one step computes all of a prompt that
+    isn't there yet, and what follows it another.
     """
 
     layout: KVCacheLayout
@@ -198,8 +197,7 @@ class KVCacheConfig:
 
     def clip_chunk(self, prompt_len: int, planned: int, count: int) -> int:
         """How many of a sequence's next `count` tokens one step may compute, behind the `planned` first ones;
-        `prompt_len`
-        is the length of its prompt."""
+        `prompt_len` is the length of its prompt."""
         rest = prompt_len - planned
         if self.both_ways:
             return count if rest <= 0 else rest if count >= rest else 0

@@ -36,20 +36,16 @@ class LayerSpec:
     it attends to them.
 
     `window` is None for full attention; otherwise the token at position p attends to positions > p - window; or, with
-    `chunk`, to positions >= p - p % chunk. Products of queries and keys are multiplied by `scale` (None:
-    head_dim ** -0.5); then `softcap`, if any, bounds them: x becomes softcap * tanh(x / softcap). `heads` are the query
-    heads (None: the model's). A layer that `kv_source_layer` keeps nothing: it reads the keys and values of that
-    earlier layer.
-    `budget` is how many tokens of a prompt the layer keeps (PyramidKV); None: all. `policy` names a layer type that
-    isn't quire's own (see quire.memory.policies).
+    `chunk`, to positions >= p - p % chunk. Products of queries and keys are multiplied by `scale` (None: head_dim **
+    -0.5); then `softcap`, if any, bounds them: x becomes softcap * tanh(x / softcap). `heads` are the query heads
+    (None: the model's). A layer that `kv_source_layer` keeps nothing: it reads the keys and values of that earlier
+    layer. `budget` is how many tokens of a prompt the layer keeps (PyramidKV); None: all. `policy` names a layer type
+    that isn't quire's own (see quire.memory.policies).
 
-    With `has_int8_kv` keys and values are in 8 bits, and behind each head's is what they are multiplied by: such a
-    cell is
-    written once, and is as good wherever it lies. A layer with a `state_tensors` (Mamba) keeps these tensors of a
-    sequence,
-    whatever its length, and nothing of a token. A layer that is `is_cross_attention` keeps keys and values of the rows
-    that pictures
-    are encoded to, and none of tokens.
+    With `has_int8_kv` keys and values are in 8 bits, and behind each head's is what they are multiplied by: such a cell
+    is written once, and is as good wherever it lies. A layer with a `state_tensors` (Mamba) keeps these tensors of a
+    sequence, whatever its length, and nothing of a token. A layer that is `is_cross_attention` keeps keys and values of
+    the rows that pictures are encoded to, and none of tokens.
     """
 
     kv_heads: int
@@ -103,9 +99,8 @@ class LayerSpec:
 @dataclass(frozen=True, slots=True)
 class SnapKVSelection:
     """How layers with a budget choose what they keep of a prompt (SnapKV §4, PyramidKV §4.2): its last
-    `observation_window`
-    tokens, and of those before them what these attend to most, once attention is averaged over `pooling_kernel`
-    neighbours."""
+    `observation_window` tokens, and of those before them what these attend to most, once attention is averaged over
+    `pooling_kernel` neighbours."""
 
     observation_window: int = 32
     pooling_kernel: int = 5
@@ -121,15 +116,12 @@ def max_parts_per_step(budget: int, part_tokens: int, part_embeds: int, max_embe
 @dataclass(frozen=True, slots=True)
 class VisionSpec:
     """A model's eyes: the rows that stand for a picture have `embed_dim` numbers and are `max_embeds` at most;
-    `parameters`
-    of tower and connector; where numbers have 2 bytes, `activations`, bytes that encoding takes, however many parts a
-    step has, `part_bytes` of each of these beside, and `partial_image_bytes` of a picture that a step leaves in parts,
-    where it
-    has ended another one; `part_operations` of a part's products; `part_tokens`, how many tokens of a prompt take about
-    as long as a part, and `part_embeds`, the places of how many of them a part's rows take at least (0: of none). With
-    `bidirectional_prompt` the tokens of a prompt attend to one another both ways, so that all of it is computed in one
-    step
-    (PaliGemma)."""
+    `parameters` of tower and connector; where numbers have 2 bytes, `activations`, bytes that encoding takes, however
+    many parts a step has, `part_bytes` of each of these beside, and `partial_image_bytes` of a picture that a step
+    leaves in parts, where it has ended another one; `part_operations` of a part's products; `part_tokens`, how many
+    tokens of a prompt take about as long as a part, and `part_embeds`, the places of how many of them a part's rows
+    take at least (0: of none). With `bidirectional_prompt` the tokens of a prompt attend to one another both ways, so
+    that all of it is computed in one step (PaliGemma)."""
 
     embed_dim: int
     max_embeds: int
@@ -146,10 +138,9 @@ class VisionSpec:
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
     """A model as the control plane and the memory plan see it. `parameters` counts weights, tied ones once;
-    `num_rope_tables`
-    are its rotary embeddings, each a table for all positions. Of `parameters`, `expert_parameters` are those of all
-    experts of all layers that have `experts` of them each, of which a token takes `active_experts`; and
-    `fp32_parameters` are in float32 whatever the others are in."""
+    `num_rope_tables` are its rotary embeddings, each a table for all positions. Of `parameters`, `expert_parameters`
+    are those of all experts of all layers that have `experts` of them each, of which a token takes `active_experts`;
+    and `fp32_parameters` are in float32 whatever the others are in."""
 
     family: str
     layers: tuple[LayerSpec, ...]
@@ -184,8 +175,7 @@ class ModelSpec:
 
     def with_state_itemsize(self, itemsize: int, ssm_itemsize: int) -> ModelSpec:
         """The same where numbers of states have `itemsize` bytes, as all others have, and those of `ssm_itemsize`, in
-        which
-        what was rounded adds up, `ssm_itemsize`."""
+        which what was rounded adds up, `ssm_itemsize`."""
         layers = tuple(
             replace(layer, state_tensors=tuple(part._replace(itemsize=ssm_itemsize if part.name == "ssm" else itemsize)
                                        for part in layer.state_tensors))

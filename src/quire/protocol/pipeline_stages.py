@@ -43,8 +43,7 @@ def largest_stage_spec(spec: ModelSpec, stages: int) -> ModelSpec:
 
 def kv_config_of_stage(kv_config: KVCacheConfig, spec: ModelSpec, shard: Shard) -> KVCacheConfig:
     """The same for the stage of `shard`, where the groups' layers are those of `largest_stage_spec`: its own in their
-    places. Pages
-    stay as large."""
+    places. Pages stay as large."""
     own, common = kv_layers_by_key(spec, shard), largest_stage_spec(spec, shard.pp_size)
     at, places = Counter[GroupKey](), dict[int, int]()
     for i, layer in enumerate(common.layers):

@@ -104,10 +104,9 @@ class SamplingParams:
     `logprob_token_ids` those of exactly these tokens come in place of the most likely ones, and `logprobs` is None or
     as many (an empty list is None). `seed` makes the result a function of (seed, prompt) whatever else is in the batch.
     With `pooling` nothing is generated: hidden states of the prompt are returned, their "mean", the "last" token's, or
-    what the engine was started with ("auto").
-    `bad_word_ids` and `stop_automaton` are filled from `bad_words` and `stop` by the engine's tokenizer, before the
-    request is queued. `structured` is the form of the output, given as such or by vLLM's names in `structured_outputs`;
-    `grammar` is made of it where it comes in, too.
+    what the engine was started with ("auto"). `bad_word_ids` and `stop_automaton` are filled from `bad_words` and
+    `stop` by the engine's tokenizer, before the request is queued. `structured` is the form of the output, given as
+    such or by vLLM's names in `structured_outputs`; `grammar` is made of it where it comes in, too.
     """
 
     n: int = 1

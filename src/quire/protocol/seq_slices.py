@@ -34,9 +34,8 @@ FIXED_COLUMNS = 3  # numbers that each row has
 
 
 class RaggedColumn(NamedTuple):
-    """A tuple of integers for each row: no row has any (`length_kind` ZEROS), each has one (ONES), or they have as
-    many as are
-    from `lengths_start` on (LISTED). The integers are those from `start` to before `end`."""
+    """A tuple of integers for each row: no row has any (`length_kind` ZEROS), each has one (ONES), or they have as many
+    as are from `lengths_start` on (LISTED). The integers are those from `start` to before `end`."""
 
     length_kind: int
     lengths_start: int

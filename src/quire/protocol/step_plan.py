@@ -56,8 +56,7 @@ class SlotInit(NamedTuple):
     """A sequence gets a slot (on admission, fork or swap-in): all that the device must know of it.
 
     A slot's next birth is its death. With `parent_slot` >= 0 the child starts with the parent slot's sampling state,
-    and
-    `sampling` is None: it is the parent's. `history` is the tokens so far (prompt first, `prompt_len` of them), and
+    and `sampling` is None: it is the parent's. `history` is the tokens so far (prompt first, `prompt_len` of them), and
     given only when `sampling` needs it.
     """
 
@@ -76,12 +75,9 @@ class SeqSlice(NamedTuple):
     """One sequence's share of a step: compute `tokens` at positions start, start + 1, ...
 
     `num_samples` tokens are drawn from the logits of the last position (0: none; n > 1: one for each branch to be
-    forked,
-    the i-th with the seed of branch i). `score_tokens[i]` is a prompt token whose log-probability after tokens[i] is
-    wanted.
-    `draft_tokens` tokens were guessed to follow `tokens`: they are computed too, and as many of them are accepted as
-    sampling
-    would have drawn.
+    forked, the i-th with the seed of branch i). `score_tokens[i]` is a prompt token whose log-probability after
+    tokens[i] is wanted. `draft_tokens` tokens were guessed to follow `tokens`: they are computed too, and as many of
+    them are accepted as sampling would have drawn.
     """
 
     slot: int
@@ -137,18 +133,17 @@ class Poison(NamedTuple):
 
 class ImageEncoding(NamedTuple):
     """Encode parts first .. first + parts - 1 of the `image_index`-th picture of the sequence in `slot`, before the
-    step's
-    rows. Parts come in order, in one step or in several ones; with first = 0 what this slot had of the picture is void.
+    step's rows. Parts come in order, in one step or in several ones; with first = 0 what this slot had of the picture
+    is void.
 
     With the last part its rows are written, row 0 first; where depends on `group`. Of a "cross" group keys and values
     of the rows, of a "vision" group the rows themselves: to the pages that the slot's table names from its page
-    `first_page`
-    on, run_tokens rows a page. Group -1 (`--vision-cache off`): nowhere, they are for the rows of this step. Else
-    (`inside`) they lie in pages of keys and values of the group that aren't written yet: the row of position p in the
-    page behind its token's, p // run_tokens + 1 of the slot's (that of the first row is `first_page`), from byte
-    p % run_tokens * row_bytes on. A row is read by the step that computes its position, before that step writes keys
-    and values. The first `skip_embeds` rows aren't needed, and aren't written: there may be keys and values in their
-    places.
+    `first_page` on, run_tokens rows a page. Group -1 (`--vision-cache off`): nowhere, they are for the rows of this
+    step. Else (`inside`) they lie in pages of keys and values of the group that aren't written yet: the row of position
+    p in the page behind its token's, p // run_tokens + 1 of the slot's (that of the first row is `first_page`), from
+    byte p % run_tokens * row_bytes on. A row is read by the step that computes its position, before that step writes
+    keys and values. The first `skip_embeds` rows aren't needed, and aren't written: there may be keys and values in
+    their places.
     """
 
     group: int
@@ -175,8 +170,7 @@ class TokenBitmask(NamedTuple):
 class StepPlan(NamedTuple):
     """One step: births, then the journal in order, then the rows, a tuple or, of a plan that was read, arrays that are
     equal to it (vocabulary.rows). `overlapped_page_ops` is journal work to do while it computes. Rows of slots without
-    one of `masks`
-    may draw any token; all masks have one length."""
+    one of `masks` may draw any token; all masks have one length."""
 
     new_slots: tuple[SlotInit, ...]
     page_ops: PageOps
@@ -199,8 +193,8 @@ class TopLogprobs(NamedTuple):
 class SliceResult(NamedTuple):
     """What a row produced: `tokens` drawn (one a branch; of a row with a draft the run that was accepted: some of the
     draft, and one token after it), `top_logprobs` beside each when log-probabilities were asked for, and
-    `prompt_logprobs`, one for each
-    of the row's `score` tokens. `error` is set when the row's logits, or what is pooled, were not finite.
+    `prompt_logprobs`, one for each of the row's `score` tokens. `error` is set when the row's logits, or what is
+    pooled, were not finite.
 
     `pooled` [hidden], of a row of a sequence with `pooling`: the sum of the hidden states of its tokens ("mean"), or
     that of the prompt's last one, from the row that has it."""
@@ -214,9 +208,9 @@ class SliceResult(NamedTuple):
 
 class MappingStats(NamedTuple):
     """What a runner of virtual memory did since its start: `mapped_bytes` lie in sequences' places now, a page that
-    lies in
-    several counted in each; pages mapped and unmapped, those of each buffer counted; of these `overlapped` while a step
-    computed, in `overlap_seconds` seconds of whoever launched it; and the seconds that steps waited for the others."""
+    lies in several counted in each; pages mapped and unmapped, those of each buffer counted; of these `overlapped`
+    while a step computed, in `overlap_seconds` seconds of whoever launched it; and the seconds that steps waited for
+    the others."""
 
     mapped_bytes: int = 0
     maps: int = 0

@@ -71,8 +71,7 @@ L4 = Device("L4", 24 * GB, 0.3e12, 121e12)
 class Case(NamedTuple):
     """A model on a device with so many requests of a workload, all at once. `halved`: weights take one byte (FP8 in the
     paper's Table 1). `kv_gib` instead of what the device has left over; `longest` instead of the model's context, and
-    `chunk` tokens and `seqs` sequences a step instead of the defaults.
-    `changes` are to its config.json."""
+    `chunk` tokens and `seqs` sequences a step instead of the defaults. `changes` are to its config.json."""
 
     model: str
     device: Device

@@ -24,8 +24,7 @@ def create_slots_file(count: int) -> int:
 
 class AcceptSlots:
     """The numbers of `count` fronts in the file of that descriptor, of which this one's is `index`; `max_connections`
-    connections
-    may be open in all of them."""
+    connections may be open in all of them."""
 
     def __init__(self, descriptor: int, count: int, index: int, max_connections: int | None) -> None:
         self.max_connections, self._index = max_connections, index

@@ -91,9 +91,8 @@ class Conversation:
 
 class ClientNames(NamedTuple):
     """What a route's clients call things: `messages_field` is the field that has the conversation; `field_names` are
-    what the chat's
-    fields are called there, if they are called otherwise; `message_replacements` what is written otherwise in the
-    errors about one."""
+    what the chat's fields are called there, if they are called otherwise; `message_replacements` what is written
+    otherwise in the errors about one."""
 
     route: str
     messages_field: str

@@ -74,12 +74,10 @@ def create_app(
     """The ASGI application over `llm`, which stays the caller's to close. `keys`: API keys; none leaves it open.
     `admin_keys` open the admin routes; none shuts them. `root_path`: a prefix that paths may have. `allowed_origins`:
     whose pages may ask from a browser. `metrics_prefix` and `config`: see Metrics. `strict` refuses unknown fields;
-    `max_logprobs` is the most that a request may ask for; `log_requests` logs each; `server_group` are
-    the fronts that this is one of. `tool_format` is how the model writes calls of tools, `reasoning_format` how it
-    writes
-    thoughts; None: as its template says.
-    `console`: there is one (server.console). `server_info`, `tokenizer_info`: the routes of these names are there.
-    At most `store_responses` of /v1/responses are kept."""
+    `max_logprobs` is the most that a request may ask for; `log_requests` logs each; `server_group` are the fronts that
+    this is one of. `tool_format` is how the model writes calls of tools, `reasoning_format` how it writes thoughts;
+    None: as its template says. `console`: there is one (server.console). `server_info`, `tokenizer_info`: the routes of
+    these names are there. At most `store_responses` of /v1/responses are kept."""
     metrics = Metrics(model_names[0], metrics_prefix, config)
     metrics.attach(llm)
     terms = RequestRules(llm.prompts.defaults, llm.prompts.tokenizer is not None, max_logprobs, strict)

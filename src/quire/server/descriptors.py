@@ -24,8 +24,7 @@ def raise_descriptor_limit() -> None:
 
 def connection_capacity(requested: int | None = None) -> int:
     """How many connections fit, with what is open now: 8,192 at most, or what is `requested`. StartupError if that
-    many,
-    or a single one, don't fit."""
+    many, or a single one, don't fit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     taken = len(os.listdir("/dev/fd")) + RESERVED_DESCRIPTORS
     room = MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else min(soft - taken, MAX_CONNECTIONS)

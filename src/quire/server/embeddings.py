@@ -123,8 +123,7 @@ class EmbeddingRoutes:
         write_answer: Callable[[list[np.ndarray], str], JsonPieces],
     ) -> Response:  # fmt: skip
         """Return what `write_answer` makes of the embeddings of `given` and of their usage. Errors call the field
-        `name` and
-        its entries `field_paths`."""
+        `name` and its entries `field_paths`."""
         service, limits = self.service, self.service.llm.limits
         service.check_model(body.model)
         check_known(body, service.request_rules.strict)

@@ -70,8 +70,7 @@ class WorkerHandle:
 
 class FrontendManager(ServerGroup):
     """`count` fronts on `listener`, of which this process is the first; `settings` are what the others are told.
-    `max_connections`
-    connections may be open in all of them."""
+    `max_connections` connections may be open in all of them."""
 
     def __init__(
         self, count: int, listener: socket.socket, settings: dict[str, Any], max_connections: int | None = None

@@ -94,8 +94,7 @@ class TokenStrings:
 
     def logprob_name(self, token: int) -> str:
         """A token in a completion's log-probabilities, as a JSON string: its text, or `bytes_json:\\xf0\\x9f` where it
-        is
-        only a part of a character."""
+        is only a part of a character."""
         found = self._logprob_names.get(token)
         if found is None:
             found, raw = self.token_json(token), self._token_bytes(token)

@@ -72,10 +72,8 @@ BOUNDS = {name: bounds for name, (_, bounds) in HISTOGRAMS.items()}
 
 class Metrics(ServerCounters):
     """An Observer of an AsyncLLM (attach one with `attach`), and the collector of its own registry. Every series has
-    the
-    labels `model_name` and `engine`; `config` adds what the engine itself doesn't know to cache_config_info.
-    `other_counters`
-    are the counts of other fronts, which are added to its own."""
+    the labels `model_name` and `engine`; `config` adds what the engine itself doesn't know to cache_config_info.
+    `other_counters` are the counts of other fronts, which are added to its own."""
 
     def __init__(self, model_name: str = "", prefix: str = "quire", config: EngineConfig | None = None) -> None:
         super().__init__(BOUNDS)

@@ -2,8 +2,7 @@
 
 Wrong types are refused, and so is what would change the output and isn't offered; a field that nobody knows is named in
 a warning header (`unknown_fields`). Lists fail at their first bad element, so that no request makes an error larger
-than
-itself; ranges are SamplingParams' business, the schema only shows them.
+than itself; ranges are SamplingParams' business, the schema only shows them.
 """
 
 from __future__ import annotations
@@ -378,8 +377,7 @@ def unknown_fields(request: RequestFields) -> list[str]:
 
 def warning_header(request: RequestFields, ignored: Sequence[str] = (), texts: Sequence[str] = ()) -> dict[str, str]:
     """The header that names the fields that nobody knows, or that are `ignored`, and that says what else is `texts`,
-    each
-    cut; none if there is nothing to say."""
+    each cut; none if there is nothing to say."""
     names = [re.sub(r"[^!#-\[\]-~]", "?", name[:40]) for name in (*ignored, *unknown_fields(request))]
     if names:
         more = f" and {len(names) - 8} more" if len(names) > 8 else ""

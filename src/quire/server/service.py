@@ -66,11 +66,9 @@ class PreparedChat(NamedTuple):
 
 
 class Service:
-    """`model_names` are the model's names; the first is the one shown. `log_requests` logs each. `server_group` are
-    the whole server
-    that this is a front of. `tool_format` is how the model writes calls, `reasoning_format` how it writes thoughts;
-    None: as
-    its template says."""
+    """`model_names` are the model's names; the first is the one shown. `log_requests` logs each. `server_group` are the
+    whole server that this is a front of. `tool_format` is how the model writes calls, `reasoning_format` how it writes
+    thoughts; None: as its template says."""
 
     def __init__(
         self,

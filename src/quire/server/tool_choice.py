@@ -29,8 +29,7 @@ ID_LETTERS = 9  # of a call's id, where templates want exactly so many
 
 class ToolChoice(NamedTuple):
     """`mode` is "none", "auto", "required", or "named", which is the tool `named_tool`. `format` is how the model
-    writes
-    calls. With `parallel` an output may have several."""
+    writes calls. With `parallel` an output may have several."""
 
     tools: tuple[Tool, ...] = ()
     mode: str = "none"

@@ -39,8 +39,7 @@ class WebServer(uvicorn.Server):
         accept_slots: AcceptSlots | None = None,
     ) -> None:
         """`on_ready` is called once it listens, `on_exit_request` when a request asked for the process's end; `limits`
-        are fields of
-        connections.Bounds. `accept_slots` are those of all fronts, if there are several."""
+        are fields of connections.Bounds. `accept_slots` are those of all fronts, if there are several."""
         super().__init__(
             uvicorn.Config(
                 CatchAllMiddleware(app, on_exit_request),

@@ -63,12 +63,9 @@ class AttentionShape(NamedTuple):
 
 class ModelShape(NamedTuple):
     """A model as its steps' costs see it. `body_weights` weights are applied to each token, `head_weights` ones to
-    those that a token
-    is drawn after; both are read once a step. The embedding table is looked up, not read. Of `expert_weights` weights,
-    those of
-    experts, a token takes the part `active_expert_share`. `state_bytes` are a sequence's running states. `vision` is a
-    seeing
-    model's, whose weights aren't among the others."""
+    those that a token is drawn after; both are read once a step. The embedding table is looked up, not read. Of
+    `expert_weights` weights, those of experts, a token takes the part `active_expert_share`. `state_bytes` are a
+    sequence's running states. `vision` is a seeing model's, whose weights aren't among the others."""
 
     body_weights: int
     head_weights: int

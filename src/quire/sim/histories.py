@@ -2,8 +2,8 @@
 
 What beam search shares depends on which beam each next beam goes on from (PagedAttention Figures 9 and 15), and that on
 the logits of a model. A simulation has none, so the parents of real searches are replayed: the candidates that
-`BeamReplay`
-draws are such that the engine's own search chooses the recorded parents. Tokens and scores mean nothing else.
+`BeamReplay` draws are such that the engine's own search chooses the recorded parents. Tokens and scores mean nothing
+else.
 """
 
 from __future__ import annotations

@@ -39,8 +39,7 @@ MAX_RATE_FACTOR = 2.0**14  # how far from its start the search for a rate goes
 
 class TraceRequest(NamedTuple):
     """A request of a trace: it comes at `arrival` seconds. Its parameters give its output length, end tokens aside.
-    `media`
-    are its pictures; `pixels`, what a runner with eyes gets of them."""
+    `media` are its pictures; `pixels`, what a runner with eyes gets of them."""
 
     arrival: float
     prompt: list[int]

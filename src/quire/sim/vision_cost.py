@@ -13,11 +13,9 @@ from quire.protocol.step_plan import ImageEncoding, StepPlan
 class VisionShape(NamedTuple):
     """What a seeing model has beside its text. A step that encodes any picture reads the encoder's `weights`, of
     `itemsize` bytes, and a part takes `part_operations` operations. Layers that attend to pictures have
-    `cross_attention_weights` weights, of
-    `text_itemsize` bytes (fewer in FP8), which a step reads and applies to its tokens if any of them sees a picture;
-    `projection_weights` ones, applied to the rows that a picture is encoded to; `row_bytes` of a row's keys and
-    values; and
-    `pair_operations` operations for a token to attend to a row."""
+    `cross_attention_weights` weights, of `text_itemsize` bytes (fewer in FP8), which a step reads and applies to its
+    tokens if any of them sees a picture; `projection_weights` ones, applied to the rows that a picture is encoded to;
+    `row_bytes` of a row's keys and values; and `pair_operations` operations for a token to attend to a row."""
 
     weights: int
     part_operations: float
@@ -46,8 +44,7 @@ class VisionShape(NamedTuple):
 
 class VisionWork(NamedTuple):
     """What pictures add to a step: `weight_bytes` are bytes read for them alone, `encoded_parts` parts of pictures;
-    others as of
-    quire.sim.cost_model.Work."""
+    others as of quire.sim.cost_model.Work."""
 
     operations: float
     kv_bytes: float

@@ -67,8 +67,7 @@ if TYPE_CHECKING:
 
 class BuiltEngine(NamedTuple):
     """An engine and what belongs to it. `notices` are said at start; `default_sampling` are generation_config.json's
-    sampling
-    parameters."""
+    sampling parameters."""
 
     engine: Engine
     spec: ModelSpec
@@ -187,10 +186,8 @@ def build_engine(
     remote_runner: RemoteRunner | None = None,
 ) -> tuple[Engine, MemoryPlan, tuple[str, ...]]:  # fmt: skip
     """The engine of `checkpoint`, whose tokenizer has the end tokens `tokenizer_eos_ids`; its memory plan, and what is
-    to be said. The
-    memory is that of `pool_member`, if any. With ranks in processes of their own the model is there, and not here;
-    `remote_runner`
-    were started already, and end if this fails."""
+    to be said. The memory is that of `pool_member`, if any. With ranks in processes of their own the model is there,
+    and not here; `remote_runner` were started already, and end if this fails."""
     remote_runner = remote_runner or start_ranks(config, checkpoint)
     if not config.has_rank_processes:
         if config.on_rank_failure == "restart":

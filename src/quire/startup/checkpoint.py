@@ -46,9 +46,8 @@ STATE_ITEMSIZES = {"auto": 4, "float32": 4, "bfloat16": 2}
 
 
 class Checkpoint(NamedTuple):
-    """A model before it is loaded. `path` is None for a named shape with dummy weights; of a GGUF file it is the
-    file's path, and `gguf` what it holds. `generation_config` is its generation_config.json, `default_sampling` what
-    requests'
+    """A model before it is loaded. `path` is None for a named shape with dummy weights; of a GGUF file it is the file's
+    path, and `gguf` what it holds. `generation_config` is its generation_config.json, `default_sampling` what requests'
     parameters are unless they say otherwise. `notices`: what is to be said at start."""
 
     name: str

@@ -47,8 +47,7 @@ def join_engine_process(
     config: EngineConfig, connection: socket.socket, on_tokenizer_read: Callable[[tuple[int, ...]], None]
 ) -> tuple[ProcessEngineClient, InputProcessor, Checkpoint]:
     """The engine's process that another front started, once its model is there; `on_tokenizer_read` is called before
-    that is
-    waited for."""
+    that is waited for."""
     return _read_model_and_wait(ProcessEngineClient(ExternalProcess(connection)), config, on_tokenizer_read)
 
 

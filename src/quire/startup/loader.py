@@ -80,8 +80,7 @@ def build_runner(
     pipes: StageNeighbours | None = None,
 ) -> Any:
     """The runner of a part of the model, which `checkpoint`'s spec is of; `exchange` is where it meets the others of
-    its
-    stage, if any, and `pipes` lead to the stages beside."""
+    its stage, if any, and `pipes` lead to the stages beside."""
     import torch
 
     from quire.layers.prepare import connect_ranks
@@ -166,8 +165,7 @@ def meta_model(config: dict[str, Any], dtype: torch.dtype, shard: Shard, stages:
 
 def sharded_stage_spec(checkpoint: Checkpoint, dtype: torch.dtype, ranks: int, stages: int) -> ModelSpec:
     """The spec of a stage that has as much of everything as any of `stages` has, of `ranks` each, whose part
-    `checkpoint`'s
-    spec is of. StartupError for a model that can't be divided so."""
+    `checkpoint`'s spec is of. StartupError for a model that can't be divided so."""
     import torch
 
     spec = largest_stage_spec(checkpoint.spec, stages)

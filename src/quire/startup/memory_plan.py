@@ -124,13 +124,11 @@ def plan_memory(
     device_bytes: int | None = None,
     measured: tuple[int, int, str] | None = None,
 ) -> MemoryPlan:
-    """How to divide the device; of several ranks, each one's: `config` and `spec` are a rank's.
-    `quantization_savings`: bytes that the
-    weights take less than `itemsize` each. `device_bytes`: those of a device that isn't asked, and of which all are
-    free. `measured`: bytes of a rank's device in all, and free, and what to call it, where they are known: ranks have
-    been
-    started then, and have what they exchange through. StartupError if the model or one token of KV doesn't fit, naming
-    the numbers."""
+    """How to divide the device; of several ranks, each one's: `config` and `spec` are a rank's. `quantization_savings`:
+    bytes that the weights take less than `itemsize` each. `device_bytes`: those of a device that isn't asked, and of
+    which all are free. `measured`: bytes of a rank's device in all, and free, and what to call it, where they are
+    known: ranks have been started then, and have what they exchange through. StartupError if the model or one token of
+    KV doesn't fit, naming the numbers."""
     config = config.with_device_defaults(device)
     assert config.max_num_seqs is not None
     peers = peer_bytes(config.tp) if measured is None and device != "cpu" else 0
@@ -173,8 +171,8 @@ def plan_memory(
 
 def check_still_fits(config: EngineConfig, plan: MemoryPlan, measured: tuple[int, int, str]) -> None:
     """StartupError where what was planned at start doesn't fit into what is free by now; `measured` is as for
-    plan_memory.
-    What --gpu-memory-utilization leaves counts too: how much is free differs a little from start to start."""
+    plan_memory. What --gpu-memory-utilization leaves counts too: how much is free differs a little from start to
+    start."""
     _, free, where = measured
     parts = plan.weight_bytes, plan.activation_bytes, plan.kv_bytes
     if sum(parts) > free:

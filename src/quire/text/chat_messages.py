@@ -51,8 +51,7 @@ class ParsedMessages(NamedTuple):
 
     def to_template_messages(self, formats: ContentFormats, placeholder_text: Callable[[int], str]) -> list[Message]:
         """The messages as a template of these forms takes them. Where that is strings, `placeholder_text` names
-        pictures by their
-        number from 1 on: those of a message come first, each on a line."""
+        pictures by their number from 1 on: those of a message come first, each on a line."""
         found, number = [], 1
         for message in self.messages:
             content = message["content"]

@@ -110,9 +110,8 @@ class ChatTemplate:
         """The prompt. A template that doesn't read `tools` gets them in the system's message. `kwargs` may set the
         variables that the template itself reads (`variables`): plain JSON values.
 
-        With `continue_final_message`, which excludes
-        `add_generation_prompt`, the prompt ends within the last message. InputError says what is wrong with the
-        arguments, what the template raised, or which bound was met."""
+        With `continue_final_message`, which excludes `add_generation_prompt`, the prompt ends within the last message.
+        InputError says what is wrong with the arguments, what the template raised, or which bound was met."""
         if documents is not None:
             self._check_variable("documents", "documents")
         for name in kwargs:

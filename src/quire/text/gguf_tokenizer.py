@@ -43,8 +43,8 @@ TEKKEN = (
 
 class PreTokenizer(NamedTuple):
     """How text is cut before BPE: by one expression after another. `ignore_merges`: a word that is a token stays one.
-    `add_bos`:
-    the beginning token comes first, where the metadata don't say. `nfc`: characters are composed (NFC) first."""
+    `add_bos`: the beginning token comes first, where the metadata don't say. `nfc`: characters are composed (NFC)
+    first."""
 
     patterns: tuple[str, ...]
     ignore_merges: bool = False

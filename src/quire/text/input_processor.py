@@ -378,9 +378,8 @@ class InputProcessor:
         salt: str,
         images: Sequence[Sequence[ImageItem]] = (),
     ) -> tuple[list[list[int]], SamplingParams]:
-        """Token ids of (id, prompt), with these pictures in them if there are any, and `make_params` resolved: all
-        that can
-        be refused without the engine's memory is refused here, before anything reaches the engine. InputError names
+        """Token ids of (id, prompt), with these pictures in them if there are any, and `make_params` resolved: all that
+        can be refused without the engine's memory is refused here, before anything reaches the engine. InputError names
         what is wrong."""
         check_salt(salt)
         params.check_vocabulary(self.limits.vocab_size)

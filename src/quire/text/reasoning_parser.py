@@ -13,8 +13,7 @@ ReasoningStart = Literal["open", "closed", "maybe"]
 
 class ReasoningFormat(NamedTuple):
     """Thoughts stand between `begin` and `end`. `begin_optional`: whoever reads an output may miss `begin`, which the
-    prompt
-    has or the model leaves out."""
+    prompt has or the model leaves out."""
 
     begin: str
     end: str

@@ -58,11 +58,10 @@ class TemplateProcess:
             return self._compile()
 
     def render(self, variables: dict[str, Any], seconds: float, max_bytes: int) -> str | None:
-        """The text; None when it has more than `max_bytes` bytes. RenderError for what the template raised and for
-        what it
-        took beyond its limits, within `seconds` (of each of two tries, should the process end in the first). Overloaded
-        when others' renders take too long, or the process can't be started again or doesn't get to run; EngineDead
-        after `close`."""
+        """The text; None when it has more than `max_bytes` bytes. RenderError for what the template raised and for what
+        it took beyond its limits, within `seconds` (of each of two tries, should the process end in the first).
+        Overloaded when others' renders take too long, or the process can't be started again or doesn't get to run;
+        EngineDead after `close`."""
         with self._exclusive():
             try:
                 return self._render(variables, seconds, max_bytes)
@@ -148,9 +147,8 @@ class TemplateProcess:
 
     def _read_answer(self, deadline: float, seconds: float, max_bytes: int, cpu_seconds: float = 0.0) -> Any:
         """What a frame of at most `max_bytes` bytes says that is there before `deadline`, of a process that had
-        `cpu_seconds` so many
-        seconds of a processor before it was asked. Whatever fails here, the process is
-        another one afterwards, so that no answer is taken for one to the next question."""
+        `cpu_seconds` so many seconds of a processor before it was asked. Whatever fails here, the process is another
+        one afterwards, so that no answer is taken for one to the next question."""
         try:
             size = int.from_bytes(self._receive(HEADER, deadline), "big")
             if size > max_bytes:

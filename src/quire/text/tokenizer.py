@@ -32,8 +32,7 @@ MAX_DIGITS = 9  # of an added token's id
 
 class Tokenizer:
     """A vocabulary and its rules. `special_tokens` names the special tokens ({"eos_token": "</s>", ...}), `config` is
-    what a
-    folder's tokenizer_config.json says."""
+    what a folder's tokenizer_config.json says."""
 
     def __init__(
         self,

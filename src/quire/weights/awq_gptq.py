@@ -27,8 +27,7 @@ FIT_REMEDY = "The checkpoint must fit its config.json"
 
 class PackedWeight:
     """The tensors of one weight [rows, columns], as they come, or what a rank has of them: `tensor_slice`, which may
-    lie across
-    words and groups, is of this shape. Words and groups that it touches are read whole."""
+    lie across words and groups, is of this shape. Words and groups that it touches are read whole."""
 
     def __init__(
         self, scheme: LowBitScheme, name: str, rows: int, columns: int, tensor_slice: TensorSlice | None = None
@@ -161,8 +160,7 @@ def _word_range(run: range, per_word: int) -> range:
 
 def select_ranges(numbers: Tensor, ranges: Sequence[range], per_word: int) -> Tensor:
     """numbers [A, B], of the words of `per_word` numbers that each of the runs touches, one run's behind another's ->
-    those
-    of the runs alone [A, C]."""
+    those of the runs alone [A, C]."""
     parts, at = list[Tensor](), 0
     for run in ranges:
         words = _word_range(run, per_word)

@@ -158,8 +158,7 @@ def has_untied_head(folder: Path) -> bool:
 
 def check_weight_bytes(folder: Path, parameters: int, bytes_per_parameter: float = MIN_PARAMETER_BYTES) -> None:
     """StartupError if the files are too small for so many parameters, `bytes_per_parameter` bytes each, before memory
-    is asked for
-    to hold them."""
+    is asked for to hold them."""
     size = sum(file.stat().st_size for file in tensor_files(folder))
     if size < bytes_per_parameter * parameters:
         cause = f"config.json makes {parameters} parameters, and the files of {folder} have {size} bytes"

@@ -80,8 +80,7 @@ def create_model(
     config: dict[str, Any], dtype: torch.dtype, device: torch.device, scheme: FP8Scheme | None, shard: Shard = UNSHARDED
 ) -> Model:
     """The model of a config.json, or a shard of it, its weights uninitialised. With a `scheme`, where that is
-    `has_fp8_matmul`,
-    its layers are in FP8 at once: in `dtype` they might not fit."""
+    `has_fp8_matmul`, its layers are in FP8 at once: in `dtype` they might not fit."""
     if scheme is None or not has_fp8_matmul(dtype, device):
         return resolve_model_class(config)(config, dtype, device, shard)
     return create_fp8_model(config, dtype, device, scheme, shard)

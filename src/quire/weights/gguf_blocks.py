@@ -41,8 +41,7 @@ BLOCK_FORMATS = {
 
 class GGUFTensor(NamedTuple):
     """A weight [rows, columns]: `data` [rows, bytes of a row] uint8 holds its rows, each of whole blocks of `format`.
-    It
-    is a view of a file that is mapped read-only, or an array of its own."""
+    It is a view of a file that is mapped read-only, or an array of its own."""
 
     format: str
     rows: int

@@ -55,9 +55,8 @@ SAMPLING_KEYS = {
 
 class Architecture(NamedTuple):
     """An architecture of GGUF files, as transformers calls it. `interleaved_rope`: the rows of queries and keys lie in
-    the order
-    of a rotary embedding whose pairs are neighbours. `norm_plus_one`: norms are stored with the 1 that the model
-    adds."""
+    the order of a rotary embedding whose pairs are neighbours. `norm_plus_one`: norms are stored with the 1 that the
+    model adds."""
 
     hf_architecture: str
     model_type: str
@@ -101,9 +100,8 @@ class HFTensors(NamedTuple):
         return None if stored is None else stored.format
 
     def get_tensor(self, name: str) -> GGUFTensor | None:
-        """The tensor `gguf_name`, its rows in the order of transformers; None if the file lacks it. A view of the
-        file, but
-        for queries, keys and norms that lie there otherwise. StartupError for scales that aren't finite."""
+        """The tensor `gguf_name`, its rows in the order of transformers; None if the file lacks it. A view of the file,
+        but for queries, keys and norms that lie there otherwise. StartupError for scales that aren't finite."""
         called = self.gguf_name(name)
         stored = self.file.tensors.get(called or "")
         if stored is None:

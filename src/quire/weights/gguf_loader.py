@@ -33,8 +33,7 @@ def load_gguf(
     max_reduce: MaxReduce | None = None,
 ) -> None:
     """Fill every parameter of `model`, which is not prepared yet, with what the file's tensors stand for. `scheme`:
-    what becomes FP8, `max_reduce`: see quire.weights.fp8. StartupError for tensors that are missing, unknown or
-    of the
+    what becomes FP8, `max_reduce`: see quire.weights.fp8. StartupError for tensors that are missing, unknown or of the
     wrong shape, and for scales that aren't finite."""
     targets, stored = build_targets(model, scheme, file), open_hf_tensors(file)
     every = {tensor for source in full_model(model).weight_sources().values() for tensor in source.tensors}

@@ -60,10 +60,9 @@ class LoadTarget(NamedTuple):
 
     `is_fp8`: it is in FP8, or is rounded to it. Then `scale` [G, N] is where its scales go; None where the rows are in
     the model's dtype and are to hold the products. `group_rows`, `row_order`: see quire.models.weight_names.
-    `low_bit_format`: it is in
-    few bits, or is rounded to them, and is this part of the weight of `layer`, if it is one's. `whole_parameter`: the
-    parameter
-    that these rows are all of. `tensor_slice`: what of the tensor they are; None: all of it."""
+    `low_bit_format`: it is in few bits, or is rounded to them, and is this part of the weight of `layer`, if it is
+    one's. `whole_parameter`: the parameter that these rows are all of. `tensor_slice`: what of the tensor they are;
+    None: all of it."""
 
     rows: Tensor
     transpose: bool
@@ -98,8 +97,7 @@ def load_weights(
 ) -> None:
     """Fill every parameter of `model`, which is not prepared yet, from the safetensors files in `folder`. `scheme`:
     what is in FP8 or in few bits there, or becomes so. Of a shard's tensors no more is read than it has, and
-    `model.read_bytes` is how much was; `max_reduce`: see quire.weights.fp8. On a CPU large weights that need no
-    change
+    `model.read_bytes` is how much was; `max_reduce`: see quire.weights.fp8. On a CPU large weights that need no change
     aren't copied, and `model.mapped` are the files' mappings that they lie in: nobody may write there.
 
     StartupError, naming file and tensor, for tensors that are missing, unknown, twice there or of the wrong shape or
@@ -314,8 +312,7 @@ def load_tensor(
     max_reduce: MaxReduce | None = None,
 ) -> None:  # fmt: skip
     """Put a tensor there. One that `mapped_file` holds, if it is as it must be, takes the place of a whole parameter;
-    else a
-    layer's weight is copied from there, and converted, when it is prepared."""
+    else a layer's weight is copied from there, and converted, when it is prepared."""
     if tensor.dtype not in ((E4M3,) if target.is_fp8 and from_checkpoint else FLOAT_DTYPES):
         kind = str(tensor.dtype).removeprefix("torch.")
         if target.is_fp8 and from_checkpoint:

@@ -5,6 +5,7 @@ On a CPU with kernels of our own they stay so; elsewhere weights in the model's 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -141,8 +142,7 @@ def create_model(
 
 def set_rows(rows: Tensor, layer: Linear | None, part_index: int, make_weight: MakeWeight) -> None:
     """Some rows of a weight are what `make_weight` makes: now, or, of a weight that stays in few bits, when its layer
-    is
-    prepared."""
+    is prepared."""
     if rows.is_meta:
         assert layer is not None, "only layers' weights have few bits"
         assert layer.low_bit_parts is not None, "its weight stays in few bits"
@@ -232,17 +232,21 @@ def _inverse(d: Tensor) -> Tensor:
 
 def from_gguf(blocks: GGUFTensor) -> LowBitWeight:
     """A GGUF file's blocks, without loss."""
-    data = np.ascontiguousarray(blocks.data).reshape(blocks.rows, -1, BLOCK_BYTES[blocks.format])
+    block_bytes = BLOCK_BYTES[blocks.format]
+    data = np.ascontiguousarray(blocks.data).reshape(blocks.rows, blocks.data.shape[1] // block_bytes, block_bytes)
     numbers, *scales = GGUF_UNPACKERS[blocks.format](data)
     return LowBitWeight(
         GGUF_FORMATS[blocks.format],
-        _to_tensor(numbers, blocks.rows),
-        *(_to_tensor(part, blocks.rows) for part in scales),
+        _flatten_rows(numbers),
+        *(_flatten_rows(part) for part in scales),
     )
 
 
-def _to_tensor(part: Any, rows: int) -> Any:
-    return None if part is None else torch.from_numpy(np.ascontiguousarray(part).reshape(rows, -1))
+def _flatten_rows(part: Any) -> Any:
+    """[rows, ...] -> [rows, the rest]; there may be no rows."""
+    if part is None:
+        return None
+    return torch.from_numpy(np.require(part, None, ["C", "W"]).reshape(len(part), math.prod(part.shape[1:])))
 
 
 BLOCK_BYTES = {"q8_0": 34, "q5_0": 22, "q5_1": 24, "q4_0": 18, "q4_1": 20, "q4_k": 144, "q5_k": 176, "q6_k": 210}

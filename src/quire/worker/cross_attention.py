@@ -59,8 +59,8 @@ def tile_grids(pixels: ImagePixels) -> list[TileGrid]:
 
 class CrossAttentionContext:
     """What the tokens of one step see. `image_mask` [T, 1] is 1 for those that see anything; of those `token_indices`,
-    places among the
-    step's (None: all), a backend attends as `make_plan` says, which is asked once for each kind of layers."""
+    places among the step's (None: all), a backend attends as `make_plan` says, which is asked once for each kind of
+    layers."""
 
     def __init__(
         self, caches: Mapping[int, LayerCache], backend: Any, make_plan: Callable[[LayerCache], Any],

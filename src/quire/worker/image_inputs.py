@@ -46,8 +46,7 @@ class EmbedSpan(NamedTuple):
 
 class ImageInputs:
     """Encoded by `vision_encoder`, kept in the pages of `store`. Pixels stay where whoever brought them has them; they
-    are sent
-    to the device when the first of their parts is encoded."""
+    are sent to the device when the first of their parts is encoded."""
 
     def __init__(self, vision_encoder: Encoder, store: Store, embed_dim: int) -> None:
         self.vision_encoder, self.store = vision_encoder, store

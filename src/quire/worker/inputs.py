@@ -17,10 +17,8 @@ from quire.worker.store import Store
 
 class FlatInputs(NamedTuple):
     """A step's rows as int64 arrays. `token_columns` [3, T]: each token, its position, its slot. Of each row [R]:
-    `slots`,
-    `starts`, `lengths`, and `offsets`, its first token. `sampled_rows` [S]: the rows that sample; `logits_indices`
-    [S]: their last
-    tokens."""
+    `slots`, `starts`, `lengths`, and `offsets`, its first token. `sampled_rows` [S]: the rows that sample;
+    `logits_indices` [S]: their last tokens."""
 
     token_columns: np.ndarray
     slots: np.ndarray

@@ -42,8 +42,7 @@ def token_weights(
 
     `row_max` [R] is the greatest logit; shape [R, 4] temperature, min_p, top_k (0: off), top_p. The best token weighs
     2**32. Sums of the weights in float64 are exact, so no order of summation can change what is drawn.
-    `find_threshold_fn` finds
-    what top_k and top_p keep, where these logits are not all that there are.
+    `find_threshold_fn` finds what top_k and top_p keep, where these logits are not all that there are.
     """
     likelihood = logits - row_max[:, None]  # of each token beside the best one's: 1 or less, once exp is taken
     if (params[:, 0] != 1).any():
@@ -90,10 +89,9 @@ def threshold_of_sorted(
     """The least likelihood [R] that top_k and then top_p keep, and whether the best tokens told it [R].
 
     `values` [R, width] are those tokens' likelihoods, in falling order; `total_weights` [R] is what all tokens weigh,
-    and
-    is needed where a row has top_p alone. The border is that of the first token, in falling order and among the first
-    k, with which the sum reaches top_p of the sum of the first k. The values of the best tokens don't depend on their
-    number, so neither does the answer, once settled.
+    and is needed where a row has top_p alone. The border is that of the first token, in falling order and among the
+    first k, with which the sum reaches top_p of the sum of the first k. The values of the best tokens don't depend on
+    their number, so neither does the answer, once settled.
     """
     device, width = values.device, values.shape[1]
     among = torch.arange(width, device=device) < to_device(np.where(top_k > 0, top_k, width), device)[:, None]
@@ -156,8 +154,7 @@ class BlockSums:
 
     def search(self, sample_to_row: Tensor, goal: Tensor) -> Tensor:
         """The first token [D], by id, at which the sum of its row's weights exceeds `goal` [D]; `sample_to_row` [D] is
-        its row.
-        For a goal that no sum exceeds, or one below 0, any token of the row, or of its padding."""
+        its row. For a goal that no sum exceeds, or one below 0, any token of the row, or of its padding."""
         parts, sums, goal = self.block_sums, self.prefix_sums, goal[:, None]
         if len(sample_to_row) > len(parts):
             parts, sums = parts.index_select(0, sample_to_row), sums.index_select(0, sample_to_row)

@@ -39,8 +39,7 @@ def logprob_details(
     theirs.
 
     Equals come in the order of their ids. `log_normalizers` [N, 1] normalises in place of the logits' own sum. With
-    `requested_ids`
-    [N, width] these ids come in place of the likeliest, as they are.
+    `requested_ids` [N, width] these ids come in place of the likeliest, as they are.
     """
     logprobs = log_softmax(logits) if log_normalizers is None else logits - log_normalizers
     own = logprobs.gather(1, tokens[:, None])
@@ -84,8 +83,7 @@ def to_top_logprobs(
     token: int, details: list[float], num_logprobs: int, uses_requested_ids: bool = False
 ) -> TopLogprobs:
     """`TopLogprobs` from one row of `logprob_details`, its alternatives cut to `num_logprobs` and, unless they are
-    `uses_requested_ids`, to those that masks
-    left possible."""
+    `uses_requested_ids`, to those that masks left possible."""
     most = (len(details) - 2) // 2
     logprobs = details[2 + most :][:num_logprobs]
     while logprobs and logprobs[-1] == -math.inf and not uses_requested_ids:

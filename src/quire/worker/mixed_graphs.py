@@ -65,8 +65,7 @@ class MixedGraphInputs:
     slots and positions [3, S]; they end, and all others begin, at one place for all sizes. Then each token, its
     position and its slot [3, T]; of rows of one token slot, length and place [3, D]; tiles [N, 4] int32, for each
     number of `tile_queries` that tiles have. With `has_states`, of all rows, padding among them, slot, tokens before,
-    tokens
-    and place [4, R], and their tiles for states [M, 2] int32.
+    tokens and place [4, R], and their tiles for states [M, 2] int32.
 
     With `deterministic` rows of one token are in tiles too, and D is 0.
     """
@@ -216,9 +215,8 @@ class FirstHalfContext(StepContext):
 
 
 class MixedGraphs:
-    """Graphs for steps with rows of several tokens. `sampled_row_sizes` are the sizes of those that sample,
-    `epilogues` and what they
-    return are as for DecodeGraphs, whose memory they share by the same `capturer`."""
+    """Graphs for steps with rows of several tokens. `sampled_row_sizes` are the sizes of those that sample, `epilogues`
+    and what they return are as for DecodeGraphs, whose memory they share by the same `capturer`."""
 
     def __init__(
         self, model: Any, logits: Callable[[Tensor], Tensor], store: Store, backend: TritonBackend,

@@ -17,8 +17,7 @@ SHARED_ATTRIBUTES = ("exchange", "all_reduce_norm")  # attributes that lead to w
 
 class OffloadedWeights:
     """The bytes of all of a model's tensors on `device`, in host memory until `restore`. MemoryError, and nothing
-    changed,
-    where that has no room."""
+    changed, where that has no room."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         found = {

@@ -15,8 +15,7 @@ from quire.worker.logprobs import LogprobLayout
 
 class SamplingBatch(NamedTuple):
     """The rows of a step as arrays: of each row `slots`, `positions`, `num_samples`, and `first_sample`, the number of
-    its first
-    draw; of each draw `sample_to_row`, its row."""
+    its first draw; of each draw `sample_to_row`, its row."""
 
     slots: np.ndarray
     positions: np.ndarray

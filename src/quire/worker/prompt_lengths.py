@@ -14,9 +14,8 @@ from quire.worker.staging_buffer import StagingBuffer
 
 
 class PromptLengths:
-    """`host_lengths` and `device_lengths` [slots] int64, the same numbers; 0 where nobody was born yet. Prompts of
-    more than `budget`
-    tokens aren't kept whole."""
+    """`host_lengths` and `device_lengths` [slots] int64, the same numbers; 0 where nobody was born yet. Prompts of more
+    than `budget` tokens aren't kept whole."""
 
     def __init__(self, slots: int, budget: int, staging: StagingBuffer) -> None:
         self.budget, self.staging = budget, staging

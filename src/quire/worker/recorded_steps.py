@@ -46,8 +46,7 @@ class UnsupportedOp(Exception):
 
 class RecordingGuard(TorchDispatchMode):
     """Of torch's operations only views and new tensors are let through: nothing computes but what is recorded.
-    `allocated`
-    are the new ones, which nobody has written."""
+    `allocated` are the new ones, which nobody has written."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,10 +87,8 @@ class ScratchArena:
 
     def place_tensors(self, ops: RecordedOps, tensors: list[Tensor], result: Tensor, growth: int) -> Tensor:
         """Give the tensors that the tape `tensors` places here, as long as operations use them; `result`, one of them
-        or a
-        view, is kept from them all, and returned in its place. The tape doesn't hold the tensors any more. `growth`:
-        how
-        many times as large others will be."""
+        or a view, is kept from them all, and returned in its place. The tape doesn't hold the tensors any more.
+        `growth`: how many times as large others will be."""
         begins = sorted({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.items())
         addresses = [begin for begin, _ in begins]
 

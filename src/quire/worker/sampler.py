@@ -185,8 +185,7 @@ class Sampler:
 
     def fill_epilogue(self, slices: Sequence[SeqSlice]) -> None:
         """Before the replay of a graph or tape whose tail is neither "greedy" nor "": give it what `slices` ask for,
-        and
-        their noise. A row's first draw has the seed of its own."""
+        and their noise. A row's first draw has the seed of its own."""
         assert self._kernels is not None, "graphs sample by kernels"
         slices = SeqSlices.from_slices(slices)
         slots, ends = np.array((slices.slots, slices.ends), dtype=np.int64)
@@ -218,8 +217,7 @@ class Sampler:
         as they were. The slot's Birth.top and logprob_token_ids say which log-probabilities come along. Those of a row
         whose request has a method are what the method chooses from, so they are of the masked, biased and penalised
         logits, normalised as the unchanged ones are (transformers' order); its token is the most likely one, whatever
-        its temperature.
-        With `last_sampled` [slots], the first draw of each row is written there too.
+        its temperature. With `last_sampled` [slots], the first draw of each row is written there too.
         """
         assert logits.shape == (len(rows), self.vocab_size), f"{tuple(logits.shape)} logits for {len(rows)} rows"
         asked = SamplingBatch.from_rows(rows)
@@ -435,8 +433,7 @@ class Sampler:
         self, logits: Tensor, processed_logits: Tensor | None, tokens: Tensor, faults: Tensor, batch: SamplingBatch
     ) -> PendingSamples:
         """Everything that the host will want, on its way there. `processed_logits` are the logits of all rows or, by
-        kernels,
-        of those that are ruled."""
+        kernels, of those that are ruled."""
         tops, widths, details = self._num_logprobs[batch.slots], None, None
         if (tops >= 0).any():
             widths = tuple(self._logprob_layout(slot) for slot in batch.slots.tolist())

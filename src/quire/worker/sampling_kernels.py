@@ -67,8 +67,7 @@ class TritonSampling:
     def epilogues(self, last_sampled: Tensor, max_rows: int) -> dict[str, Epilogue]:
         """What may follow the logits of up to `max_rows` rows of one draw each: "greedy", "random" (rows of any
         temperature and min_p, greedy ones too) and "cut" (any top_k and top_p too). `fill_epilogue` before a replay of
-        the
-        latter two. Their scratch memory is allocated where they are captured, so graphs of one pool share it."""
+        the latter two. Their scratch memory is allocated where they are captured, so graphs of one pool share it."""
         self._epilogue_inputs = torch.zeros((5, max_rows), dtype=torch.float64, device=self.device)
         shapes, chances = self.epilogue_inputs(max_rows)
         owners = torch.arange(max_rows, device=self.device)

@@ -48,11 +48,9 @@ class StepContext:
         states: StepStates | None = None,
         merge_images: ImageMerger | None = None,
     ) -> None:  # fmt: skip
-        """With `query_batch`, the model's last layer, if it attends, has queries of its tokens alone.
-        `after_attention` is told all
-        queries of a layer once they were answered. `states`, where layers have some. `merge_images` puts the rows of
-        pictures
-        in their places."""
+        """With `query_batch`, the model's last layer, if it attends, has queries of its tokens alone. `after_attention`
+        is told all queries of a layer once they were answered. `states`, where layers have some. `merge_images` puts
+        the rows of pictures in their places."""
         self.states, self.merge_images = states, merge_images
         self.cross_attention: CrossAttentionContext | None = None  # where tokens see pictures by layers of their own
         self.after_attention = after_attention
@@ -72,8 +70,7 @@ class StepContext:
         states: Mapping[int, StateCache] | None = None, merge_images: ImageMerger | None = None,
     ) -> StepContext:  # fmt: skip
         """The step of a batch. `sampled_only`: only the hidden states of tokens that end the rows that sample are
-        wanted,
-        `batch.narrowed()`'s. Of prompts that end here layers with budgets keep their part."""
+        wanted, `batch.narrowed()`'s. Of prompts that end here layers with budgets keep their part."""
 
         def plan(cache: LayerCache, asked: ForwardBatch | None) -> Any:
             return backend.plan(batch, cache, asked)

@@ -31,14 +31,10 @@ TABLE_ALIGNMENT = 16  # page ids: where a group's table begins
 class Store:
     """Pages and tables of a Geometry on `device`. `staging` is for small uploads on the stream of the rows. With
     `debug` the content of every swapped page is compared. `group_pages` [pages, numbers] are the pages of each group,
-    page 0
-    included, `tables` [slots, logical pages] its page table; `caches` are the attending layers', `cross_caches` those
-    of
-    layers that attend to pictures, `state_caches` those of layers with a state, whose `ssm` is of `state_dtype`;
-    `prompt_lengths`
-    what layers with budgets must know, if there are any. `shared_buffer` are the bytes that hold the pages, if other
-    models'
-    stores have them too."""
+    page 0 included, `tables` [slots, logical pages] its page table; `caches` are the attending layers', `cross_caches`
+    those of layers that attend to pictures, `state_caches` those of layers with a state, whose `ssm` is of
+    `state_dtype`; `prompt_lengths` what layers with budgets must know, if there are any. `shared_buffer` are the bytes
+    that hold the pages, if other models' stores have them too."""
 
     def __init__(
         self, kv_config: KVCacheConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device, debug: bool = False,

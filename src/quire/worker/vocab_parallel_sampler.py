@@ -92,9 +92,8 @@ MAX_GATHERED_ROWS = 16  # rows whose logits are gathered for draws: three exchan
 
 class VocabParallelTritonSampling(TritonSampling):
     """A FusedSampling whose tails and `draw_local` are given this rank's logits [R, room], the last ranks' padded. A
-    row
-    sends 8 bytes if all are greedy, 20 if some are drawn, 3,860 if some have top_k or top_p; of few rows that are drawn
-    all logits are gathered. `draw` is given whole logits."""
+    row sends 8 bytes if all are greedy, 20 if some are drawn, 3,860 if some have top_k or top_p; of few rows that are
+    drawn all logits are gathered. `draw` is given whole logits."""
 
     def __init__(self, vocab_size: int, device: torch.device, exchange: Exchange) -> None:
         from quire.kernels.triton import vocab_parallel_sampling

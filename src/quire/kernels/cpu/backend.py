@@ -44,12 +44,10 @@ class HeadNorm(Protocol):
 class CpuAttentionPlan:
     """A step of one kind of layers. Keys and values are those of tokens with these `token_slots` and `positions` [T],
     which go to `cache_positions` of their pages (None: their positions). Queries are rows of one (`slots`,
-    `last_positions`, the cells of
-    their tokens, and `query_rows` among the queries; None: in order), or in `tiles` (attention_prompt.cpp).
-    `merges_splits`: some
-    row may have several parts. `query_indices` are the tokens that have queries (None: all). `prompts` [slots], where
-    cells are
-    to be computed of positions by `budget`. `shared_prefixes`: what rows of one have in common (None: not asked)."""
+    `last_positions`, the cells of their tokens, and `query_rows` among the queries; None: in order), or in `tiles`
+    (attention_prompt.cpp). `merges_splits`: some row may have several parts. `query_indices` are the tokens that have
+    queries (None: all). `prompts` [slots], where cells are to be computed of positions by `budget`. `shared_prefixes`:
+    what rows of one have in common (None: not asked)."""
 
     tables: Tensor
     token_slots: Tensor

@@ -46,8 +46,7 @@ def variants() -> Any:
 def build(target: Path, objects: Path, native_only: bool = False) -> BuildResult:
     """The libraries, in `target`, where no others stay; none without a compiler. What is in `objects` from before is
     compiled again where a source, a header, the flags or the compiler changed. `native_only`: of those only what this
-    machine
-    runs, if it says what it has."""
+    machine runs, if it says what it has."""
     cxx, kinds = compiler(), variants()
     has = kinds.cpu_features() if native_only else None
     target.mkdir(parents=True, exist_ok=True)

@@ -13,8 +13,7 @@ def embedding(
     ids: Tensor, table: Tensor, *, scale: float | None = None, add_to: Tensor | None = None, offset: int = 0
 ) -> Tensor:
     """table[ids + first] as a fresh tensor [T, size], multiplied by `scale` if one is given; or `add_to` [T, size] +=
-    it,
-    which is returned. ids are int64 and in the table."""
+    it, which is returned. ids are int64 and in the table."""
     rows, size = len(ids), table.shape[1]
     out = torch.empty((rows, size), dtype=table.dtype) if add_to is None else add_to
     assert ids.dtype == torch.int64, "ids are int64"

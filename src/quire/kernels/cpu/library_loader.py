@@ -32,8 +32,7 @@ def is_current() -> bool:
 
 def find_library(variant_name: str = "", has: Set[str] | None = None) -> Path | None:
     """The best library that is built and that a machine with the features `has` runs (none: this one's);
-    `variant_name`: that
-    one, "off" none. StartupError if there is no such name."""
+    `variant_name`: that one, "off" none. StartupError if there is no such name."""
     names = [variant.name for variant in machine_variants()]
     if variant_name and variant_name not in (KERNELS_OFF, *names):
         raise StartupError(

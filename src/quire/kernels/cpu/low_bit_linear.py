@@ -83,7 +83,7 @@ class LowBitWeight(NamedTuple):
         """What it stands for, in fp32 [rows, columns]."""
         rows, columns = self.numbers.shape
         scale, least = self.scales()
-        found = (self.numbers.float() - self.form.zero).view(rows, -1, self.form.group) * scale[:, :, None]
+        found = (self.numbers.float() - self.form.zero).unflatten(1, (-1, self.form.group)) * scale[:, :, None]
         return (found if least is None else found + least[:, :, None]).view(rows, columns)
 
     def concat_rows(self, other: LowBitWeight) -> LowBitWeight:

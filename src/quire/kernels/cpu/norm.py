@@ -18,8 +18,7 @@ def rms_norm(
     in fp32.
 
     With `delta` [T, size], x += delta in place first; with `post_norm_weight`, a weight, delta's own norm is added in
-    its place.
-    Row strides are free. Without delta and out, x may be [..., size]. `pdl` is for GPUs.
+    its place. Row strides are free. Without delta and out, x may be [..., size]. `pdl` is for GPUs.
     """
     return _norm(x, weight, None, eps, delta, post_norm_weight, out)
 

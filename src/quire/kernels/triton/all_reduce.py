@@ -301,8 +301,7 @@ def _gather(
 
 class ExchangeShape(NamedTuple):
     """How rows of `size` numbers are exchanged: `row_bytes` bytes each, `columns_per_rank` columns a rank in two
-    phases, and how many
-    rows of a program fit, sent whole and in two phases."""
+    phases, and how many rows of a program fit, sent whole and in two phases."""
 
     row_bytes: int
     columns_per_rank: int

@@ -39,13 +39,10 @@ class HeadNorm(Protocol):
 @dataclass(slots=True)
 class TritonAttentionPlan:
     """A step of one kind of layers. Keys and values are those of tokens with these `token_slots` and `positions` [T];
-    their queries, or only those at `query_indices`, are rows of one query (`slots`, `lengths`, and `rows`, their
-    places among
-    the queries; None: in order), or are in `tiles` for `prefill_kernel`, or in `bidirectional_tiles`, tiles for
-    `prompt` whose queries see
-    all of their row. `scratch` is where split contexts meet; `pdl`: kernels
-    start early. `external_rows` are rows that another kernel computes: slot, first query, queries, position of the
-    first."""
+    their queries, or only those at `query_indices`, are rows of one query (`slots`, `lengths`, and `rows`, their places
+    among the queries; None: in order), or are in `tiles` for `prefill_kernel`, or in `bidirectional_tiles`, tiles for
+    `prompt` whose queries see all of their row. `scratch` is where split contexts meet; `pdl`: kernels start early.
+    `external_rows` are rows that another kernel computes: slot, first query, queries, position of the first."""
 
     tables: Tensor
     token_slots: Tensor
@@ -112,8 +109,7 @@ class TritonBackend:
         excluded_rows: np.ndarray | None = None,
     ) -> TritonAttentionPlan:
         """Once a step and kind of layers, on the host; one upload. Keys and values are of `batch`, queries of
-        `query_batch`
-        if given, but for the rows of several tokens that are true in `excluded_rows` [R]."""
+        `query_batch` if given, but for the rows of several tokens that are true in `excluded_rows` [R]."""
         of, inside, group = (query_batch or batch).for_cache(cache), batch.for_cache(cache), cache.group
         single = np.zeros_like(of.lengths, dtype=np.bool_) if self.deterministic else of.lengths == 1
         whole = of.bidirectional_mask

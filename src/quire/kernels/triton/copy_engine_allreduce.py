@@ -152,8 +152,7 @@ def _finish(
 def reduce_owned(peers: PeerBuffers, delta: Tensor, own: slice, first: int, share: int) -> None:
     """The sums of rows `own` of delta [T, size], dense, this rank's share of a piece, into its region of sums, once all
     parts are there, in their `parts_layout`. As many programs as rows: none of them waits, and the sooner all have
-    ended, the
-    sooner the next product has all of the GPU."""
+    ended, the sooner the next product has all of the GPU."""
     size = delta.shape[1]
     assert delta.is_contiguous(), "rows are dense, as they were sent"
     block = power_of_2(size)

@@ -21,9 +21,8 @@ VERSIONS = ("3.6", "3.7")
 
 class FastLauncher:
     """A kernel: `fast_launch[grid](...)` launches it as `kernel[grid](...)` does. Parameters given by name are
-    constants of
-    the compiler. What was compiled for one launch serves all that differ from it only in numbers and addresses of the
-    same kind: kept apart are more kinds than Triton tells apart, never fewer."""
+    constants of the compiler. What was compiled for one launch serves all that differ from it only in numbers and
+    addresses of the same kind: kept apart are more kinds than Triton tells apart, never fewer."""
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel

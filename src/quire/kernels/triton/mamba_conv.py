@@ -135,8 +135,7 @@ def causal_conv(
     *, pdl: bool = False,
 ) -> Tensor:  # fmt: skip
     """See quire.kernels.mamba_states. The stride of x's rows is free. A token's bits don't depend on the rows beside
-    it,
-    nor on how its row is cut into steps. pdl: programmatic dependent launch, on GPUs of capability 9 and more."""
+    it, nor on how its row is cut into steps. pdl: programmatic dependent launch, on GPUs of capability 9 and more."""
     (tokens, inner), taps, states = x.shape, weight.shape[1], cache.conv
     assert x.stride(1) == 1, "rows are contiguous"
     assert (weight.shape, weight.is_contiguous()) == ((inner, taps), True), "a weight for each tap of a channel"

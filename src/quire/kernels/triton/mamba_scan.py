@@ -377,10 +377,9 @@ def selective_scan(
     cache: StateCache, plan: StatePlan, *, deterministic: bool = False, pdl: bool = False,
 ) -> Tensor:  # fmt: skip
     """See quire.kernels.mamba_states. The strides of rows of x, dt, B, C and z are free. `deterministic`: a token's
-    bits
-    don't depend on the rows beside it, nor, with states in fp32, on how its row is cut into steps; then d_state may be
-    `MOST_UNROLLED` at most. Else neither do they, but for rows that are computed in
-    parts (`part_tokens`). pdl: programmatic dependent launch, on GPUs of capability 9 and more."""
+    bits don't depend on the rows beside it, nor, with states in fp32, on how its row is cut into steps; then d_state
+    may be `MOST_UNROLLED` at most. Else neither do they, but for rows that are computed in parts (`part_tokens`). pdl:
+    programmatic dependent launch, on GPUs of capability 9 and more."""
     (tokens, inner), size = x.shape, A.shape[1]
     _check(x, dt, A, B, C, D, z, bias, cache)
     assert not deterministic or size <= MAX_UNROLLED_STATES, f"{size} states of a channel are more than a thread holds"

@@ -90,9 +90,8 @@ def rms_norm(
     """x [T, size] -> x / sqrt(mean(x^2) + eps) * weight in `out`, a fresh tensor if None. Weights of any dtype.
 
     With `delta` [T, size], x += delta in place first; with `post_norm_weight`, a weight, delta's own norm is added in
-    its place.
-    Row strides are free. Without delta and out, x may be [..., size]. pdl: programmatic dependent launch, on GPUs of
-    capability 9 and more; weights are read before the kernel waits for its predecessor.
+    its place. Row strides are free. Without delta and out, x may be [..., size]. pdl: programmatic dependent launch, on
+    GPUs of capability 9 and more; weights are read before the kernel waits for its predecessor.
     """
     return _launch(x, weight, None, eps, delta, post_norm_weight, out, pdl)
 

@@ -378,8 +378,8 @@ def greedy(
     """tokens[r] = last[slots[r]] = the lowest id of the greatest of logits [R, V], of any float type; faults[r] = 0.
 
     In a row with a logit that is NaN or +infinite, or with none above -infinity, token 0 and fault 1. `slots`,
-    `last_sampled`,
-    `tokens` and `faults` are of any integer type. Two launches, to be captured in a CUDA graph if wanted.
+    `last_sampled`, `tokens` and `faults` are of any integer type. Two launches, to be captured in a CUDA graph if
+    wanted.
     """
     options = launch_options(pdl)
     chunks, lanes = find_peaks(logits, scratch, False, options)
@@ -413,9 +413,8 @@ def sample(
     """Draws tokens [D] from the rows owners [D] (rising) of logits [R, V], as `greedy` where the temperature is 0.
 
     shapes [R, 4] float64: temperature, min_p, top_k (0: off), top_p; chances [D] float64 in [0, 1). `has_truncation`
-    False
-    promises that no row has top_k or top_p: three launches, else six. Draws and borders are those of runner.draws,
-    given the likelihoods, which are those of this file's exp. faults [R]; the first draw of a row goes to
+    False promises that no row has top_k or top_p: three launches, else six. Draws and borders are those of
+    runner.draws, given the likelihoods, which are those of this file's exp. faults [R]; the first draw of a row goes to
     last[slots[r]].
     """
     (rows, vocab), blocks = logits.shape, triton.cdiv(logits.shape[1], BLOCK)

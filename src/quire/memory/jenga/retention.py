@@ -34,8 +34,7 @@ RecentDrops = deque[tuple[int, int, bytes]]
 
 class Retention:
     """What a memory of these policies keeps of the pages that its sequences drop. `every_tokens` so many tokens, which
-    should
-    be twice a window or more, the window of a prefix stays too; 0: only where `mode` says."""
+    should be twice a window or more, the window of a prefix stays too; 0: only where `mode` says."""
 
     def __init__(
         self,

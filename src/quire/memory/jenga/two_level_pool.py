@@ -136,8 +136,8 @@ takes at once, as much as fills large pages; the rest of all requests goes toget
 
 class TwoLevelPagePool:
     """`num_large` large pages; one of them is `small_pages_per_large[g]` pages of group g, whose pages hold
-    `page_tokens[g]` tokens (default:
-    all equally many). `association` says whose pages lie together, see ASSOCIATIONS."""
+    `page_tokens[g]` tokens (default: all equally many). `association` says whose pages lie together, see
+    ASSOCIATIONS."""
 
     def __init__(
         self,

@@ -26,13 +26,12 @@ class LayerLocation(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class BufferLayout:
     """The buffers of `layers` layers on one worker, alike in all: each holds the keys, or the values, of
-    `layers_per_buffer`
-    layers. In it a token takes `stride` bytes; the last buffer's are filled in part if `layers_per_buffer` doesn't
-    divide `layers`.
+    `layers_per_buffer` layers. In it a token takes `stride` bytes; the last buffer's are filled in part if
+    `layers_per_buffer` doesn't divide `layers`.
 
     A page of the memory is `num_buffers` pages of `buffer_page_bytes` bytes, one at the same place of every buffer, so
-    that they hold the
-    same tokens. `run_tokens` tokens fill `run_pages` of them: 32 and 1, or 256 and 15, where a token may lie in two.
+    that they hold the same tokens. `run_tokens` tokens fill `run_pages` of them: 32 and 1, or 256 and 15, where a token
+    may lie in two.
     """
 
     layers: int

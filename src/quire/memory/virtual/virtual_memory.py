@@ -1,7 +1,6 @@
 """Virtual memory (vAttention §4-6): a sequence's tokens are contiguous in addresses, and pages are mapped under them on
 demand. Page tables are what they are in PagedMemory, but the device's memory-management unit executes them: a
-`TableWrite`
-entry says which page lies at which place of which slot (the paper's reqId), and the runner maps it there.
+`TableWrite` entry says which page lies at which place of which slot (the paper's reqId), and the runner maps it there.
 
 So sharing is naming the same page in two slots, and nothing is ever unmapped for want of memory: an empty page may
 still lie where its last owner was. Every place remembers the page that lies there. A sequence gets the free slot where
@@ -65,8 +64,7 @@ MAX_MAPPINGS = 32_000
 
 class VirtualMemory(PagedMemory):
     """See KVMemory. With `maps_ahead` what the next step will need is mapped while this one computes (§6.1.1), and so
-    is the
-    beginning of the slot that the next sequence will get (§6.1.3)."""
+    is the beginning of the slot that the next sequence will get (§6.1.3)."""
 
     make_empty_pages: Callable[[Iterable[int]], EmptyPages] = EmptyPageQueue
 

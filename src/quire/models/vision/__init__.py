@@ -29,8 +29,8 @@ ENCODERS = {
 
 class Encoder(Protocol):
     """From pixels to rows, in three calls: `preprocess`, `encode` of all parts in any shares, `assemble`. Its weights
-    are filled
-    as a model's are: by `weight_sources`, without `weight_prefixes`, less what is `ignored_weights`; then `prepare`.
+    are filled as a model's are: by `weight_sources`, without `weight_prefixes`, less what is `ignored_weights`; then
+    `prepare`.
 
     A share may be any parts, of many pictures too: what a part is encoded to depends on no other. But where an encoder
     is `encodes_whole_image`, a picture is one part, all of its tiles, and a share is one picture.

@@ -68,9 +68,8 @@ ENCODER_COST_FACTOR = 2  # times as long as a prompt's operations those of a tow
 class VisionSettings:
     """Tower and connector. `kind` is the connector's; rows have `hidden` numbers. `merge` x `merge` patches become one
     row. `published_names` checkpoints have other names than transformers'. With `thumbnail_first` (Phi-3) the whole
-    picture's
-    rows stand before its tiles'. `image_token_id` is the id that stands for a row in the text, where config.json tells
-    it."""
+    picture's rows stand before its tiles'. `image_token_id` is the id that stands for a row in the text, where
+    config.json tells it."""
 
     kind: str
     tower: TowerSettings

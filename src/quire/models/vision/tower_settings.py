@@ -28,10 +28,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TowerSettings:
     """`layers` are run, of those `checkpoint_layers` in the checkpoint; `final_norm` is put behind the last.
-    `image_size` pixels a side
-    are `patches_per_side` patches of `patch_size` pixels. Of Llama 3.2 Vision's: `global_layers`,
-    `intermediate_layers` (the layers whose inputs are
-    given out too) and the tiles of a picture, all of which it sees at once."""
+    `image_size` pixels a side are `patches_per_side` patches of `patch_size` pixels. Of Llama 3.2 Vision's:
+    `global_layers`, `intermediate_layers` (the layers whose inputs are given out too) and the tiles of a picture, all
+    of which it sees at once."""
 
     kind: str
     hidden: int
@@ -114,8 +113,7 @@ def read_tower(
     published: bool = False,
 ) -> TowerSettings:
     """A section of a config.json. `feature_layer`: -1 for the last layer's output, -2 for the one before; None for the
-    last
-    one's behind the final norm. StartupError for what is missing, wrong or not supported."""
+    last one's behind the final norm. StartupError for what is missing, wrong or not supported."""
     usual = {**DEFAULTS[kind], **(defaults or {})}
     fields.require_value("num_channels", 3)
     heads_name = "attention_heads" if kind == MLLAMA else "num_attention_heads"

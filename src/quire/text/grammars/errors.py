@@ -31,8 +31,7 @@ TAG = re.compile(r"tag_(\d+)")
 
 class UnsupportedGrammar(InputError):
     """A form that there is no grammar of. `pointer` is the keyword of its schema that is to blame, a JSON pointer
-    behind
-    #; "" if none is."""
+    behind #; "" if none is."""
 
     def __init__(self, message: str, pointer: str) -> None:
         super().__init__(message, PARAM_NAME)
@@ -41,8 +40,7 @@ class UnsupportedGrammar(InputError):
 
 def unsupported_error(structured: Structured, grammar: str, reason: str) -> UnsupportedGrammar:
     """Why there is no grammar for `structured`, of which `grammar` was made for llguidance, which says `reason`; and
-    where, if
-    it is about a part of a schema."""
+    where, if it is about a part of a schema."""
     place = ""
     if structured.kind == "json":
         place = find_keyword(json.loads(structured.source), reason)

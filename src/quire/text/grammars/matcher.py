@@ -28,11 +28,10 @@ LEXER_ERROR = "lexer error"  # what llguidance says of an error that is the lexe
 
 class SharedGrammar:
     """A grammar as llguidance has it: `initial_matcher` at its beginning, made of `source` within `compile_seconds`;
-    `root` is what is
-    known there, and `strings` of its strings. `counted_matcher` is the same as `initial_matcher`, over the vocabulary
-    of `counted_strings`, where
-    strings of counted characters are the dearest. It has a lexer of its own, and the grammar made anew takes it over.
-    None: there are no such strings, or that lexer has too many states, and all of the vocabulary is walked through."""
+    `root` is what is known there, and `strings` of its strings. `counted_matcher` is the same as `initial_matcher`,
+    over the vocabulary of `counted_strings`, where strings of counted characters are the dearest. It has a lexer of its
+    own, and the grammar made anew takes it over. None: there are no such strings, or that lexer has too many states,
+    and all of the vocabulary is walked through."""
 
     def __init__(
         self,
@@ -68,15 +67,12 @@ class SharedGrammar:
 
 class GrammarMatcher:
     """A Matcher (see quire.protocol.structured_output). `_forced` are tokens that must follow, in order, of which
-    `_forced_used`
-    have come; `_thinking_left` is how many thoughts may have; `_tokens` are the grammar's tokens so far, and
-    `_renewals_left` says how
-    often it may be made anew; `node` is what is remembered here; `mask` is what may follow, if it was computed already;
-    `_in_free_string` says whether here is a free string, if that is known: tokens that leave it where it is don't
-    count. In a
-    counted one there is `_chars_left` for so many characters, and `_counted_matcher` is the place over the vocabulary
-    for these; of
-    `_tokens` it was told the first `_num_fed_counted`, and `matcher` the first `_num_fed`.
+    `_forced_used` have come; `_thinking_left` is how many thoughts may have; `_tokens` are the grammar's tokens so far,
+    and `_renewals_left` says how often it may be made anew; `node` is what is remembered here; `mask` is what may
+    follow, if it was computed already; `_in_free_string` says whether here is a free string, if that is known: tokens
+    that leave it where it is don't count. In a counted one there is `_chars_left` for so many characters, and
+    `_counted_matcher` is the place over the vocabulary for these; of `_tokens` it was told the first
+    `_num_fed_counted`, and `matcher` the first `_num_fed`.
     """
 
     __slots__ = (
@@ -213,8 +209,7 @@ class GrammarMatcher:
 
     def _feed_counted(self, token: int) -> bool:
         """Whether there is room for characters more behind the token, in a counted string: then `matcher` needn't be
-        told
-        of it yet."""
+        told of it yet."""
         assert self.shared is not None and self.shared.counted_strings is not None, "it counts"  # noqa: PT018
         count = self.shared.counted_strings.token_chars[token]
         self._chars_left = max(0, self._chars_left - count) if count else 0
@@ -244,8 +239,7 @@ class GrammarMatcher:
 
     def _leave_counted(self) -> None:
         """`_counted_matcher` failed: `matcher` is asked from here to the string's end. If the lexer did that all have
-        in common, it
-        is asked in all strings until the grammar is made anew."""
+        in common, it is asked in all strings until the grammar is made anew."""
         assert self._counted_matcher is not None and self.shared is not None, "it counts"  # noqa: PT018
         self._chars_left = 0
         if LEXER_ERROR in self._counted_matcher.get_error():

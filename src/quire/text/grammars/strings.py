@@ -54,8 +54,7 @@ ALWAYS_ALLOWED = "true false null eE"  # what may be spoken though no schema say
 
 class StringTokens:
     """Of a vocabulary: `is_plain` says of each token whether it is whole characters that stand for themselves; a quote
-    and
-    a colon; tokens of letters that go on with no escape, the longest first; and those that end within an escape."""
+    and a colon; tokens of letters that go on with no escape, the longest first; and those that end within an escape."""
 
     def __init__(self, vocabulary: GrammarVocabulary, eos_ids: Iterable[int]) -> None:
         self.is_plain = bytearray(map(_is_plain, vocabulary.tokens))

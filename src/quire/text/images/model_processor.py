@@ -1,6 +1,5 @@
 """The eyes of a family of models, as the text plane has them (quire.text.images.processor): its preparation, and what
-stands for
-pictures in its prompts.
+stands for pictures in its prompts.
 """
 
 from __future__ import annotations
@@ -20,9 +19,7 @@ if TYPE_CHECKING:
 
 class ModelImageProcessor:
     """See quire.text.images.processor.Eyes. `id_to_token` is a token's text, by its id; `ending_ids` are the ids that
-    end a prompt
-    with
-    pictures which lead it."""
+    end a prompt with pictures which lead it."""
 
     def __init__(
         self,

@@ -16,12 +16,11 @@ TokenLookup = Callable[[str], int | None]
 
 class ImagePlaceholder(NamedTuple):
     """A picture's mark in the text becomes `before`, then `token` once a row (or `single_token`, where rows stand
-    elsewhere),
-    then `after`. It is one of `markers`; where they are `is_numbered` it has the picture's number, from 1 on.
+    elsewhere), then `after`. It is one of `markers`; where they are `is_numbered` it has the picture's number, from 1
+    on.
 
     With `images_first` (PaliGemma) pictures have no place in the text: they stand before all of it, and the prompt is
-    their
-    ids, `bos`, then the text and `prompt_suffix`.
+    their ids, `bos`, then the text and `prompt_suffix`.
     """
 
     markers: tuple[str, ...]

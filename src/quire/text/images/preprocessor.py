@@ -52,8 +52,7 @@ class ImagePreprocessor:
 
     def prepare(self, image: Image, only_image: bool = True) -> PreparedImage:
         """`image` in mode RGB, at least 1 x 1. `only_image`: it is its prompt's only one, which some models show in
-        more
-        tiles. The tiles are a function of its pixels and of `only_image`."""
+        more tiles. The tiles are a function of its pixels and of `only_image`."""
         assert image.mode == "RGB", f"a picture in mode {image.mode}"
         grid = self.tiling.choose_grid(image.height, image.width, only_image)
         return PreparedImage(TILE_CUTTERS[type(self.tiling)](self, image, grid), grid)

@@ -42,12 +42,10 @@ class ImageProcessor(Protocol):
     """Of one model. Used by several threads at once.
 
     `image_token_id` is the id that stands for a whole picture in a prompt before `expand_placeholders`; `reserved_ids`
-    are the ids that only
-    `expand_placeholders` may write, `image_token_id` among them or not. `reserved_texts` are the texts that the
-    tokenizer, or `normalize_placeholders`, takes for one
-    of these. `cache_settings` says all that `prepare` depends on: it is part of what a picture's key is made of. Where
-    it
-    `joins_adjacent` them, pictures that are neighbours in a prompt are seen as one: their rows stand nowhere in it."""
+    are the ids that only `expand_placeholders` may write, `image_token_id` among them or not. `reserved_texts` are the
+    texts that the tokenizer, or `normalize_placeholders`, takes for one of these. `cache_settings` says all that
+    `prepare` depends on: it is part of what a picture's key is made of. Where it `joins_adjacent` them, pictures that
+    are neighbours in a prompt are seen as one: their rows stand nowhere in it."""
 
     @property
     def image_token_id(self) -> int: ...
@@ -65,13 +63,11 @@ class ImageProcessor(Protocol):
 
     def normalize_placeholders(self, text: str) -> str:
         """A prompt's text as the tokenizer is to read it, with one `image_token_id` a picture: where publishers number
-        their
-        markers, say. InputError for numbers that can't be."""
+        their markers, say. InputError for numbers that can't be."""
 
     def prepare(self, image: Image, only_image: bool = True) -> ImagePixels:
         """What the encoder gets of an RGB picture, under no key yet. `only_image`: it is its prompt's only one, which
-        some
-        models show in more tiles; its grid says so. InputError for one that can't be prepared."""
+        some models show in more tiles; its grid says so. InputError for one that can't be prepared."""
 
     def num_rows(self, grid: GridNumbers) -> int:
         """Rows that the encoder makes of a picture."""
@@ -83,5 +79,5 @@ class ImageProcessor(Protocol):
         self, token_ids: Sequence[int], grids: Sequence[GridNumbers]
     ) -> tuple[list[int], list[tuple[int, int]]]:
         """The prompt with each `image_token_id`, of which there is one a grid, as long as its picture is; and where
-        each picture
-        stands: its first position, and how many it takes. InputError for more pictures than the model takes."""
+        each picture stands: its first position, and how many it takes. InputError for more pictures than the model
+        takes."""

@@ -54,9 +54,8 @@ class CallLatency(NamedTuple):
 def measure_latencies(
     driver: Driver, pages: int = 256, run_lengths: Sequence[int] = (1, 16), load: Callable[[], None] | None = None
 ) -> list[CallLatency]:
-    """Uses up a driver that was just opened: makes `pages` pages, maps them at random places in runs of every length
-    in `run_lengths`, and closes it. `load`, if given, is called before each map and unmap of a second round: it gives
-    the
+    """Uses up a driver that was just opened: makes `pages` pages, maps them at random places in runs of every length in
+    `run_lengths`, and closes it. `load`, if given, is called before each map and unmap of a second round: it gives the
     device work that touches none of these addresses."""
     rows: list[CallLatency] = []
     size = pages * driver.page

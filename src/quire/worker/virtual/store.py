@@ -2,9 +2,8 @@
 
 All physical pages are made at start and mapped once, one after another: over that view pages are copied, swapped and
 poisoned as anywhere else. Beside it each buffer of a group has room for all slots (vAttention §5.1.1), and a
-`TableWrite`
-entry maps the pages' parts there in place of being written to a table. The same page may lie in several places. Slot 0
-is scratch all along: page 0 lies at each of its places.
+`TableWrite` entry maps the pages' parts there in place of being written to a table. The same page may lie in several
+places. Slot 0 is scratch all along: page 0 lies at each of its places.
 
 A place is mapped anew at once, while earlier steps may still run: the memory sees to it that none of them names its
 slot, or that it is behind the end of the slot's tokens, where kernels read nothing.
@@ -35,9 +34,8 @@ from quire.worker.virtual.driver import Driver, PageRun, map_all
 
 class VirtualStore(Store):
     """See Store; over `driver`. With `is_contiguous` `caches` are contiguous and `tables` say that a slot's only page
-    is the
-    slot; else they are pages of whole tokens and their tables, over the same memory, for kernels that read these.
-    With `map_in_background` a thread maps what is sent ahead of need (§6.1.1)."""
+    is the slot; else they are pages of whole tokens and their tables, over the same memory, for kernels that read
+    these. With `map_in_background` a thread maps what is sent ahead of need (§6.1.1)."""
 
     def __init__(
         self, kv_config: KVCacheConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device, driver: Driver,
