@@ -1,9 +1,12 @@
-"""quire serves large language models; its heart is the memory that holds the pages of every request's KV cache."""
+"""quire serves large language models, with a paged KV cache."""
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from quire.old_names import OldNames
 
 if TYPE_CHECKING:
     from quire.async_llm import AsyncLLM
@@ -43,9 +46,11 @@ _MODULES = {
     "SamplingParams": "quire.protocol.sampling_params",
 }
 
+sys.meta_path.append(OldNames())
+
 
 def __getattr__(name: str) -> Any:
-    """Public names load on first use, so that `import quire` costs nothing."""
+    """Load a public name on first use, so that `import quire` is fast."""
     if name not in _MODULES:
         raise AttributeError(f"module 'quire' has no attribute {name!r}")
     return getattr(import_module(_MODULES[name]), name)
