@@ -185,7 +185,8 @@ def test_compiling_is_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
         ChatTemplate("é" * (1 << 15) + "x", {})
     assert ChatTemplate("é" * (1 << 15), {}).render(ASK) == "é" * (1 << 15)
     monkeypatch.setattr(renderer_module, "COMPILE_SECONDS", 0.02)
-    with pytest.raises(StartupError, match=r"can't be compiled: it ran longer than 0\.02 s"):
+    # The second where the machine is so busy that the process gets no processor time within the bound.
+    with pytest.raises(StartupError, match=r"can't be compiled: it (ran longer than|got no answer in) 0\.02 s"):
         ChatTemplate("{% if a %}{{ b }}{% endif %}" * 2300, {})
 
 
